@@ -69,7 +69,9 @@ class Case:
 
     def read(self, row: PackedRow) -> list[tuple]:
         """The masks of all blocks."""
-        return [row.layout.masks(block, None, getattr(torch, self.args.dtype)) for block in row.layout.blocks]
+        dtype, layout = getattr(torch, self.args.dtype), row.layout
+        attended = [(layout.prompts(each, None, dtype), layout.branches(each, None, dtype)) for each in layout.blocks]
+        return [(prompts[2], branches[2]) for prompts, branches in attended]
 
     def check(self) -> None:
         """Compares all masks with their definition: a token attends to itself and the window before it."""

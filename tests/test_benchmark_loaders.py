@@ -10,13 +10,12 @@ from datasets import Audio, Dataset, Features, Image, List, Value
 from helpers.chats import audio as chirp
 from helpers.chats import image as picture
 from helpers.files import sound_file
-from helpers.trainer_utils import load, run, saved
+from helpers.trainer_utils import load, saved
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data import load_audiomcq, load_avqa, load_geo3k, load_mmau
 from trl_multimodal_rft.data.rows.letters import without_letters
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
-from trl_multimodal_rft.rewards import accuracy_reward, choice_reward, format_reward
+from trl_multimodal_rft.rewards import choice_reward
 from trl_multimodal_rft.rewards.choices import named_choice
 from trl_multimodal_rft.scripts import evaluate as evaluate_script
 from trl_multimodal_rft.scripts.arguments import parse
@@ -141,28 +140,6 @@ def test_mmau(mmau):
     assert load_mmau(mmau / "mmau-test-mini.json").to_list() == dataset.to_list()
 
 
-def test_mmau_is_evaluated_by_task(mmau):
-    model, processor = load("qwen2_audio")
-    config = EvaluationConfig(max_completion_length=8, batch_size=2, group_by="task")
-
-    def half(completions, solution, choices, **kwargs):
-        answers = [f"<answer>{s if s in ('Man', 'Child') else 'nobody'}</answer>" for s in solution]
-        return choice_reward(completions=answers, solution=solution, choices=choices)
-
-    result = evaluate(model, processor, load_mmau(mmau), [half, choice_reward], config)
-    assert result.metrics["accuracy"] == 3 / 5
-    assert [result.metrics[f"accuracy/{task}"] for task in TASKS] == [1 / 2, 1 / 2, 1.0]
-    assert result.metrics["reward/choice_reward"] is not None
-    assert [row["id"] for row in result.rows] == [f"id-{i}" for i in range(5)]
-    assert all(row["prompt"].startswith("<audio>Who speaks") for row in result.rows)
-    # The model uses the recordings: with those of other rows the answers change
-    swapped = load_mmau(mmau)
-    audio = swapped["audio"][:]
-    swapped = [{**row, "audio": audio[(i + 1) % 5]} for i, row in enumerate(swapped)]
-    others = evaluate(model, processor, swapped, choice_reward, config)
-    assert [row["completions"] for row in others.rows] != [row["completions"] for row in result.rows]
-
-
 def test_mmau_from_the_hub_has_letters(tmp_path):
     """The layout of `gamma-lab-umd/MMAU-test-mini`, from a folder."""
     rows = []
@@ -273,23 +250,8 @@ def test_avqa(avqa):
     assert again.to_list() == dataset.to_list()
     line = json.loads(avqa.read_text().splitlines()[0])
     avqa.write_text(json.dumps({**line, "answer": 4}))
-    with pytest.raises(ValueError, match="row 0: the answer 4 is no index"):
+    with pytest.raises(ValueError, match="row 0: the answer 4 is none of the choices"):
         load_avqa(avqa)
-
-
-def test_avqa_is_trained_on(avqa):
-    seen = []
-
-    def graded(completions, solution, choices, **kwargs):
-        seen.extend(zip(solution, choices, strict=True))
-        assert set(choice_reward(completions=completions, solution=solution, choices=choices)) <= {0.0, 1.0}
-        return [float(len(completion[0]["content"]) % 3) for completion in completions]
-
-    result = run(MultimodalGRPOTrainer, "qwen2_audio", load_avqa(avqa), reward=[graded, choice_reward, format_reward])
-    assert {solution for solution, _ in seen} <= set(seen[0][1]) and len(seen) == 16
-    assert len([entry for entry in result.history if "rewards/choice_reward/mean" in entry]) == 2
-    assert any(value.any() for value in result.update.values())
-    assert result.trainer.card_notes.modalities == {"audio"}
 
 
 # AudioMCQ
@@ -379,24 +341,6 @@ def test_geo3k(geo3k):
     assert dataset[0]["solution"] == "2 \\sqrt { 221 }"
     plain = load_geo3k(geo3k, template="{problem}")
     assert plain[0]["prompt"][0]["content"][1]["text"] == "Find $x$."
-
-
-def test_geo3k_is_evaluated_and_trained_on(geo3k):
-    dataset = load_geo3k(geo3k)
-    model, processor = load("qwen2_5_vl")
-    config = EvaluationConfig(max_completion_length=4, num_samples=3, temperature=1.0, pass_at=[1, 3], batch_size=6)
-
-    def solved(completions, solution, **kwargs):
-        """Returns another notation of the answer, which math_verify accepts."""
-        given = [s.replace("2 \\sqrt { 221 }", "\\sqrt{884}") for s in solution]
-        return accuracy_reward(completions=[f"<answer>{g}</answer>" for g in given], solution=solution)
-
-    result = evaluate(model, processor, dataset, [solved, accuracy_reward], config)
-    assert result.metrics["accuracy"] == result.metrics["majority@3"] == 1.0
-    assert result.rows[1]["prompt"].startswith("Compare <image> with <image>: what is")
-    trained = run(MultimodalGRPOTrainer, "qwen2_5_vl", load_geo3k(geo3k, split="train"))
-    assert any(value.any() for value in trained.update.values())
-    assert trained.trainer.card_notes.modalities == {"image"}
 
 
 def test_images_without_their_marks(geo3k):

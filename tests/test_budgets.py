@@ -343,7 +343,7 @@ def long_sounds(files):
         decoded("qwen2_audio", block, max_frames=2, video_fps=1.0, max_pixels=100)
 
 
-def reward_models(files):
+def reward_models(files, monkeypatch):
     model, processor = load("qwen2_5_vl")
     reward = RewardModel.__new__(RewardModel)
     reward.processor, reward.audio_overlong = processor, "raise"
@@ -351,7 +351,8 @@ def reward_models(files):
     reward.template_kwargs, reward._placeholders, reward._takes = {}, [], {"image", "video"}
     reward.__name__ = "reward"
     reward._load, load_media = lambda refs: seen.append(refs) or load_media(refs), reward._load
-    reward._apply_template = lambda messages, *_: {"input_ids": torch.zeros(1, 1)}
+    outputs = {"input_ids": torch.zeros(1, 1)}
+    monkeypatch.setattr("trl_multimodal_rft.rewards.model.processor_outputs", lambda *_: outputs)
     rules = MediaRules(max_pixels=4000, max_frames=2, use_audio_in_video=True, max_image_pixels=16_001)
     reward._encode([user(text("?"))], ["yes"], {"image": [str(files / "picture.png")]}, rules)
     [[ref]] = seen
@@ -383,8 +384,8 @@ def test_the_table_has_these_rows():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_wins(row, files):
-    ROWS[row](files)
+def test_what_wins(row, files, monkeypatch):
+    ROWS[row](files, *([monkeypatch] if row == "a reward model" else []))
 
 
 # Runs

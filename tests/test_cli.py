@@ -88,7 +88,7 @@ def test_help_imports_nothing_heavy(tmp_path):
     assert version == f"trl-multimodal-rft {trl_multimodal_rft.__version__}\n"
     short = found[lines.index(["grpo", "--help"])][1]
     titles = [short.index(f"\n{GROUPS[name]}:\n") for name in ("script", "model", "multimodal", "trl")]
-    assert titles == sorted(titles) and "--num_generations INT" in short and "--self_check, --no_self_check" in short
+    assert titles == sorted(titles) and "--num_generations INT" in short and "--self_check [BOOL]" in short
     for option in ("--max_grad_norm", "--num_machines"):
         assert option not in short and option in full
     assert "--dataset_name" in short and "(default: train)" in short
@@ -98,8 +98,6 @@ MODEL = ["--model_name_or_path", "org/model"]
 ROWS = ["--dataset_name", "org/rows"]
 REWARD = [*MODEL, *ROWS, "--reward_funcs"]
 FILES = {
-    "mine.py": "import torch\n\n\ndef even(completions, **kwargs):\n    return [0.0]\n",
-    "wrong.py": "def even(:\n",
     "number.yaml": "max_steps: 3\nlearning_rate: fast\n",
     "steps.yaml": "max_steps: [3]\n",
     "key.yaml": "max_steps: 3\n\nnum_generation: 4\n",
@@ -109,8 +107,6 @@ FILES = {
     "list.yaml": "- max_steps\n",
     "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",
     "launch.yaml": "num_processes: two\n",
-    "nul.yaml": 'output_dir: "a\\0b"\n',
-    "nuls.yaml": 'reward_funcs: ["a\\0b"]\n',
     "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
 }
 # Expected words of the message, for each command line
@@ -122,40 +118,38 @@ MISTAKES = [
     (["filter", *MODEL, "--by", "accuracy", "--dataset_name", "rows.jsonl"], 1, "There is no file or folder"),
     (["check", "--dataset", "x", "--model", "y"], 2, "no option `--dataset`. Did you mean `--dataset_name`?"),
     (["estimate", "--model", "y"], 2, "no option `--model`. Did you mean `--model_name_or_path`?"),
-    (["check"], 2, "`--dataset_name` and `--model_name_or_path` must be set."),
-    (["chat"], 2, "`--model_name_or_path` must be set."),
-    (["prepare", "avqaa", "x", "--output_dir", "y"], 2, "Did you mean `avqa`?"),
+    (["check"], 2, "the following arguments are required: --dataset_name, --model_name_or_path"),
+    (["chat"], 2, "one of the arguments model_name_or_path is required"),
+    (["prepare", "avqaa", "x", "--output_dir", "y"], 2, "invalid choice: 'avqaa' (choose from 'avqa', "),
     (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
     (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),
     (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `use_cpu`."),
-    (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: 'few' is not an integer, such as 8."),
-    (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "'3' belongs to no option."),
-    (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: 'two' is not an integer"),
+    (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: invalid int value: 'few'"),
+    (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "unrecognized arguments: 3"),
+    (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
     (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),
     (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
-    (["grpo", "--config", "number.yaml"], 1, "number.yaml: `learning_rate`: 'fast' is not a number, such as 1e-5."),
-    (["grpo", "--config", "steps.yaml"], 1, "steps.yaml: `max_steps`: '[3]' is not an integer, such as 8."),
-    (["grpo", "--config", "key.yaml"], 1, "key.yaml: there is no option `num_generation`. Did you mean"),
-    (["sft", "--config", "removed.yaml"], 1, "removed.yaml: there is no option `evaluation_strategy`. It was rem"),
+    (["grpo", "--config", "number.yaml"], 2, "number.yaml: argument --learning_rate: invalid float value: 'fast'"),
+    (["grpo", "--config", "steps.yaml"], 2, "steps.yaml: argument --max_steps: invalid int value: '[3]'"),
+    (["grpo", "--config", "key.yaml"], 2, "key.yaml: there is no option `--num_generation`. Did you mean"),
+    (["sft", "--config", "removed.yaml"], 2, "removed.yaml: there is no option `--evaluation_strategy`. It was rem"),
     (["grpo", "--config=twice.yaml"], 1, "twice.yaml: `max_steps` is set twice"),
-    (["grpo", "--config", "tabs.yaml"], 1, "tabs.yaml:2: it isn't YAML"),
+    (["grpo", "--config", "tabs.yaml"], 1, "tabs.yaml: it isn't YAML: while scanning"),
     (["grpo", "--config", "list.yaml"], 1, "list.yaml: it has no keys"),
-    (["grpo", "--config", "choice.yaml"], 1, "choice.yaml: `eval_strategy`: 'stepz' is not one of no, steps, ep"),
-    (["grpo", "--config", "launch.yaml"], 1, "launch.yaml: `num_processes`: 'two' is not an integer"),
-    (["grpo", *MODEL, *ROWS, "--config", "nul.yaml"], 1, "`output_dir` has a NUL byte, which no path or name has"),
-    (["grpo", *MODEL, *ROWS, "--config", "nuls.yaml"], 1, "`reward_funcs` has a NUL byte"),
+    (
+        ["grpo", "--config", "choice.yaml"],
+        2,
+        "choice.yaml: argument --eval_strategy: invalid choice: 'stepz' (",
+    ),
+    (["grpo", "--config", "launch.yaml"], 2, "launch.yaml: argument --num_processes: invalid int value: 'two'"),
     (["check", *MODEL, "--dataset_name", "..evil"], 1, "There is no file or folder '..evil'"),
     (["check", *MODEL, "--dataset_name", "org/..evil"], 1, "There is no file or folder 'org/..evil'"),
-    (["check", "--config", "check.yaml"], 1, "check.yaml: `max_prompt_length`: 'long' is not an integer"),
+    (["check", "--config", "check.yaml"], 2, "check.yaml: argument --max_prompt_length: invalid int value: 'long'"),
     (["grpo", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["evaluate", *ROWS, "--model_name_or_path", "./model"], 1, "There is no file or folder './model'"),
     (["chat", "./model"], 1, "There is no file or folder './model'"),
     (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["grpo", *REWARD, "acuracy_reward"], 1, "no reward function 'acuracy_reward'"),
-    (["grpo", *REWARD, "mine.evn"], 1, "mine.py has no 'evn'. Did you mean `even`?"),
-    (["grpo", *REWARD, "theirs.even"], 1, "no module 'theirs'"),
-    (["grpo", *REWARD, "trl_multimodal_rft.rewardz.format_reward"], 1, "no module 'rewardz'"),
-    (["grpo", *REWARD, "wrong.even"], 1, "wrong.py:1: "),
 ]
 
 
@@ -168,15 +162,10 @@ def test_mistakes_are_one_line_before_anything_heavy_is_imported(tmp_path):
         assert err.count("\n") == 1 and err.startswith("trl-multimodal-rft") and ": error: " in err
 
 
-def test_rewards_are_found_without_imports(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(FILES["mine.py"])
-    (tmp_path / "folder" / "inner").mkdir(parents=True)
-    (tmp_path / "folder" / "inner" / "__init__.py").write_text("from ..others import *\n")
-    monkeypatch.chdir(tmp_path)
-    check_rewards([*table()["rewards"], "mine.even", "folder.inner.odd", "trl_multimodal_rft.rewards.choice_reward"])
-    check_rewards(["trl.rewards.think_format_reward", "os.path.join", "box_iou_reward(iou_threshold=0.5)"])
+def test_names_of_rewards_and_tools():
+    check_rewards([*table()["rewards"], "mine.even", "box_iou_reward(iou_threshold=0.5)"])
     check_rewards(["zoom(scale=1000)", "mine.even"], "tool")
-    for name, kind in (("box_iou(a=1)", "reward function"), ("zooms", "tool"), ("mine.none()", "tool")):
+    for name, kind in (("box_iou(a=1)", "reward function"), ("zooms", "tool")):
         with pytest.raises(ValueError, match=f"no {kind} '{re.escape(name.partition('(')[0])}'"):
             check_rewards(name, kind)
 

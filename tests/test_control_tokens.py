@@ -15,7 +15,7 @@ from transformers.utils.logging import warning_once
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.control_tokens import checked_texts
-from trl_multimodal_rft.encoding.supervised import encode_sequence, encode_supervised
+from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 
 
@@ -153,6 +153,7 @@ def test_preformatted_prompts_keep_their_tokens(caplog):
 def test_supervised_rows(media):
     """Covers prompts, completions and whole conversations. Plain text stays unchanged."""
     model, processor = FAMILIES["qwen2_5_vl"].build()
+    encoder = SupervisedEncoder(processor, model, special_tokens_in_text="raise")
     column = {"image": PICTURE} if media else {}
     said = {"role": "assistant", "content": HOSTILE}
     asked = {"role": "user", "content": HOSTILE}
@@ -163,20 +164,20 @@ def test_supervised_rows(media):
     ):
         row, other = {**row, **column}, {**other, **column}
         made = [
-            encode_sequence(each, processor, model, special_tokens_in_text=mode).input_ids.tolist()
+            SupervisedEncoder(processor, model, special_tokens_in_text=mode).encode_sequence(each).input_ids.tolist()
             for each, mode in ((row, "strip"), (other, "raise"), (row, "allow"))
         ]
         assert made[0] == made[1] != made[2]
         name = next(iter(row))
         with pytest.raises(MediaError, match=f"row 0, column '{name}': the text holds the control token"):
-            encode_sequence(row, processor, model, special_tokens_in_text="raise")
+            encoder.encode_sequence(row)
         with pytest.raises(MediaError, match="row 0, column '(prompt|completion)': the text holds the control token"):
             part = {**row, **({"messages": [clean[0], said]} if "messages" in row else {"prompt": clean[:1]})}
             ends = [processor.tokenizer.eos_token_id]
-            encode_supervised([part], processor, model, ends, special_tokens_in_text="raise")
+            encoder.encode_pairs([part], ends)
     if not media:
         plain = {"prompt": "<|im_start|>user\nWhat?<|im_end|>\n", "completion": "A cat.<|im_end|>"}
-        ids = encode_sequence(plain, processor, model, special_tokens_in_text="raise").input_ids.tolist()
+        ids = encoder.encode_sequence(plain).input_ids.tolist()
         assert ids == processor.tokenizer(plain["prompt"] + plain["completion"])["input_ids"]
 
 
@@ -351,7 +352,7 @@ def test_evaluation_has_the_option_of_its_trainer(tmp_path):
 
 
 def test_rows_with_control_tokens_are_skipped(tmp_path):
-    options = {"special_tokens_in_text": "raise", "on_media_error": "skip", "max_skipped_rows": 1.0}
+    options = {"special_tokens_in_text": "raise", "on_media_error": "skip(max_rows=1.0)"}
     for media in (True, False):
         dataset = rows("What?", HOSTILE, "Who?", media=media)
         result = run(Recorded, "qwen2_5_vl", dataset, max_steps=2, **options)

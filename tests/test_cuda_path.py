@@ -7,12 +7,11 @@ import pytest
 import torch
 from helpers.chats import chat, image, text
 from helpers.completions import G, random_completions
-from helpers.cuda_path import Counts, cuda_path
+from helpers.cuda_path import Attentions, cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
 from helpers.packed_rows import backward, build, padded_reference
 from helpers.trainer_utils import relative_difference
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.families import family_of
@@ -29,11 +28,11 @@ def test_shapes_for_which_cudnn_makes_plans(monkeypatch):
     prompts = encode_chats(model, processor, [chat(image(56, 56), text("up " * n)) for n in sizes.tolist()])
 
     def shapes():
-        with cuda_path(monkeypatch), Counts() as counts, torch.no_grad():
+        with cuda_path(monkeypatch), Attentions() as attentions, torch.no_grad():
             for prompt, length in zip(prompts, lengths.tolist(), strict=True):
                 ids, mask = random_completions(2, length)
                 completion_scores(model, model, [prompt] * 2, ids, mask)
-        return len(counts.shapes)
+        return len(attentions.planned)
 
     assert shapes() == 0
     monkeypatch.setattr(kernels, "without_cudnn", contextlib.nullcontext)
@@ -88,14 +87,15 @@ def test_windows_bound_what_is_computed(name, has_image, monkeypatch):
     truth, _, gradients = padded_reference(model, prompts, ids, mask)
     n_tokens = sum(map(len, prompts[::G])) + int(mask.sum())
     for path in (contextlib.nullcontext(), cuda_path(monkeypatch)):
-        with path as kernel, Scores() as dense:
+        with path as kernel, Attentions() as dense:
             scores = completion_scores(model, model, prompts, ids, mask)
             found = backward(model, scores.logps, scores.entropies, mask)
         assert (scores.logps - truth * mask).abs().max() <= 1e-5
         assert relative_difference(gradients, found) <= 1e-5
         is_exact = kernel is not None and not (has_image and name == "gemma3")
         calls = kernel.calls if kernel else []
-        computed = [*dense.pairs, *(pairs for _, window, pairs in calls if window == (7, 0))]
+        masked = [query[0] * query[2] * key[2] for query, key in dense.calls]
+        computed = [*masked, *(pairs for _, window, pairs in calls if window == (7, 0))]
         in_windows = sum(pairs for pairs in computed if pairs < 100 * n_tokens)
         assert 0 < in_windows <= (9 if is_exact else 50) * n_tokens, computed
         assert not calls or {window for _, window, _ in calls} == {(7, 0), (-1, 0)}
@@ -133,20 +133,6 @@ def test_masks_of_images_are_made_by_rows(name, monkeypatch):
     for kind, mask in found.items():
         assert (mask.window, mask.ahead) == (whole[kind].window, whole[kind].ahead)
         assert mask.prompt.equal(whole[kind].prompt) and (mask.prompt[:, 1] > torch.arange(len(prompt)) + 1).any()
-
-
-class Scores(TorchFunctionMode):
-    """Records pairs of queries and keys that attention without a variable-length kernel computes in a decoder."""
-
-    def __init__(self):
-        super().__init__()
-        self.pairs = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            query, key = args[:2]
-            self.pairs.append(query.size(0) * query.size(2) * key.size(2))
-        return function(*args, **(kwargs or {}))
 
 
 class Sums(TorchDispatchMode):

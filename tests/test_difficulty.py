@@ -76,7 +76,7 @@ def test_batches_are_filled_with_groups_in_the_range(named, trainer_class):
     """The range holds for the weighted sum or for the named function, and the others count alike in the reward."""
     bounds = {"dynamic_sampling_range": [0.25, 0.75]} if named else {"dynamic_sampling_range": [0.9, 1.3]}
     bounds |= {"dynamic_sampling_reward": "right"} if named else {}
-    options = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 8, "max_steps": 3, **TWO, **bounds}
+    options = {"dynamic_sampling": 8, "max_steps": 3, **TWO, **bounds}
     result = run(trainer_class, FAMILY, rows(), reward=[longer, right], shuffle_dataset=False, **options)
     draws = result.trainer.draws
     wanted = {
@@ -253,7 +253,7 @@ def test_unreadable_rows_are_replaced_and_not_drawn_again(tmp_path):
     options = {"difficulty_sampling": True, "max_steps": 12, "media_prefetch": 1, "reward": right, **TWO}
     with pytest.raises(MediaError, match=r"row \d, column 'image'"):
         make_trainer(Recorded, FAMILY, dataset, tmp_path, **options).train()
-    options |= {"on_media_error": "skip", "max_skipped_rows": 2}
+    options |= {"on_media_error": "skip(max_rows=2)"}
     trainer = make_trainer(Recorded, FAMILY, dataset, tmp_path, **options)
     trainer.train()
     assert set(trainer._stream.skipped) == {2, 5}

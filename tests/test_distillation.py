@@ -271,7 +271,7 @@ def test_broken_medium_of_a_teacher(name, prefetch, tmp_path):
     objects = {"teacher_model": None}
     with pytest.raises(MediaError, match=r"row 1, column 'teacher_images\[0\]'"):
         make(tmp_path / "ends", objects=objects).train()
-    skips = make(tmp_path / "skips", objects=objects, on_media_error="skip", max_skipped_rows=1)
+    skips = make(tmp_path / "skips", objects=objects, on_media_error="skip(max_rows=1)")
     skips.train()
     assert "teacher_images[0]" in (tmp_path / "skips" / "skipped_rows.jsonl").read_text()
     assert skips._stream.skipped.keys() == {1}

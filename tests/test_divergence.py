@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from accelerate import Accelerator
+from families_report.measure import plain_logits
 from helpers.completions import random_completions
 from helpers.marks import slow_but
 from helpers.packed_rows import build
@@ -32,19 +33,11 @@ FAMILIES = ["qwen2_5_vl", "qwen2_audio", "gemma3", "qwen2_5_omni", "llava"]
 
 def plain_states(model, prompts, ids, mask):
     """Returns the states that the head gets, in a forward of the model's own for each completion."""
-    taken = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: taken.append(args[0]))
-    rows = []
-    for prompt, completion, own in zip(prompts, ids, mask.bool(), strict=True):
-        completion = completion[own]
-        fields = {
-            name: torch.cat([value, value.new_zeros(len(completion))])[None]
-            for name, value in prompt.token_fields.items()
-        }
-        whole = torch.cat([prompt.input_ids, completion])[None]
-        model(input_ids=whole, attention_mask=torch.ones_like(whole), **prompt.media, **fields)
-        row = taken.pop()[0, len(prompt) - 1 : -1] if len(completion) else taken.pop()[0, :0]
-        rows.append(torch.nn.functional.pad(row, (0, 0, 0, len(own) - len(row))))
+    taken, rows = [], []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: taken.append(args[0][0]))
+    for prompt, completion, length in zip(prompts, ids, mask.sum(1).tolist(), strict=True):
+        plain_logits(model, prompt, completion[:length])
+        rows.append(torch.nn.functional.pad(taken.pop()[-length - 1 : -1], (0, 0, 0, len(completion) - length)))
     handle.remove()
     return torch.stack(rows)
 
@@ -80,6 +73,13 @@ def written_out(student, teacher, beta):
     return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
 
 
+def assert_same_gradients(found, expected, leaves):
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(4))
+    ours, theirs = (torch.autograd.grad((each * weights).sum(), leaves) for each in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 RULES = HeadRule(0.5, 3.0), HeadRule(1.5, None)
 
 
@@ -97,12 +97,7 @@ def test_divergence_is_that_of_the_equations(beta):
     assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert_close(entropies.double(), -(of_student.exp() * of_student).sum(-1) * mask, atol=1e-5, rtol=1e-5)
     assert not entropies.requires_grad
-    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(4))
-    leaves = [hidden, student.weight, student.bias]
-    ours = torch.autograd.grad((found * weights).sum(), leaves)
-    theirs = torch.autograd.grad((expected * weights).sum(), leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert_same_gradients(found, expected, [hidden, student.weight, student.bias])
 
 
 @pytest.mark.parametrize("add_tail", [True, False])
@@ -127,12 +122,7 @@ def test_top_k_divergence_is_that_of_the_equations(beta, add_tail, monkeypatch):
     found, entropies = top_k_divergence(hidden, student, ids, logps, beta=beta, temperature=1.7, add_tail=add_tail)
     assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert_close(entropies.double(), -(of_student.exp() * of_student).sum(-1), atol=1e-5, rtol=1e-5)
-    weights = torch.randn(7, generator=torch.Generator().manual_seed(4))
-    leaves = [hidden, student.weight, student.bias]
-    ours = torch.autograd.grad((found * weights).sum(), leaves)
-    theirs = torch.autograd.grad((expected * weights).sum(), leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert_same_gradients(found, expected, [hidden, student.weight, student.bias])
 
 
 def test_top_k_of_all_tokens_is_the_whole_divergence():

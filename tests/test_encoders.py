@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
-from helpers.cuda_path import Counts, cuda_path
+from helpers.cuda_path import Attentions, cuda_path
 from helpers.encoding import build_encoded
 from helpers.families import instantiate
 from helpers.packed_rows import enable_checkpointing
@@ -235,10 +235,10 @@ def test_shapes_for_which_cudnn_makes_plans(meta, monkeypatch):
     install_encoder_attention(model)
 
     def shapes():
-        with Counts() as counts, torch.no_grad():
+        with Attentions() as attentions, torch.no_grad():
             for n in range(1, 25):
                 encoder(torch.empty(n, 3, size, size, device="meta"))
-        return len(counts.shapes)
+        return len(attentions.planned)
 
     assert shapes() == 0
     monkeypatch.setattr(kernels, "without_cudnn", nullcontext)

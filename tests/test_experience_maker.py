@@ -520,27 +520,19 @@ def test_group_shares_one_encoded_prompt():
     assert_close(a.sequences, b.sequences, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["max_new_token", "num_return_sequences", "gama"])
-def test_unknown_options_of_sampling(name):
-    with pytest.raises(ValueError, match=f"`{name}` is no option"):
-        make().make_experience_list(TEXT, max_new_tokens=3, **{name: 2})
-
-
 @pytest.mark.parametrize(
-    ("prompts", "error"),
+    ("prompts", "options", "error"),
     [
-        ([TEXT[0], "What is in <|image_pad|>?"], "Prompt 1 is text with placeholders"),
-        (
-            [question(TEXT[0]), [{"role": "user", "content": [{"type": "image"}]}]],
-            "row 1, .*placeholder without image",
-        ),
-        ([{"prompt": question("Is there?"), "image": "nowhere.png"}], "row 0, column 'image': no such file"),
-        ([{**IMAGE_ROWS[1], "prompt": "What is in <|image_pad|>?"}], "row 0, column 'images"),
+        *[(TEXT, {name: 2}, f"`{name}` is no option") for name in ("max_new_token", "num_return_sequences", "gama")],
+        ([TEXT[0], "What is in <|image_pad|>?"], {}, "Prompt 1 is text with placeholders"),
+        ([question(TEXT[0]), question([{"type": "image"}])], {}, "row 1, .*placeholder without image"),
+        ([{"prompt": question("Is there?"), "image": "nowhere.png"}], {}, "row 0, column 'image': no such file"),
+        ([{**IMAGE_ROWS[1], "prompt": "What is in <|image_pad|>?"}], {}, "row 0, column 'images"),
     ],
 )
-def test_errors_name_the_prompt(prompts, error):
+def test_errors_of_prompts_and_options(prompts, options, error):
     with pytest.raises((ValueError, MediaError), match=error):
-        make().make_experience_list(prompts, max_new_tokens=3)
+        make().make_experience_list(prompts, max_new_tokens=3, **options)
 
 
 def test_media_need_a_processor():
@@ -832,12 +824,17 @@ def test_reward_file(tmp_path):
     write(tmp_path / "helper.py", "raise SystemExit('only the named file is run')")
     source = "import torch\n\ndef reward_func(queries, prompts):\n"
     source += "    return torch.tensor([float(len(q) - len(p)) for q, p in zip(queries, prompts)])\n"
-    path = write(tmp_path / "rewards.py", source)
-    for given in (path, [path]):
-        prompts = [prompt for prompt in TEXT for _ in range(3)]
-        for each in made(arguments={"remote_rm_url": given}):
-            queries = processor().tokenizer.batch_decode(each.sequences)
-            assert each.info["reward"].tolist() == [len(query) - len(prompts.pop(0)) for query in queries]
+    prompts = [prompt for prompt in TEXT for _ in range(3)]
+    for each in made(arguments={"remote_rm_url": write(tmp_path / "rewards.py", source)}):
+        queries = processor().tokenizer.batch_decode(each.sequences)
+        assert each.info["reward"].tolist() == [len(query) - len(prompts.pop(0)) for query in queries]
+    for path, error, message in (
+        (str(tmp_path / "nowhere.py"), ValueError, "There is no file .*nowhere.py to load"),
+        (write(tmp_path / "empty.py", "reward = 1\n"), ValueError, "empty.py has no function `reward_func`"),
+        (write(tmp_path / "broken.py", "1 / 0\n"), ZeroDivisionError, "by zero"),
+    ):
+        with pytest.raises(error, match=message):
+            make(arguments={"remote_rm_url": path})
 
 
 def test_reward_files_get_labels_and_add_up(tmp_path):
@@ -852,20 +849,13 @@ def test_reward_files_get_labels_and_add_up(tmp_path):
         assert_close(each.info["reward_metrics"]["second"].isnan(), each.info["reward"] > 0)
 
 
-def test_errors_of_reward_files(tmp_path):
-    with pytest.raises(ValueError, match="There is no file .*nowhere.py to load"):
-        make(arguments={"remote_rm_url": str(tmp_path / "nowhere.py")})
-    with pytest.raises(ValueError, match="empty.py has no function `reward_func`"):
-        make(arguments={"remote_rm_url": write(tmp_path / "empty.py", "reward = 1\n")})
-    with pytest.raises(ZeroDivisionError):
-        make(arguments={"remote_rm_url": write(tmp_path / "broken.py", "1 / 0\n")})
-
-
 # Tokenizing
 
 
 def test_tokenize_fn():
-    maker, words = make(), processor().tokenizer
+    """Pads on the left, whatever the tokenizer does."""
+    maker, words = make(words=load("qwen2_5_vl")[1]), processor().tokenizer
+    maker.tokenizer.padding_side = "right"
     ids = [words(prompt)["input_ids"] for prompt in TEXT]
     longest, shortest = max(map(len, ids)), min(map(len, ids))
     batch = maker.tokenize_fn(TEXT, max_length=longest, padding=True, device="cpu")
@@ -879,6 +869,7 @@ def test_tokenize_fn():
     kept = [row[1 - shortest :] for row in ids]
     assert maker.tokenize_fn(TEXT, shortest - 1)["input_ids"].tolist() == kept
     assert maker.tokenize_fn(TEXT, shortest - 1, padding=False)["input_ids"] == kept
+    assert maker.tokenizer.padding_side == "right"
 
 
 def test_tokenize_fn_never_cuts_media():
@@ -897,65 +888,46 @@ def test_tokenize_fn_never_cuts_media():
 # Arguments
 
 
+ONE_OF = "must be one of"
+OF_BASELINE, OF_CPGD = "`norm_level` of 'reinforce_baseline'", "`weight` of 'cpgd'"
+
+
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("name", "value", "error"),
     [
-        ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', .*'gae', got 'ppo'"),
-        (
-            {"advantage_estimator": "reinforce_baseline(norm_level='batch')"},
-            "`norm_level` of 'reinforce_baseline' must be one of 'token', 'sequence', got 'batch'",
-        ),
-        (
-            {"advantage_estimator": "cpgd(weight='mean')"},
-            "`weight` of 'cpgd' must be one of 'none', 'std', 'clip_filter_like'",
-        ),
-        ({"kl_estimator": "k4"}, "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
-        ({"audio_overlong": "drop"}, "`audio_overlong` must be one of 'raise', 'truncate'"),
-        ({"n_samples_per_prompt": 0}, "`n_samples_per_prompt` must be at least 1"),
-        ({"micro_rollout_batch_size": 0}, "`micro_rollout_batch_size` must be at least 1"),
-        ({"soft_overlong_cache": 0}, "`soft_overlong_cache` must be at least 1"),
-        ({"reward_clip_range": (1.0, -1.0)}, r"`reward_clip_range` must be \(min, max\)"),
+        ("advantage_estimator", "ppo", f"`advantage_estimator` {ONE_OF} 'group_norm', .*'gae', got 'ppo'"),
+        ("advantage_estimator", "reinforce_baseline(norm_level='batch')", f"{OF_BASELINE} {ONE_OF} 'token', 'seq"),
+        ("advantage_estimator", "cpgd(weight='mean')", f"{OF_CPGD} {ONE_OF} 'none', 'std', 'clip_filter_like'"),
+        ("kl_estimator", "k4", f"`kl_estimator` {ONE_OF} 'k1', 'k2', 'k3'"),
+        ("audio_overlong", "drop", f"`audio_overlong` {ONE_OF} 'raise', 'truncate'"),
         *[
-            ({"advantage_estimator": name, "n_samples_per_prompt": 1}, f"'{name}'` compares the completions")
-            for name in GROUP_ESTIMATORS
+            (name, 0, f"`{name}` must be at least 1")
+            for name in ("n_samples_per_prompt", "micro_rollout_batch_size", "soft_overlong_cache")
         ],
-        ({"advantage_estimator": "grpo", "n_samples_per_prompt": 1}, "'group_norm'` compares the completions"),
+        ("reward_clip_range", (1.0, -1.0), r"`reward_clip_range` must be \(min, max\)"),
+        *[("advantage_estimator", name, f"'{name}'` compares the completions") for name in GROUP_ESTIMATORS],
+        ("advantage_estimator", "grpo", "'group_norm'` compares the completions"),
     ],
 )
-def test_errors_of_configs(options, error):
+def test_errors_of_configs(name, value, error):
     with pytest.raises(ValueError, match=error):
-        ExperienceConfig(**options)
-
-
-def of_tokenizer(words, config=None):
-    """Returns a maker for text alone."""
-    config = config or ExperienceConfig()
-    return NaiveExperienceMaker(actor(), None, None, None, words, 8, None, config, reward_fn=by_length)
+        ExperienceConfig(**{"n_samples_per_prompt": 1, "advantage_estimator": "gae", name: value})
 
 
 def test_errors_of_makers():
-    words = load("qwen2_5_vl")[1].tokenizer
+    words = load("qwen2_5_vl")[1]
+    words.tokenizer.pad_token = None
+    for options, error in (
+        ({"critic": Critic(), "advantage_estimator": "rloo"}, "'rloo'`: one was passed, which would not be used as"),
+        ({"arguments": {"remote_rm_url": []}}, "There is no source of reward"),
+        ({"reward_model": []}, "There is no source of reward"),
+        ({"words": words}, "no token for padding; set its `pad_token`"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            make(**options)
+    arguments = actor(), None, None, None, processor().tokenizer, 8, None
     with pytest.raises(ValueError, match="'gae'`: none was passed as `critic`"):
-        of_tokenizer(words, ExperienceConfig("gae"))
-    with pytest.raises(ValueError, match="'rloo'`: one was passed, which would not be used as `critic`"):
-        make(critic=Critic(), advantage_estimator="rloo")
-    for nothing in ({"arguments": {"remote_rm_url": []}}, {"reward_model": []}):
-        with pytest.raises(ValueError, match="There is no source of reward"):
-            make(**nothing)
-    words.pad_token = None
-    with pytest.raises(ValueError, match="no token for padding; set its `pad_token`"):
-        of_tokenizer(words)
-
-
-def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
-    words = load("qwen2_5_vl")[1].tokenizer
-    words.padding_side = "right"
-    right = of_tokenizer(words)
-    assert right.tokenizer is words
-    for name, value in make().tokenize_fn(TEXT, 8).items():
-        assert torch.equal(right.tokenize_fn(TEXT, 8)[name], value)
-    assert (value[:, 0] == 0).any() and value[:, -1].all()
-    assert words.padding_side == "right"
+        NaiveExperienceMaker(*arguments, ExperienceConfig("gae"), reward_fn=by_length)
 
 
 @pytest.mark.parametrize("progress", [True, False])

@@ -41,7 +41,7 @@ from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.models.modes import fix_encoders
 from trl_multimodal_rft.models.parts import freeze, named_parts
 from trl_multimodal_rft.models.towers import find_tower
-from trl_multimodal_rft.rollout import prompts as rollout_prompts
+from trl_multimodal_rft.rollout import prompt_encoder
 
 
 FROZEN = {"freeze": ["vision_tower", "projector"]}
@@ -194,7 +194,7 @@ def assert_same(plain, ours) -> None:
         ("grpo", FAMILY, video_rows, {"freeze": ["vision_tower"], "beta": 0.1, "sync_ref_model": True}),
         ("grpo", "qwen3_vl", image_rows, {"freeze": ["vision_tower"], "gradient_checkpointing": True}),
         ("grpo", FAMILY, image_rows, {**FROZEN, "loss_type": "gmpo", "num_iterations": 2}),
-        ("grpo", FAMILY, image_rows, {**FROZEN, "dynamic_sampling": True, "replay_buffer_size": 2}),
+        ("grpo", FAMILY, image_rows, {**FROZEN, "dynamic_sampling": 4, "replay_buffer_size": 2}),
         ("grpo", FAMILY, text_rows, FROZEN),
         ("rloo", FAMILY, image_rows, {**FROZEN, "beta": 0.1, "num_iterations": 2}),
         ("ppo", FAMILY, image_rows, {**FROZEN, "beta": 0.1}),
@@ -310,7 +310,7 @@ def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
 
 
 def test_nothing_is_kept_of_used_rollouts():
-    options = {**TWO, **FROZEN, "max_steps": 2, "replay_buffer_size": 4, "dynamic_sampling": True}
+    options = {**TWO, **FROZEN, "max_steps": 2, "replay_buffer_size": 4, "dynamic_sampling": 4}
     trainer = run(trainer_class("grpo"), FAMILY, image_rows(), **options).trainer
     first, last = trainer.rollouts
     assert all(prompt.on_device for prompt in last.prompts) and not any(prompt.on_device for prompt in first.prompts)
@@ -370,13 +370,13 @@ def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_rows_become_messages_once(rows, monkeypatch):
     placed, rendered = Counter(), Counter()
-    to_messages = rollout_prompts.rows_to_messages
+    to_messages = prompt_encoder.rows_to_messages
 
     def counting(rows, *args):
         placed.update(row.row_index for row in rows)
         return to_messages(rows, *args)
 
-    monkeypatch.setattr(rollout_prompts, "rows_to_messages", counting)
+    monkeypatch.setattr(prompt_encoder, "rows_to_messages", counting)
     walked, iter_refs = Counter(), encoded_prompts.iter_refs
 
     def walking(messages):

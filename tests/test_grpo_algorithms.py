@@ -363,7 +363,7 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
         ({**MISALIGNED, **ROLLOUT, "entropy_source": "rollout(scope='sequence')"}, [0, 0], [2, 0]),
         ({**MISALIGNED, **CURRENT}, [2, 2], [2, 0]),
         ({**MISALIGNED, "beta": 0.1, "kl_in_reward": True}, [2, 0], [2, 0]),
-        ({**MISALIGNED, "dynamic_sampling": True}, [2, 0], [2, 0]),
+        ({**MISALIGNED, "dynamic_sampling": 4}, [2, 0], [2, 0]),
     ],
 )
 def test_forwards_without_a_gradient_are_made_where_the_update_comes_too_late(options, passes, trls):
@@ -448,7 +448,7 @@ def test_rewards_are_scaled_by_those_of_the_run_and_then_clipped():
 
 def test_config_is_left_alone(tmp_path):
     """Another trainer can use the same config."""
-    options = {"soft_overlong_cache": 4, "reward_weights": [0.5], "dynamic_sampling": True, "kl_target": 0.1}
+    options = {"soft_overlong_cache": 4, "reward_weights": [0.5], "dynamic_sampling": 4, "kl_target": 0.1}
     first = make_trainer(InjectedOurs, FAMILY, dataset(), tmp_path, beta=0.1, self_check=False, **options)
     before = first.args.to_dict()
     first.train()

@@ -177,7 +177,7 @@ VARIANTS = {
 def test_batch_is_filled_with_groups_that_have_signal(kind, variant):
     options = VARIANTS[variant]
     steps = 4 * options.get("num_iterations", 1) * options.get("steps_per_generation", 2) // 2
-    result = ours(kind, hard, dynamic_sampling=True, max_steps=steps, **options)
+    result = ours(kind, hard, dynamic_sampling=4, max_steps=steps, **options)
     size = options.get("steps_per_generation", 2)
     surplus, stale = [], 0
     found = list(generations(result.trainer, hard))
@@ -206,7 +206,7 @@ def hard(index, step):
 
 
 def test_groups_drawn_at_once_are_on_policy_and_left_over_ones_are_not():
-    result = ours("audio", hard, dynamic_sampling=True, max_steps=4)
+    result = ours("audio", hard, dynamic_sampling=4, max_steps=4)
     fresh, left_over = [], []
     for generation in generations(result.trainer, hard):
         drawn_now = completions(generation.live)
@@ -220,7 +220,7 @@ def test_groups_drawn_at_once_are_on_policy_and_left_over_ones_are_not():
 
 def test_extra_prompts_cover_the_dataset_in_a_seeded_order():
     def extra(**options):
-        options = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 5, "max_steps": 3, **options}
+        options = {"dynamic_sampling": 5, "max_steps": 3, **options}
         draws = ours("image", always, Recorded, **options).trainer.draws
         assert all(len({row["index"] for row in draw.rows[i : i + 4]}) == 1 for draw in draws for i in (0, 4))
         rounds = [draw.rows[i]["index"] for k, draw in enumerate(draws) if k % 5 for i in (0, 4)]
@@ -234,7 +234,7 @@ def test_extra_prompts_cover_the_dataset_in_a_seeded_order():
     assert order != extra(seed=1)
 
 
-@pytest.mark.parametrize("options", [{"dynamic_sampling": True}, {"replay_buffer_size": 4}], ids=str)
+@pytest.mark.parametrize("options", [{"dynamic_sampling": 4}, {"replay_buffer_size": 4}], ids=str)
 def test_nothing_is_exchanged_in_evaluation(options):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "max_steps": 2}
 
@@ -380,7 +380,7 @@ class Sampled(Recording, MultimodalGRPOTrainer):
 
 @pytest.mark.parametrize("kind", slow_but(FAMILY, "image"))
 def test_groups_of_sampled_completions(kind):
-    options = {"dynamic_sampling": True, "replay_buffer_size": 4, "dynamic_sampling_max_rounds": 2, "beta": 0.1}
+    options = {"dynamic_sampling": 2, "replay_buffer_size": 4, "beta": 0.1}
     result = ours(kind, hard, Sampled, max_steps=3, self_check=True, **options)
     drawn = by_key(result.trainer.draws, "old_per_token_logps")
     for generation in generations(result.trainer, hard):
@@ -396,7 +396,7 @@ def test_groups_of_sampled_completions(kind):
 def test_exchange_without_dead_groups_changes_nothing():
     plain, dynamic, replay = (
         ours("image", never, InjectedOurs, max_steps=2, num_iterations=2, **options)
-        for options in ({}, {"dynamic_sampling": True}, {"replay_buffer_size": 4})
+        for options in ({}, {"dynamic_sampling": 4}, {"replay_buffer_size": 4})
     )
     assert relative_difference(plain.update, dynamic.update) == 0
     assert relative_difference(plain.update, replay.update) == 0

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 from helpers.collectives import Gathered
-from helpers.encoding import encode_chats, extended
+from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.synthetic import FAMILIES as SYNTHETIC
+from helpers.synthetic import gradients, own_logps
 from helpers.trainer_utils import image_rows, length_and_sum
 from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
@@ -49,31 +50,14 @@ def build(name):
     return model, processor, family.prompts()[:2]
 
 
-def own_log_probs(model, inputs, ids, mask):
-    """Returns log-probabilities of each completion from the model's forward pass, alone, `(B, C)`."""
-    rows = []
-    for plain, row, length in zip(inputs, ids, mask.sum(1).tolist(), strict=True):
-        logits = model(**extended(plain, row[:length])).logits[:, -length - 1 : -1] / TEMPERATURE
-        logps = logits.log_softmax(-1).gather(-1, row[None, :length, None])[0, :, 0]
-        rows.append(torch.nn.functional.pad(logps, (0, len(row) - length)))
-    return torch.stack(rows)
-
-
-def gradients(model, logps, weights):
-    model.zero_grad()
-    (logps * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_scores_are_those_of_the_models_own_logits(name):
     model, processor, chats = build(name)
     ids = torch.randint(60, 200, (4, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] * 5])
-    weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)) * mask
-    prompts = encode_chats(model, processor, copy.deepcopy(chats))
-    expected = own_log_probs(model, [encode(processor, chats[i // 2]) for i in range(4)], ids, mask)
-    expected_gradients = gradients(model, expected, weights)
+    prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(2)]
+    expected = own_logps(model, prompts, ids, mask, TEMPERATURE)
+    expected_gradients = gradients(model, expected)
 
     assert head_rule(model) == RULES[name]
     before = copy.deepcopy(model.config)
@@ -87,10 +71,10 @@ def test_scores_are_those_of_the_models_own_logits(name):
         fallbacks=Fallbacks(isolate=isolate, logits_from_model=not has_head), temperature=TEMPERATURE
     )
     for packed in {False, packing}:
-        scores = policy.score(model, [prompts[i // 2] for i in range(4)], ids, mask, packed=packed)
+        scores = policy.score(model, prompts, ids, mask, packed=packed)
         torch.testing.assert_close(scores.logps, expected.detach(), rtol=0, atol=2e-5)
         assert scores.entropies.isfinite().all()
-        for key, gradient in gradients(model, scores.logps, weights).items():
+        for key, gradient in gradients(model, scores.logps).items():
             scale = max(1.0, expected_gradients[key].abs().max().item())  # of rounding
             torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-4 * scale, msg=key)
 
@@ -131,7 +115,8 @@ def test_actors_score_by_the_rule(name):
     model, processor, chats = build(name)
     inputs = encode(processor, chats[0])
     ids = torch.randint(60, 200, (1, 5), generator=torch.Generator().manual_seed(0))
-    expected = own_log_probs(model, [inputs], ids, torch.ones_like(ids)).detach()
+    prompts = encode_chats(model, processor, chats[:1])
+    expected = own_logps(model, prompts, ids, torch.ones_like(ids), TEMPERATURE).detach()
     actor = ActorVL(model, bf16=False, temperature=TEMPERATURE, packing_samples=True)
     media = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
     sequences = torch.cat([inputs["input_ids"], ids], dim=1)
@@ -145,13 +130,12 @@ def test_a_model_without_a_base_model_scores_by_the_states_of_its_decoder():
     model, _ = SYNTHETIC["llama4"]()
     assert model.base_model is model and head_rule(model) == HeadRule()
     ids = torch.arange(20, 30)[None]
-    weights = torch.randn(9, generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
-    expected_gradients = gradients(model, expected, weights)
+    expected_gradients = gradients(model, expected)
     assert add_fused_head(model)
     scored = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.flatten()
     torch.testing.assert_close(scored, expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(gradients(model, scored, weights), expected_gradients, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients(model, scored), expected_gradients, rtol=1e-4, atol=1e-4)
     masked = model(input_ids=ids, labels=ids.masked_fill(ids < 25, -100), fused_lm_head=True).log_probs.flatten()
     assert torch.equal(masked, torch.where(ids[0, 1:] < 25, 0, scored))
     assert model(input_ids=ids).logits.size(-1) == model.get_output_embeddings().out_features  # the head is back

@@ -161,19 +161,29 @@ def test_scores_of_letters(table, score, solution):
 
 SPANS = """
 4 until 8 ¦ 4 till 8 ¦ 4 → 8 ¦ 4 -> 8 ¦ 4 — 8 ¦ 4s–8s ¦ [4s, 8s] ¦ from 00:04 through 00:08 ¦ start: 4, end: 8
+From 4s - 8 seconds. ¦ [4.0, 8] ¦ [[4, 6], [6, 8]] ¦ between 00:04 and 00:08 ¦ 4 to 8
 4 ~ 8 s ¦ {"start": 4, "end": 8} ¦ {'start_time': '00:04', 'end_time': '00:08'} ¦ [{"start": 4.0, "end": 8.0}]
 """
 MINUTES = "1 min to 2 min ¦ 1 to 2 minutes ¦ 1m - 2m ¦ 60 s to 1m60s ¦ 00:01:00 until 2:00 ¦ 0 h 1 min → 120 sec"
-NO_SPANS = "8 until 4 ¦ 4, 8 ¦ at 4 ¦ 4 meters 8 ¦ until 8 ¦ 4 or 8 ¦ {'end': 8}"
+HOURS = "1:00:00 to 1:00:01.5"
+NO_SPANS = "for 3 seconds ¦ 8 until 4 ¦ 4, 8 ¦ at 4 ¦ 4 meters 8 ¦ until 8 ¦ 4 or 8 ¦ {'end': 8}"
 BOXES = """
+[0, 0, 10.0, 10] ¦ (0, 0), (10, 10) ¦ [[0, 0], [10, 10]] ¦ {'bbox': [0, 0, 10, 10]}
+[{"bbox_2d": [0, 0, 10, 10], "label": "ca
+```json [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}] ``` ¦ It is at [0,0,10,10], not at [0, 0, 1, 1].
+{"Position": [0, 0, 10, 10], "Confidence": 0.5}
 0, 0, 10, 10 ¦ 0,0,10,10. ¦ {"x1": 0, "y1": 0, "x2": 10, "y2": 10} ¦ {'x_min': 0, 'y_min': 0, 'x_max': 10, 'y_max': 10}
 [{"left": 0, "top": 0, "right": 10, "bottom": 10}] ¦ <box x1="0" y1="0" x2="10" y2="10"> ¦ x1: 0, y1: 0, x2: 10, y2: 10
 """
-NO_BOXES = "0, 0, 10 ¦ 0, 0, 10, 10, 2 ¦ at 0, 0, 10, 10 ¦ {'x1': 0, 'y1': 0, 'x2': 10} ¦ x1=0 y1=0 x2=a y2=1"
-POINTS = (
-    """<point x="3" y="4"> ¦ <point x='3.0' y='4.0' alt='a'> ¦ {"x": 3, "y": 4} ¦ x=3, y=4 ¦ <points x1="3" y1="4">"""
-)
-NO_POINTS = """3 4 ¦ <point x=3> ¦ y=4 ¦ {"x": 3} ¦ <point x="3" y="four"> ¦ x1=3 y2=4"""
+NO_BOXES = """
+0, 0, 10 ¦ 0, 0, 10, 10, 2 ¦ at 0, 0, 10, 10 ¦ {'x1': 0, 'y1': 0, 'x2': 10} ¦ x1=0 y1=0 x2=a y2=1 ¦ left of the tree
+[1, 2, 3] ¦ [30, 20, 10, 40] ¦ [1e999, 1, 2, 3] ¦ [[[
+"""
+POINTS = """
+(3, 4) ¦ [3.0, 4] ¦ {"point_2d": [3, 4], "label": "x"} ¦ [2, 2, 4, 6] ¦ {"x": 3, "y": 4} ¦ x=3, y=4
+<point x="3" y="4"> ¦ <point x='3.0' y='4.0' alt='a'> ¦ <points x1="3" y1="4">
+"""
+NO_POINTS = """nowhere ¦ 3 4 ¦ <point x=3> ¦ y=4 ¦ {"x": 3} ¦ <point x="3" y="four"> ¦ x1=3 y2=4"""
 
 
 @pytest.mark.parametrize(
@@ -181,9 +191,11 @@ NO_POINTS = """3 4 ¦ <point x=3> ¦ y=4 ¦ {"x": 3} ¦ <point x="3" y="four"> �
     [
         ("temporal_iou_reward", SPANS, [4, 8], 1.0),
         ("temporal_iou_reward", MINUTES, [60, 120], 1.0),
+        ("temporal_iou_reward", HOURS, [3600, 3601.5], 1.0),
         ("temporal_iou_reward", NO_SPANS, [4, 8], 0.0),
         ("box_iou_reward", BOXES, [0, 0, 10, 10], 1.0),
         ("box_iou_reward", NO_BOXES, [0, 0, 10, 10], 0.0),
+        ("detection_reward", NO_BOXES, [[0, 0, 10, 10]], 0.0),
         ("point_in_box_reward", POINTS, [2.9, 3.9, 3.1, 4.1], 1.0),
         ("point_in_box_reward", NO_POINTS, [2.9, 3.9, 3.1, 4.1], 0.0),
     ],

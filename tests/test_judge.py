@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A judge behind real local servers: its requests, scores, failures, cache and bounds, also by name in a trainer."""
 
-import json
 import time
 
 import numpy as np
@@ -16,11 +15,10 @@ from trl_multimodal_rft.rewards.named import load_reward_funcs
 
 
 KEY = "sk-of-a-test-1234"
-USAGE = {"prompt_tokens": 1000, "completion_tokens": 500, "total_tokens": 1500, "details": {"cached": 1}}
 
 
-def chat(reply, usage=USAGE):
-    return {"choices": [{"message": {"role": "assistant", "content": reply}}], "usage": usage}
+def chat(reply):
+    return {"choices": [{"message": {"role": "assistant", "content": reply}}]}
 
 
 def right_if_seven(request):
@@ -201,6 +199,7 @@ def test_nothing_is_asked_twice(server, tmp_path):
     [path] = tmp_path.iterdir()
     assert "seven" not in path.read_text()  # only keys and replies
     path.write_text(path.read_text()[:-20])  # as a killed process leaves it
+    (tmp_path / "replies-1.jsonl").write_text('[{"key": "k"}]\n{}')  # as one of another version
     again = judge_of(server, cache_dir=str(tmp_path))
     assert ask(again, ["seven", "8", "nine"]) == [1.0, 0.0, 0.0] and len(server.requests) == 4
     last = judge_of(server, cache_dir=str(tmp_path))
@@ -217,35 +216,6 @@ def test_requests_are_bounded(server, tmp_path):
     with pytest.raises(RuntimeError, match=r"^The judge 'judge_reward' reached its bound `max_requests=3`[^\n]*$"):
         ask(resumed, ["seven", "9", "10"])
     assert len(server.requests) == 3 and ask(resumed, ["seven", "8", "9"]) == [1.0, 0.0, 0.0]
-
-
-def test_cost_is_bounded(serve):
-    server = serve(right_if_seven)
-    prices = {"input_price": 2.0, "output_price": 8.0}  # 0.006 for a request
-    judge, metrics = judge_of(server, max_cost=0.011, concurrency=1, **prices), {}
-    assert ask(judge, ["seven"], log_metric=metrics.__setitem__) == [1.0]
-    assert metrics["judge_reward/cost"] == pytest.approx(0.006) and metrics["judge_reward/requests"] == 1
-    with pytest.raises(RuntimeError, match="bound `max_cost=0.011` after 2 requests"):
-        ask(judge, ["8", "9"])
-    with pytest.raises(ValueError, match="`max_cost` needs `input_price`"):
-        judge_of(server, max_cost=1.0)
-
-
-LIES = [
-    *(None, {}, 7, {"total_tokens": 5}, {"prompt_tokens": 5}, {"completion_tokens": 5}),
-    *({"prompt_tokens": wrong, "completion_tokens": 5} for wrong in (-1000, 0, True, "9", 1.5, 10**400, None)),
-    *({"prompt_tokens": 9, "completion_tokens": wrong} for wrong in (-1000, 0, 10**400)),
-]
-
-
-@pytest.mark.parametrize("usage", LIES)
-def test_a_bound_on_cost_needs_a_server_that_can_be_believed(serve, usage, tmp_path):
-    server, prices = serve(lambda request: chat("Score: 1", usage)), {"input_price": 2.0, "output_price": 8.0}
-    with pytest.raises(RuntimeError, match="doesn't say how many tokens it read and wrote, only [^\n]*`max_requests`"):
-        ask(judge_of(server, max_cost=1.0, **prices), ["seven"])
-    record = {"key": "k", "reply": "Score: 1", "usage": usage}  # as a folder of another version may hold
-    (tmp_path / "replies-1.jsonl").write_text(json.dumps(record) + "\n" + json.dumps([record]))
-    assert judge_of(server, max_cost=1.0, cache_dir=str(tmp_path), **prices)._left[1] <= 1.0
 
 
 def test_processes_share_the_bound(server, monkeypatch):

@@ -25,7 +25,7 @@ from trl_multimodal_rft.data import (
 from trl_multimodal_rft.data.reading.refs import iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.features import undecoded
-from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 
 
 @pytest.fixture
@@ -85,7 +85,9 @@ def test_llava_is_written_and_learned_from(files, tmp_path, capsys):
     assert [[each.width for each in row["images"]] for row in rows] == [[56], [84, 112], []]
     model, processor = load("qwen2_5_vl")
     stored = undecoded(dataset).__getitems__([0, 1, 2])
-    prompts, completions, _ = encode_supervised(stored, processor, model, [processor.tokenizer.eos_token_id])
+    prompts, completions, _ = SupervisedEncoder(processor, model).encode_pairs(
+        stored, [processor.tokenizer.eos_token_id]
+    )
     counts = [int((prompt.input_ids == model.config.image_token_id).sum()) for prompt in prompts]
     assert counts == [2 * 2, 3 * 2 + 4 * 2, 0]
     assert "Yes." in processor.decode(completions[0]) and "is not" in processor.decode(completions[1])

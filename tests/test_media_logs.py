@@ -317,7 +317,7 @@ def test_a_span_is_cut_out(files):
 def test_what_is_too_large_or_broken_is_an_error(files):
     size = (files / "audio.flac").stat().st_size
     assert media_file(ref("audio", str(files / "audio.flac")), size).suffix == "flac"
-    with pytest.raises(MediaError, match="row 5, column 'audio': .* raise `max_logged_megabytes`"):
+    with pytest.raises(MediaError, match="row 5, column 'audio': .* too much to log"):
         media_file(ref("audio", str(files / "audio.flac")), size - 1)
     with pytest.raises(MediaError, match="row 5, column 'image': .*; repair it or remove the row"):
         media_file(ref("image", b"no image"), 1e9)
@@ -509,21 +509,23 @@ def test_first_prompts_have_their_media(kind, n, bound, logged, tmp_path, caplog
         MultimodalGRPOConfig("out", use_cpu=True, bf16=False, max_logged_media=0)
 
 
-def test_large_media_are_left_out(tmp_path, caplog):
+def test_large_media_are_left_out(tmp_path, caplog, monkeypatch):
     """The sounds of 0.3 s have 9644 bytes with their header; those of 0.9 s have more than twice as many."""
+    monkeypatch.setattr(media_logs, "MAX_BYTES", 1e4)
     with caplog.at_level(logging.WARNING):
-        train("audio", tmp_path, max_logged_megabytes=0.01, shuffle_dataset=False)
+        train("audio", tmp_path, shuffle_dataset=False)
     assert [i for i, row in enumerate(table(tmp_path, 1)) if row["audio"] is not None] == [0]
     assert all(row["audio"] is None for row in table(tmp_path, 2))
     (message,) = said(caplog)
-    assert "row 1, column 'audio': 0.0 MB" in message and "`max_logged_megabytes`" in message
+    assert "row 1, column 'audio': 0.0 MB are too much to log" in message
 
 
-def test_the_bound_is_that_of_a_prompt(tmp_path):
+def test_the_bound_is_that_of_a_prompt(tmp_path, monkeypatch):
     """Two of its images fit, all three don't."""
     size = max(len(media_file(ref("image", row["images"][0]), 1e9).data) for row in images_rows(8))
     assert size < 20_000
-    train("images", tmp_path, max_logged_megabytes=2.5 * size / 1e6, max_steps=4, shuffle_dataset=False)
+    monkeypatch.setattr(media_logs, "MAX_BYTES", 2.5 * size)
+    train("images", tmp_path, max_steps=4, shuffle_dataset=False)
     for step in range(1, 5):
         for row in table(tmp_path, step).select([0, 4]):
             count = 1 + index_of(row) % 3
@@ -555,10 +557,10 @@ def decodes(monkeypatch):
 def test_off_switch(tmp_path, decodes):
     trainer = train("image", tmp_path / "text", log_multimodal=False, **HERE)
     assert "image" not in table(tmp_path / "text", 1).column_names
-    assert trainer._media_log.rows() == [{}] * 8
+    assert trainer._rollout_log.media.rows() == [{}] * 8
     assert decodes == {"train": 4, "log": 0}
     trainer = train("image", tmp_path / "none", log_completions=False, **HERE)
-    assert trainer._media_log is None and not (tmp_path / "none" / "_private").exists()
+    assert trainer._rollout_log.media is None and not (tmp_path / "none" / "_private").exists()
     assert decodes == {"train": 8, "log": 0}
 
 
@@ -585,12 +587,12 @@ def test_media_of_other_batches_are_forgotten(tmp_path):
     rows = image_rows().remove_columns("image").add_column("index", range(8))
     rows = rows.with_transform(lambda batch: {**batch, "image": [fresh(i) for i in batch["index"]]})
     trainer = train("image", tmp_path, rows=rows, max_steps=6, media_prefetch=0)
-    held = {id(r.source) for refs in trainer._media_log._refs.values() for r in refs}
+    held = {id(r.source) for refs in trainer._rollout_log.media._refs.values() for r in refs}
     assert len(held) == 2
     # The loader fetches a row once for all completions of its prompt, and one batch ahead
     assert len(made) >= 12
     assert sum(picture() is not None for picture in made) <= 4
-    assert len(trainer._media_log._media) == 2
+    assert len(trainer._rollout_log.media._media) == 2
 
 
 def test_training_is_the_same_bit_for_bit(tmp_path, monkeypatch):

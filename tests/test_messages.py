@@ -62,7 +62,10 @@ def test_values_that_no_config_takes(kind):
         ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
         ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
         ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
-        ({"max_tokens_per_microbatch": 0}, "`max_tokens_per_microbatch` must be at least 1, got 0; `None` doesn't"),
+        (
+            {"max_tokens_per_microbatch": 0},
+            "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
+        ),
         ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -197,11 +200,6 @@ def test_constructor_of_a_subclass_takes_its_own_arguments(tmp_path, rows):
 # Trainers
 
 
-class Needs(hf.TrainerCallback):
-    def __init__(self, patience):
-        self.patience = patience
-
-
 class Reward:
     def __call__(self, **kwargs):
         return [0.0]
@@ -221,15 +219,12 @@ def test_arguments_of_another_type(kind, refused, rows):
         ("eval_dataset", [{}], "`eval_dataset` must be a `Dataset` or `IterableDataset`, got a list; pass `Dataset."),
         ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` must be a `Dataset`"),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
-        ("callbacks", hf.TrainerCallback(), "`callbacks` must be a list, got TrainerCallback; write `callbacks=[...]"),
-        ("callbacks", [Needs], "`callbacks[0]` is the class Needs, which needs `patience`; pass an instance, such as"),
-        ("callbacks", [3], "`callbacks[0]` must be a `TrainerCallback`, got int."),
     ]:
         assert message in refused(kind, TypeError, **{name: value})
     for value, message in [
         ([Reward], "`reward_funcs[0]` is the class Reward; pass an instance, such as `Reward(...)`."),
         (Reward, "`reward_funcs` is the class Reward; pass an instance"),
-        ((length_and_sum,), "`reward_funcs` is a tuple; pass a list."),
+        ((length_and_sum,), "`reward_funcs` is of type tuple; pass a function, a model"),
         ([3], "`reward_funcs[0]` is of type int; pass a function, a model, or the name of a reward model."),
     ]:
         if kind != "sft":
@@ -243,10 +238,9 @@ def test_config_of_another_trainer_and_a_folder_that_is_a_file(kind, refused, tm
         assert message.startswith(f"`args` is a {CONFIGS[other].__name__}; use {CONFIGS[kind].__name__}, which")
     file = tmp_path / "file"
     file.write_text("")
-    message = refused(kind, NotADirectoryError, {"folder": file})
-    assert message == f"`output_dir={str(file)!r}` is a file; name a folder."
-    message = refused(kind, NotADirectoryError, {"folder": file / "run"})
-    assert message == f"`output_dir={str(file / 'run')!r}` is within {str(file)!r}, which is a file; name a folder."
+    for folder in (file, file / "run"):
+        message = refused(kind, OSError, {"folder": folder})
+        assert message.startswith(f"`output_dir={str(folder)!r}` can't be written to (")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,23 +306,6 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
 
 
 # Packages
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packages_that_are_missing(kind, monkeypatch):
-    """The message names the extra that installs them, before anything loads."""
-    for package in ("wandb", "trackio", "tensorboard", "bitsandbytes", "deepspeed"):
-        monkeypatch.setitem(sys.modules, package, None)
-    for options, package, extra in [
-        ({"report_to": "wandb"}, "wandb", "logging"),
-        ({"report_to": ["trackio"]}, "trackio", "logging"),
-        ({"report_to": "tensorboard"}, "tensorboard", "logging"),
-        ({"optim": "paged_adamw_8bit"}, "bitsandbytes", "quantization"),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed", "deepspeed"),
-    ]:
-        message = f'needs {package}, which isn\'t installed: `pip install "trl-multimodal-rft[{extra}]"`'
-        with pytest.raises(ImportError, match=re.escape(message)):
-            config(kind, **options)
 
 
 def test_packages_of_a_model_that_are_missing(tmp_path, monkeypatch):

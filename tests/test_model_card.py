@@ -225,7 +225,7 @@ def test_names_are_no_markup(tmp_path):
 
 def test_how_a_model_was_trained():
     options = {"advantage_estimator": "reinforce_baseline", "loss_type": "gmpo", "epsilon": 0.4, "beta": 0.02}
-    options |= {"kl_target": 0.1, "top_entropy_quantile": 0.2, "dynamic_sampling": True}
+    options |= {"kl_target": 0.1, "top_entropy_quantile": 0.2, "dynamic_sampling": 4}
     options |= {"reward_clip_range": [-1.0, 1.0]}
     config = MultimodalGRPOConfig("out", use_cpu=True, bf16=False, num_generations=4, **options)
     lines = dict(training_lines(config.to_dict()))
@@ -235,7 +235,7 @@ def test_how_a_model_was_trained():
     divergence = lines["KL divergence from the reference"]
     assert "`beta=0.02`, `k2` ([REINFORCE++](" in divergence and "in the loss, adaptive, `kl_target=0.1`" in divergence
     assert "`top_entropy_quantile=0.2`, [Beyond the 80/20 Rule](" in lines["Tokens trained on"]
-    assert lines["`dynamic_sampling`"] == "`True`, [DAPO](https://huggingface.co/papers/2503.14476)"
+    assert lines["`dynamic_sampling`"] == "`4`, [DAPO](https://huggingface.co/papers/2503.14476)"
     assert lines["`reward_clip_range`"] == "`[-1.0, 1.0]`"
 
     def mine(rewards, **kwargs):

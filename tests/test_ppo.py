@@ -95,7 +95,8 @@ class Slow:
             )
             self.values = [self.values_of(*pair) for pair in pairs]
         beta = args.beta if args.kl_in_reward else 0.0
-        self.arguments = dict(gamma=args.gamma, lam=args.lam, beta=beta, bootstrap=args.bootstrap_truncated)
+        self.arguments = dict(beta=beta, bootstrap=args.bootstrap_truncated)
+        self.arguments |= {"gamma": 1.0, "lam": 0.95, **args.estimator.settings}
         self.advantages, self.returns = self.estimate(**self.arguments)
 
     def values_of(self, row, completion):
@@ -126,9 +127,21 @@ class Slow:
 
 
 RATES = {"learning_rate": 0.01, "value_learning_rate": 0.1}
-FREE = {"bootstrap_truncated": True, "gamma": 0.95, "trainer_class": Sampled, "max_completion_length": 5, **RATES}
+FREE = {
+    "bootstrap_truncated": True,
+    "advantage_estimator": "gae(gamma=0.95)",
+    "trainer_class": Sampled,
+    "max_completion_length": 5,
+    **RATES,
+}
 TRUNK = {"shared_trunk": True, "vf_coef": 1.0, "reward": rough, "learning_rate": 0.01, "value_learning_rate": 0.3}
-PAIRS = {"beta": 0.5, "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "reward": rough, "num_generations": 2}
+PAIRS = {
+    "beta": 0.5,
+    "advantage_estimator": "gae(gamma=0.9, lam=0.8)",
+    "bootstrap_truncated": True,
+    "reward": rough,
+    "num_generations": 2,
+}
 CASES = {
     "audio": ("qwen2_audio", audio_rows, {**PAIRS, **RATES}),
     "images, KL in the loss": (FAMILY, image_rows, {"beta": 0.5, "kl_in_reward": False, "vf_coef": 0.5, **RATES}),
@@ -603,8 +616,7 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
 
     result = ppo(
         reward=hard_or_not,
-        dynamic_sampling=True,
-        dynamic_sampling_max_rounds=2,
+        dynamic_sampling=2,
         replay_buffer_size=8,
         objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
         beta=0.1,

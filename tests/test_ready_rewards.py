@@ -51,33 +51,6 @@ def test_box_iou_is_torchvisions():
     assert above == [float(iou > 0.3) for iou in expected] and {0.0, 1.0} == set(above)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "[10, 20, 30.5, 40]",
-        "(10, 20), (30.5, 40)",
-        "[[10, 20], [30.5, 40]]",
-        '```json\n[{"bbox_2d": [10, 20, 30.5, 40], "label": "cat"}]\n```',
-        "{'bbox': [10, 20, 30.5, 40]}",
-        '{"Position": [10, 20, 30.5, 40], "Confidence": 0.5}',
-        "It is at [10,20,30.5,40], not at [0, 0, 1, 1].",  # the first one counts
-        '[{"bbox_2d": [10, 20, 30.5, 40], "label": "ca',  # cut
-    ],
-)
-def test_forms_of_boxes(answer):
-    assert of("box_iou_reward", answer, [10, 20, 30.5, 40]) == 1.0
-    assert of("box_iou_reward", "[10, 20, 30.5, 40]", answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    "answer", ["", "left of the tree", "[1, 2, 3]", "[30, 20, 10, 40]", "[1e999, 1, 2, 3]", "[[["]
-)
-def test_no_box(answer):
-    assert of("box_iou_reward", answer, [10, 20, 30, 40]) == 0.0
-    assert of("detection_reward", answer, [[10, 20, 30, 40]]) == 0.0
-    assert of("detection_reward", answer, [[10, 20, 30, 40]], method="perception_r1") == 0.0
-
-
 def test_any_of_several_boxes_is_right():
     several = [[0, 0, 4, 4], {"bbox_2d": [10, 10, 20, 20]}]
     assert of("box_iou_reward", "[10, 10, 20, 20]", several) == 1.0
@@ -99,39 +72,6 @@ def test_scales():
     for wrong in ({"answer_scale": 1000}, {"answer_scale": [1000], "solution_scale": [[200, 0]]}):
         with pytest.raises(ValueError, match=r"row 0, column '(answer|solution)_scale'.* is no scale; set both"):
             of("box_iou_reward", "[1, 2, 3, 4]", [1, 2, 3, 4], **wrong)
-
-
-@pytest.mark.parametrize(
-    ("answer", "point"),
-    [
-        ("(3, 4)", (3, 4)),
-        ("[3.5, 4]", (3.5, 4)),
-        ('{"point_2d": [3, 4], "label": "x"}', (3, 4)),
-        ("[2, 2, 4, 6]", (3, 4)),
-    ],
-)
-def test_forms_of_points(answer, point):
-    assert regions.points_in(answer) == [point]
-    box = [point[0] - 0.1, point[1] - 0.1, point[0] + 0.1, point[1] + 0.1]
-    assert of("point_in_box_reward", answer, box) == 1.0
-    assert of("point_in_box_reward", "nowhere", box) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "spans"),
-    [
-        ("12.5 to 20", [(12.5, 20)]),
-        ("From 12.5s - 20 seconds.", [(12.5, 20)]),
-        ("[12.5, 20]", [(12.5, 20)]),
-        ("[[1, 2], [5, 9]]", [(1, 2), (5, 9)]),
-        ("between 00:12 and 01:03", [(12, 63)]),
-        ("1:00:00 to 1:00:01.5", [(3600, 3601.5)]),
-        ("20 to 12.5", []),
-        ("for 3 seconds", []),
-    ],
-)
-def test_forms_of_spans(answer, spans):
-    assert regions.spans_in(answer) == spans
 
 
 def test_temporal_iou():
@@ -293,7 +233,7 @@ def test_word_and_character_error_rates():
     assert of("wer_reward", "a cat", ["the dog", "the cat"]) == 0.5
     assert of("cer_reward", "हिन्दी", "हिन्दी!") == 1.0  # with its vowel signs
     for name in ("wer_reward", "cer_reward", "ocr_reward"):
-        with pytest.raises(RowError, match="row 0, column 'solution'.*no words"):
+        with pytest.raises(RowError, match="row 0, column 'solution'.*isn't a text with words"):
             of(name, "cat", " ... " if name != "ocr_reward" else " ")
 
 
@@ -401,7 +341,7 @@ BAD = [
     ("counting_reward", "several", "which isn't a number"),
     ("regression_reward", ["1", None], "which isn't a number"),
     ("regression_reward", True, "which isn't a number"),
-    ("ocr_reward", {"text": "a"}, "write a text"),
+    ("ocr_reward", {"text": "a"}, "isn't a text"),
     ("length_reward", {"text": "a"}, "write a text"),
 ]
 

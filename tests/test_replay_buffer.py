@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Splits and joins experiences without losing media, and tests the buffer that stores their samples."""
+"""Experiences: moves of all of their tensors, samples and batches without losing media, and the buffer."""
 
 import gc
 import io
@@ -13,11 +13,18 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from trl_multimodal_rft.algorithms.returns import whiten
 from trl_multimodal_rft.lightrft import ReplayBuffer
-from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL
+from trl_multimodal_rft.lightrft.trainer.experience import (
+    Experience,
+    ExperienceVL,
+    clip_filter_like_weight_func,
+    pin_memory,
+    to,
+)
 from trl_multimodal_rft.lightrft.trainer.experience_config import ExperienceConfig
 from trl_multimodal_rft.lightrft.trainer.replay_buffer import SAVED_CLASSES
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
@@ -41,6 +48,8 @@ ACTION_FIELDS = [
     *["kl", "action_entropy"],
 ]
 TENSORS = ACTION_FIELDS[:5]
+VISION = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"]
+MEDIA = [*VISION, "audio_values", "audio_attention_mask"]
 
 
 def same(a, b) -> bool:
@@ -81,12 +90,95 @@ def item(ids: list[int], attention: list[int] | None = None, actions: list[int] 
     return BufferItem(sequences=torch.tensor(ids), **{**numbered, **rest})
 
 
-# Classes, and padding
+# Records
+
+
+def test_text_experience_names_all_it_needs():
+    with pytest.raises(TypeError, match="'action_mask' and 'info'"):
+        Experience(*range(7))
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def full_experience() -> ExperienceVL:
+    """Every field has tensors, some of them nested."""
+    image = PIL.Image.new("RGB", (2, 2))
+    info = {"reward": torch.ones(2), "metrics": {"format": torch.ones(2), "parts": [torch.ones(1), "text"]}, "step": 3}
+    return ExperienceVL(
+        sequences=[torch.ones(4), torch.ones(5)],
+        **{name: torch.ones(2, 3) for name in (*MEDIA, *TENSORS, "attention_mask", "action_mask")},
+        raw_images=[[image], None],
+        info=info,
+        kl=torch.ones(2, 3),
+        action_entropy=[torch.ones(3), torch.ones(2)],
+        extra_media={"image_sizes": torch.ones(2, 2)},
+        media_rows={"image_sizes": [1, 1]},
+    )
+
+
+def test_to_device_moves_everything():
+    experience = full_experience()
+    before = vars(experience).copy()
+    assert len(tensors_in(before)) == 2 + 4 + 2 + 5 + 2 + 3 + 1 + 2 + 1
+    assert experience.to_device("meta") is experience
+    moved = tensors_in(vars(experience))
+    assert len(moved) == len(tensors_in(before))
+    assert all(tensor.is_meta for tensor in moved)
+    # The inputs of the experience stay unchanged
+    assert not any(tensor.is_meta for tensor in tensors_in(before))
+    assert experience.raw_images == before["raw_images"]
+    assert experience.media_rows == before["media_rows"]
+    assert experience.info["step"] == 3
+    assert experience.info["metrics"]["parts"][1] == "text"
+    # Optional fields
+    experience = Experience(torch.ones(1, 4), torch.ones(1, 2), *[None] * 7).to_device("meta")
+    assert experience.sequences.is_meta and experience.action_log_probs.is_meta
+    assert list(vars(experience).values())[2:] == [None] * 9
+
+
+def test_pin_memory():
+    experience = full_experience()
+    before = tensors_in(vars(experience))
+    assert experience.pin_memory() is experience
+    after = tensors_in(vars(experience))
+    if torch.cuda.is_available():
+        assert all(tensor.is_pinned() for tensor in after)
+    else:
+        assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_helpers_take_containers():
+    tensor, other = torch.ones(2), object()
+    value = {"a": [tensor, None], "b": (tensor, {"c": tensor}), "d": other, "e": 1.5}
+    moved = to(value, "meta")
+    assert [t.is_meta for t in tensors_in(moved)] == [True] * 3
+    assert (moved["a"][1], moved["d"], moved["e"]) == (None, other, 1.5)
+    assert isinstance(moved["b"], tuple)
+    assert to(None, "meta") is None
+    assert pin_memory(None) is None
+    assert [t.shape for t in tensors_in(pin_memory(value))] == [(2,)] * 3
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, 0.3, 0.7, 1 / 3])
+def test_weights_make_up_for_groups_without_signal(constant):
+    live, dead = [0.0, 1.0, 0.0], [constant] * 3
+    rewards = torch.tensor([live, dead, dead, live])
+    assert clip_filter_like_weight_func(rewards).tolist() == [[2] * 3, [1] * 3, [1] * 3, [2] * 3]
+    weights = clip_filter_like_weight_func(rewards, 1.5, lamda=0.5)  # clipped
+    assert weights.tolist() == [[1.5] * 3, [0.5] * 3, [0.5] * 3, [1.5] * 3]
+    assert clip_filter_like_weight_func(rewards[1:3], lamda=0.5).tolist() == [[1] * 3] * 2
+    assert clip_filter_like_weight_func(torch.tensor([[0.3], [0.7]]), lamda=0.5).tolist() == [[1.0], [1.0]]
+    assert clip_filter_like_weight_func(rewards.bfloat16()).dtype == torch.bfloat16
+
+
+# Padding
 
 
 def test_vision_is_what_holds_images_or_videos():
     for cls in (ExperienceVL, BufferItemVL):
-        for name in ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"):
+        for name in VISION:
             assert is_vl_experience(cls(torch.zeros(1, 2), **{name: torch.zeros(1, 3)}))
         assert not is_vl_experience(cls(torch.zeros(1, 2), values=torch.zeros(1, 2)))
     assert not is_vl_experience(Experience(**text()))

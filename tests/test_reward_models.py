@@ -251,7 +251,7 @@ def test_media_that_cannot_be_taken_raise():
         # Its keyword arguments would accept the pixels, and ignore them
         ((reader, processor), PROMPTS, "row 0, .*'my-Gemma3TextForSequenceClassification' .*takes no image"),
         ((Head(qwen), qwen_processor), PROMPTS, "row 0, .*Qwen2AudioProcessor takes no image"),
-        ((model, blind), PROMPTS, "row 0, column 'prompt.0..content.0.': .*one placeholder for each"),
+        ((model, blind), PROMPTS, "row 0, column 'prompt.0..content.0.': .*writes one placeholder per medium"),
     ):
         with pytest.raises(MediaError, match=error):
             RewardModel(*reward)(prompts, COMPLETIONS[: len(prompts)])

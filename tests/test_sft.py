@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 from trl_multimodal_rft.encoding import prompts
-from trl_multimodal_rft.encoding.supervised import encode_sequence
+from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.forward import logprobs
 
 
@@ -404,7 +404,7 @@ def test_no_batch_is_an_error(tmp_path):
 
 def encoded(row, family="qwen2_5_vl", **options):
     model, processor = load(family)
-    return encode_sequence(row, processor, model, **options)
+    return SupervisedEncoder(processor, model).encode_sequence(row, **options)
 
 
 def test_loss_on_each_answer_of_a_conversation():
@@ -473,8 +473,7 @@ def test_rows_that_are_too_long_are_skipped(tmp_path):
         Dataset.from_list([short, long, short, short]),
         tmp_path,
         max_length=34,
-        on_media_error="skip",
-        max_skipped_rows=1,
+        on_media_error="skip(max_rows=1)",
     )
     trainer.train()
     assert "row 1 has" in (tmp_path / "skipped_rows.jsonl").read_text()
@@ -506,6 +505,7 @@ def test_prefix_models_learn_completions_only(tmp_path):
     model, processor = load("paligemma")
     row = {"prompt": [say("user", "What is it?")], "completion": [say("assistant", "A cat.")]}
     row["image"] = image(56, 56)["image"]
-    assert encode_sequence(row, processor, model).learned.any()
+    encoder = SupervisedEncoder(processor, model)
+    assert encoder.encode_sequence(row).learned.any()
     with pytest.raises(ValueError, match="row 0: paligemma has bidirectional attention before an answer"):
-        encode_sequence(row, processor, model, completion_only=False)
+        encoder.encode_sequence(row, completion_only=False)

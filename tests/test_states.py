@@ -12,7 +12,7 @@ from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import SPECIAL
 from helpers.marks import slow_but
-from helpers.synthetic import gradients
+from helpers.synthetic import gradients, own_logps
 from helpers.trainer_utils import InjectedOurs, image_rows, norm, relative_difference, run, text_rows
 from peft import LoraConfig
 
@@ -48,19 +48,6 @@ def build(name):
 
 def text_prompts(sizes):
     return [EncodedPrompt(60 + torch.arange(n), {}, {}, torch.arange(n)[None]) for n in sizes]
-
-
-def own_logps(model, prompts, ids, mask):
-    """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
-    logps = torch.zeros(ids.shape)
-    for row, length in enumerate(mask.sum(1).tolist()):
-        if length:
-            prompt, completion = prompts[row], ids[row, :length]
-            fields = {name: torch.cat([f, f.new_zeros(length)])[None] for name, f in prompt.token_fields.items()}
-            input_ids = torch.cat([prompt.input_ids, completion])[None]
-            logits = model(input_ids, **fields, **prompt.media, use_cache=False).logits[0, -length - 1 : -1]
-            logps[row, :length] = logits.log_softmax(-1).gather(-1, ids[row, :length, None])[:, 0]
-    return logps
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.features import restore_rows
 from trl_multimodal_rft.data.rows.row import EndlessRows
-from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 
 
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No"]
@@ -45,7 +45,7 @@ def rows_of(kind: str) -> list[dict]:
 
 def encoded(rows: list[dict], family: str, **options):
     model, processor = load(family)
-    return encode_supervised(rows, processor, model, [processor.tokenizer.eos_token_id], **options)
+    return SupervisedEncoder(processor, model, **options).encode_pairs(rows, [processor.tokenizer.eos_token_id])
 
 
 def completions(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
@@ -140,7 +140,7 @@ def test_completion_goes_to_the_first_of_the_end_tokens(answer):
     tokenizer = processor.tokenizer
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     row = {"prompt": "Is there a cat?", "completion": answer}
-    _, ids, _ = encode_supervised([row], processor, model, ends)
+    _, ids, _ = SupervisedEncoder(processor, model).encode_pairs([row], ends)
     assert ids.tolist() == [[*tokenizer("No")["input_ids"], ends["endoftext" in answer]]]
 
 
@@ -177,7 +177,7 @@ def test_tokenizer_that_marks_the_start_of_a_text():
     )
     model = transformers.LlamaForCausalLM(config)
     row = {"prompt": [{"role": "user", "content": "Q:"}], "completion": "Yes"}
-    (prompt,), ids, _ = encode_supervised([row], tokenizer, model, [1])
+    (prompt,), ids, _ = SupervisedEncoder(tokenizer, model).encode_pairs([row], [1])
     assert tokenizer.convert_ids_to_tokens(prompt.input_ids) == ["▁Q", ":", "▁A", ":"]
     assert tokenizer.convert_ids_to_tokens(ids[0]) == ["Yes", "</s>"]
     assert tokenizer.tokenize("Yes</s>") == ["▁Yes", "</s>"]
@@ -194,7 +194,7 @@ def test_every_family_that_has_a_chat_template(family):
             for block in chat[0]["content"]
         ]
         row = {"prompt": [{"role": "user", "content": blocks}], "completion": "It is a cat."}
-        (prompt,), ids, _ = encode_supervised([row], processor, model, [end])
+        (prompt,), ids, _ = SupervisedEncoder(processor, model).encode_pairs([row], [end])
         answer = {"role": "assistant", "content": [{"type": "text", "text": "It is a cat."}]}
         whole = processor.apply_chat_template([[*chat, answer]], tokenize=True, return_dict=True, return_tensors="pt")
         whole = whole["input_ids"][0].tolist()
@@ -230,11 +230,11 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
         ({"messages": [{"role": "assistant", "content": "No"}]}, r"row 1 of `ptx_dataset` has \['messages'\]"),
         (
             {"messages": [{"role": "user", "content": "A cat?"}, {"role": "user", "content": "A dog?"}]},
-            "row 1, column 'messages': the answer to learn must be the assistant's, got one of 'user'",
+            "column 'messages': the answer to learn must be the assistant's, got one of 'user'",
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": [{"role": "user", "content": "No"}]},
-            "row 1, column 'completion': the answer to learn must be the assistant's, got one of 'user'",
+            "row 1 of `ptx_dataset`, column 'completion': the answer to learn must be the assistant's",
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "<|image_pad|>"},
@@ -247,7 +247,7 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
         ),
         (
             {"prompt": "?", "completion": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-            "row 1, .*: a completion is text",
+            "row 1, .*: assistant messages are text",
         ),
     ],
 )
@@ -269,14 +269,6 @@ def test_template_that_writes_the_prompt_otherwise(kind):
     message = "row 0 of `ptx_dataset`: the chat template renders the prompt differently when an"
     with pytest.raises(ValueError, match=message):
         encoded(rows, FAMILY[kind], template_kwargs={"chat_template": template})
-
-
-def test_processor_without_a_template():
-    model, processor = FAMILIES["voxtral"].build()
-    row = {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "No"}
-    message = "VoxtralProcessor can't encode supervised rows: mistral-common writes prompts for an answer, and no"
-    with pytest.raises(ValueError, match=message):
-        encode_supervised([row], processor, model, [processor.tokenizer.eos_token_id])
 
 
 # Selection of rows

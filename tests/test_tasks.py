@@ -184,15 +184,6 @@ def test_a_single_frame_does_not_tell_the_direction():
     assert sum(map(len, pairs)) == len(set.union(*pairs))
 
 
-@pytest.mark.parametrize(
-    ("direction", "corner"), [("left", (2, 0)), ("right", (2, 4)), ("up", (0, 2)), ("down", (4, 2))]
-)
-def test_moving_goes_where_it_says(direction, corner):
-    video = move(np.array([[255]], np.uint8), direction, (2, 2), frames=2, size=5, step=2)
-    assert np.argwhere(video[0]).tolist() == [[2, 2]]
-    assert np.argwhere(video[1]).tolist() == [list(corner)]
-
-
 def test_videos_move_in_the_direction_of_their_solution(videos):
     for row in videos["test"]:
         first, second = (np.asarray(frame) for frame in row["video"][:2])

@@ -10,8 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -21,22 +21,12 @@ REMOVED = {
     "max_seq_length": "use `max_length`",
     "max_new_tokens": "use `max_completion_length`",
     "response_length": "use `max_completion_length`",
-    "rloo_k": "use `num_generations`",
     "kl_coef": "use `beta`",
-    "init_kl_coef": "use `beta`",
     "cliprange": "use `epsilon`",
     "use_liger_loss": "use `use_liger_kernel`",
-    "wandb_log_unique_prompts": "use `log_unique_prompts`",
-    "vllm_guided_decoding_regex": "use `vllm_structured_outputs_regex`",
     "vllm_max_model_len": "use `vllm_max_model_length`",
-    "vllm_dtype": "use `vllm_engine_kwargs`",
     "vllm_device": "use `vllm_mode`",
-    "vllm_enable_prefix_caching": "use `vllm_engine_kwargs`",
-    "vllm_init_kwargs": "use `vllm_engine_kwargs`",
     "torch_dtype": "use `dtype`",
-    "use_bnb_4bit": "use `load_in_4bit`",
-    "sft_model_path": "use `model_name_or_path`",
-    "reward_model_path": "use `reward_funcs`",
     "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
     # Arguments of trainers
     "tokenizer": "use `processing_class`",
@@ -46,47 +36,21 @@ REMOVED = {
     "reward_model": "use `reward_funcs`",
     # transformers' TrainingArguments
     "evaluation_strategy": "use `eval_strategy`",
-    "per_gpu_train_batch_size": "use `per_device_train_batch_size`",
-    "per_gpu_eval_batch_size": "use `per_device_eval_batch_size`",
     "no_cuda": "use `use_cpu`",
-    "use_mps_device": "leave it out, MPS is used where it is available",
     "warmup_ratio": "use `warmup_steps`, which takes a ratio below 1, too",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "overwrite_output_dir": "leave it out, or use `resume_from_checkpoint`",
     "group_by_length": "use `train_sampling_strategy`",
-    "include_inputs_for_metrics": "use `include_for_metrics`",
-    "include_tokens_per_second": "use `include_num_input_tokens_seen`",
     "push_to_hub_token": "use `hub_token`",
     "push_to_hub_model_id": "use `hub_model_id`",
-    "push_to_hub_organization": "use `hub_model_id`",
     "save_safetensors": "leave it out, weights are always saved as safetensors",
-    "half_precision_backend": "leave it out, `bf16` and `fp16` use torch's autocast",
-    "fp16_backend": "leave it out, `bf16` and `fp16` use torch's autocast",
     "adafactor": "use `optim`",
-    "jit_mode_eval": "use `torch_compile`",
-    "torchdynamo": "use `torch_compile_backend`",
-    "xpu_backend": "use `ddp_backend`",
-    "dispatch_batches": "use `accelerator_config`",
-    "split_batches": "use `accelerator_config`",
-    "fsdp_min_num_params": "use `fsdp_config`",
-    "fsdp_transformer_layer_cls_to_wrap": "use `fsdp_config`",
-    "tpu_metrics_debug": "use `debug`",
-    "ray_scope": "set the environment variable RAY_SCOPE",
-    "tpu_num_cores": "set the environment variable TPU_NUM_CORES",
-}
-
-# Arguments that supported versions of transformers don't have yet
-NEWER = {
-    f"activation_{name}": f"It is in transformers since 5.23: use `gradient_{name}`, or install that"
-    for name in ("checkpointing", "checkpointing_kwargs")
 }
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The similar or new name as a sentence that ends a message about an unknown name, or `""`."""
     name, names = name.replace("-", "_"), list(names)
-    if name in NEWER:
-        return f" {NEWER[name]}."
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
@@ -108,12 +72,21 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
         call = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings need names")
-        return name, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return name, {str(each.arg): _literal(each.value) for each in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
             "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
         ) from None
+
+
+def _literal(value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        written = ast.unparse(value)
+        quoted = f"; quote it, as in {written!r}" if isinstance(value, ast.Name) else ""
+        raise ValueError(f"`{written}` is no value{quoted}") from None
 
 
 def spelled(name: str, settings: dict[str, Any]) -> str:
@@ -147,7 +120,7 @@ def check_settings(
     known = [key for key, each in parameters.items() if each.kind is not each.VAR_KEYWORD] if names is None else names
     for key, value in settings.items():
         if key not in known:
-            raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.")
+            raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
         parameter = parameters[key]
         check_value(f"`{key}` of {name!r}", value, parameter.annotation, f"the default is {parameter.default!r}")
 
@@ -163,32 +136,40 @@ def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
     name, settings = split_settings(text)
     first, *others = inspect.signature(cls).parameters.values()
     check_value(f"`{option}`", name, first.annotation, "")
-    known = {each.name: each for each in others}
-    for key, value in (settings or {}).items():
-        if key not in known:
-            raise ValueError(f"`{option}={text!r}` has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
-        remedy = f"the default is {known[key].default!r}"
-        check_value(f"`{key}` of `{option}`", value, known[key].annotation, remedy)
+    check_settings(cls, option, settings or {}, [each.name for each in others])
     return cls(name, **(settings or {}))
 
 
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     """
-    Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, or a number, with an interval
-    as `Annotated[float, "[0, 1)"]`.
+    Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, a number, or a number within
+    an interval as `Annotated[float, "[0, 1)"]`, each of which may be `None`, too. Others allow any value.
     """
-    if value is None and NoneType in get_args(annotation):
+    interval = None
+    if get_origin(annotation) is Annotated:
+        annotation, *facts = get_args(annotation)
+        interval = next((each for each in facts if isinstance(each, str)), None)
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if value is None and (NoneType in kinds or interval is None):
         return
-    if NoneType in get_args(annotation):
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) is Literal and value not in get_args(annotation):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(annotation)))}, got {value!r}.")
-    plain, interval = get_args(annotation)[:2] if get_origin(annotation) is Annotated else (annotation, None)
-    if plain in (bool, int, float) and isinstance(value, str):
-        wanted = "`True` or `False`" if plain is bool else "a number"
-        raise ValueError(f"{name} must be {wanted}, got the text {value!r}; write it without quotes.")
-    if interval is not None:
-        check_interval(name, value, interval, remedy)
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if get_origin(kinds[0]) is Literal:
+        check_choice(name, value, get_args(kinds[0]))
+    elif kinds == (bool,) and isinstance(value, str):
+        raise ValueError(f"{name} must be `True` or `False`, got the text {value!r}; write it without quotes.")
+    elif {*kinds} <= {int, float}:
+        if isinstance(value, str):
+            raise ValueError(f"{name} must be a number, got the text {value!r}; write it without quotes.")
+        if isinstance(value, bool):
+            raise ValueError(f"{name} must be a number, got {value}; {remedy}.")
+        if interval is not None:
+            check_interval(name, value, interval, remedy)
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raises a `ValueError` about a value that isn't among the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:

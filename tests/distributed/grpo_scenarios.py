@@ -66,7 +66,7 @@ def skipped_rows(folder):
     (own / "1.png").unlink()
     if state.process_index == state.num_processes - 1:
         (own / "4.png").unlink()
-    options = {"on_media_error": "skip", "max_skipped_rows": 3}
+    options = {"on_media_error": "skip(max_rows=3)"}
     options["per_device_eval_batch_size"] = 3 * GROUP // state.num_processes
     trainer, result = train(folder, "qwen2_5_vl", rows, 3 * GROUP, **options)
     evaluated = []
@@ -408,8 +408,7 @@ def unequal_reward(completion_ids, trainer_state, **kwargs):
 
 
 EXCHANGED = {
-    "dynamic_sampling": True,
-    "dynamic_sampling_max_rounds": 2,
+    "dynamic_sampling": 2,
     "dynamic_sampling_range": [0.1, 0.9],
     "replay_buffer_size": 4,
     "beta": 0.1,
@@ -582,7 +581,7 @@ def experience(folder):
 def refused(folder):
     """Each rank must hold whole groups to exchange them."""
     options = {"per_device_train_batch_size": GROUP // 2, "num_generations": GROUP, "use_cpu": True}
-    cases = ({"dynamic_sampling": True}, {"replay_buffer_size": 4})
+    cases = ({"dynamic_sampling": 4}, {"replay_buffer_size": 4})
     return {"messages": [refusal(MultimodalGRPOConfig, str(folder), **options, **case) for case in cases]}
 
 

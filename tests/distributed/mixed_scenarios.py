@@ -78,7 +78,7 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
         objects["peft_config"] = LoraConfig(
             r=4, target_modules="all-linear", exclude_modules=frozen, init_lora_weights=False
         )
-    with mock.patch.object(processes, "find_tower", wraps=processes.find_tower) as find_tower:
+    with mock.patch.object(processes, "find_towers", wraps=processes.find_towers) as find_towers:
         trainer, result = train(
             folder,
             family,
@@ -97,7 +97,7 @@ def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrain
         "evaluations": evaluations,
         "samples": [ids for _, ids, _ in trainer.sampler.calls],
         "forwards": trainer.forwards,
-        "searches": find_tower.call_count,
+        "searches": find_towers.call_count,
     }
 
 

@@ -6,6 +6,7 @@ import itertools
 import torch
 import vllm_cpu
 from helpers.families import encode
+from helpers.tools import shows
 from helpers.trainer_utils import config_of, length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -41,7 +42,7 @@ class Talking:
     """
 
     turns = (0, 1, 2, 3, 1, 0, 2, 1)
-    media: list  # results of `show`, by number
+    media: list  # results of the tool, by number
 
     def __init__(self, *args, **kwargs):
         self.differences, self.conversations = [], []
@@ -126,19 +127,6 @@ def _plain(block: dict) -> dict:
     return {"type": "audio", "audio": block["audio"]["array"]} if block["type"] == "audio" else block
 
 
-def show(number: int) -> list:
-    """
-    Shows something.
-
-    Args:
-        number: Which one.
-
-    Returns:
-        It.
-    """
-    return Talking.media[number % len(Talking.media)]
-
-
 def make(trainer_class, objects: dict, rows, media: list, folder, **options):
     """Returns a trainer of two updates whose completions are conversations of six words."""
     Talking.media = media
@@ -150,5 +138,5 @@ def make(trainer_class, objects: dict, rows, media: list, folder, **options):
         str(folder), **{**OPTIONS, "generation_kwargs": {"logit_bias": bias}, "vllm_engine_kwargs": ENGINE, **options}
     )
     return trainer_class(
-        **{"reward_funcs": length_and_sum, "args": args, "train_dataset": rows, "tools": [show], **objects}
+        **{"reward_funcs": length_and_sum, "args": args, "train_dataset": rows, "tools": [shows(*media)], **objects}
     )

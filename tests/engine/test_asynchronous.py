@@ -51,7 +51,7 @@ class Hashing(Recording, TrainedOn, MultimodalGRPOTrainer):
 
 def make(omni, folder, servers, trainer_class=Hashing, **options):
     urls = [getattr(each, "url", each) for each in servers]
-    where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
+    where = {"vllm_server_base_url": ",".join(urls)}
     given = (trainer_class, OMNI, omni_rows(), folder, load_omni(omni))
     return engine_runs.make(*given, **{**OPTIONS, **where, **options})
 

@@ -115,7 +115,7 @@ def some_signal(completion_ids, prompts, **kwargs):
 @pytest.mark.parametrize(
     "options",
     [
-        {"dynamic_sampling": True, "vllm_importance_sampling_mode": "token_mask"},
+        {"dynamic_sampling": 4, "vllm_importance_sampling_mode": "token_mask"},
         {"replay_buffer_size": 8, "vllm_importance_sampling_mode": "sequence_truncate"},
     ],
 )

@@ -102,7 +102,6 @@ def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
     trainer.train()
     assert max(trainer.differences) < 1e-5 and len(trainer.differences) == 4
     assert ("view/reward" in trainer.state.log_history[0]) == bool(options)
-    assert trainer.vllm_generation._counters()["vllm:generation_tokens"] > 0
 
 
 def test_tools_show_media(server, omni, tmp_path):
@@ -162,7 +161,7 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     before = n_tokens(server)
     with ThreadPoolExecutor(1) as pool:
         options = {**engine.sampling, "stop_token_ids": []}
-        given = {"timeout": 60.0, "vocabulary": 10**6}
+        given = {"timeout": 60.0}
         answer = pool.submit(at_once, lambda each: server_completions(server, None, each, options, **given), asked)
         while n_tokens(server) < before + 200:
             time.sleep(0.01)

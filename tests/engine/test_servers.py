@@ -19,7 +19,7 @@ from trl_multimodal_rft.generation.vllm_server import ServerGroup
 
 BOTH = {"ACCELERATE_USE_CPU": "true"}  # otherwise accelerate starts runs of one process each
 SEEDED = {"generation_kwargs": {"seed": 100}}
-VIEWS = {"rollout_view": "blank", "contrast_view": "blank", "dynamic_sampling": True, "dynamic_sampling_max_rounds": 2}
+VIEWS = {"rollout_view": "blank", "contrast_view": "blank", "dynamic_sampling": 2}
 VIEWS["per_device_train_batch_size"] = 4
 
 
@@ -42,11 +42,11 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
             split = {**SEEDED, "per_device_train_batch_size": 12 // processes, "n_evaluated": 3}
             runs = {
                 "one": {**split, "vllm_server_base_url": one},
-                "two": {**split, "vllm_server_base_urls": urls},
-                "more": {**SEEDED, "vllm_server_base_urls": urls},
-                "views": {**VIEWS, "vllm_server_base_urls": urls},
-                "ahead": {**split, "n_evaluated": 0, "vllm_server_base_urls": urls, "max_staleness": 1},
-                "gone": {"vllm_server_base_urls": [each.url for each in failing], "vllm_server_timeout": 5.0},
+                "two": {**split, "vllm_server_base_url": ",".join(urls)},
+                "more": {**SEEDED, "vllm_server_base_url": ",".join(urls)},
+                "views": {**VIEWS, "vllm_server_base_url": ",".join(urls)},
+                "ahead": {**split, "n_evaluated": 0, "vllm_server_base_url": ",".join(urls), "max_staleness": 1},
+                "gone": {"vllm_server_base_url": ",".join(each.url for each in failing), "vllm_server_timeout": 5.0},
             }
             found[processes] = train(omni, folder, processes, runs, "servers_worker.py", **BOTH)
             # Both have the same weights after each step
@@ -114,7 +114,7 @@ def test_all_servers_join_one_broadcast(omni, nccl, monkeypatch):
 
 def test_refused_servers(omni, tmp_path):
     options = {"vllm_mode": "server", "model_init_kwargs": None, "vllm_engine_kwargs": None}
-    options["vllm_server_base_urls"] = ["http://a:8000", "http://b:8000"]
+    options["vllm_server_base_url"] = "http://a:8000,http://b:8000"
     with pytest.raises(ValueError, match="has 2 servers for 1 processes, of which each asks one"):
         make(MultimodalGRPOTrainer, OMNI, omni_rows(), tmp_path, load_omni(omni), **options)
     with fake_servers(omni, [0, 0]) as servers:

@@ -36,6 +36,8 @@ _COMPLETIONS, _NEW_TOKENS = 2, 5
 
 _RATE = 16000  # Hz, of the clips of chats
 
+TIME_LIMIT = 180  # seconds that a family may take
+
 # Tolerances for rounding, in nats and relative to the gradient
 TOLERANCE = 1e-4
 
@@ -56,15 +58,10 @@ class Measurement:
     note: str = ""  # remark
 
 
-def measure_all(
-    families: Mapping[str, Callable[[str], Measurement]], time_limit: float, n_workers: int
-) -> Iterator[Measurement]:
+def measure_all(families: Mapping[str, Callable[[str], Measurement]]) -> Iterator[Measurement]:
     """Measures each family in a separate process."""
-    context = multiprocessing.get_context(
-        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
-    )
-    if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload([__name__])  # imports everything once
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports everything once
 
     def measured(item: tuple[str, Callable[[str], Measurement]]) -> Measurement:
         name, function = item
@@ -74,7 +71,7 @@ def measure_all(
         sender.close()
         try:
             return (
-                receiver.recv() if receiver.poll(time_limit) else Measurement(name, note=f"more than {time_limit:g} s")
+                receiver.recv() if receiver.poll(TIME_LIMIT) else Measurement(name, note=f"more than {TIME_LIMIT} s")
             )
         except EOFError:
             process.join()
@@ -83,7 +80,7 @@ def measure_all(
             process.kill()
             process.join()
 
-    with ThreadPoolExecutor(n_workers) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(measured, families.items())
 
 

@@ -3,7 +3,6 @@
 
 import argparse
 import functools
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -116,24 +115,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="families to measure, such as qwen2_audio,qwen2_5_vl; others keep their rows",
     )
     add("--synthetic", action="store_true", help="random tensors instead of what processors return, for all families")
-    add("--time_limit", type=float, default=180, help="seconds that a family may take")
-    add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
     add("--output", type=Path, help="page in Markdown whose table is replaced")
     add("--differences", action="store_true", help="replace the page's differences from its table instead")
     args = parser.parse_args(argv)
     classes = measurable()
     work = {name: functools.partial(measure_class, class_name=value) for name, value in classes.items()}
-    if not args.synthetic:
-        real = [name for name in ALL_FAMILIES if name in CONFIG_MAPPING]
-        for name in real:
-            work.pop(f"{name}_thinker", None)  # part of the same model
-            work[name] = functools.partial(measure_real, class_name=classes.get(name))
+    for name in () if args.synthetic else ALL_FAMILIES.keys() & {*CONFIG_MAPPING}:
+        work.pop(f"{name}_thinker", None)  # part of the same model
+        work[name] = functools.partial(measure_real, class_name=classes.get(name))
     if args.only is not None:
         if unknown := [name for name in args.only if name not in work]:
             parser.error(f"there is no family {unknown[0]!r}; those that can be measured: {', '.join(sorted(work))}")
         work = {name: work[name] for name in args.only}
     found = []
-    for n, each in enumerate(measure_all(dict(sorted(work.items())), args.time_limit, args.num_workers), 1):
+    for n, each in enumerate(measure_all(dict(sorted(work.items()))), 1):
         found.append(each)
         print(f"[{n}/{len(work)}] {' | '.join(cells(each))}", file=sys.stderr)
     rows = [*map(cells, found)]

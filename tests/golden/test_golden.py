@@ -111,7 +111,7 @@ RUNS = {
         "grpo",
         "audio",
         {
-            **{"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "replay_buffer_size": 4},
+            **{"dynamic_sampling": 2, "replay_buffer_size": 4},
             **{"steps_per_generation": 2, "max_steps": 3, "save_steps": 3},
         },
     ),
@@ -169,7 +169,7 @@ RUNS = {
     "rloo image padded": ("rloo", "image", {**PADDED, "num_iterations": 2, "normalize_advantages": True}),
     "rloo image tool": ("rloo", "tool", {**TOOL, "learning_rate": 0.003}),
     "rloo engine": ("rloo", "image", {**ENGINE, "vllm_importance_sampling_correction": True}),
-    "ppo text": ("ppo", "text", {"lam": 0.9, "gamma": 0.95}),
+    "ppo text": ("ppo", "text", {"advantage_estimator": "gae(lam=0.9, gamma=0.95)"}),
     "ppo audio": ("ppo", "audio", {"beta": 0.1, "bootstrap_truncated": True, "ema_decay": 0.9}),
     "ppo image padded": ("ppo", "image", {**PADDED, "value_learning_rate": 0.01, "freezing_actor_steps": 1}),
     "ppo shared trunk, supervised": (

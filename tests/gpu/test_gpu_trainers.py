@@ -39,7 +39,7 @@ RUNS = {
     "grpo, one prompt per forward": (GRPO, "llava_onevision", {}),
     "grpo, padded": (GRPO, "qwen2_5_vl", {"packing": "padded"}),
     "grpo, frozen tower": (GRPO, "qwen2_5_vl", {"freeze": ["vision_tower"], "activation_checkpointing": True}),
-    "grpo, sampled again": (GRPO, "qwen2_5_vl", {"dynamic_sampling": True, "replay_buffer_size": 8}),
+    "grpo, sampled again": (GRPO, "qwen2_5_vl", {"dynamic_sampling": 4, "replay_buffer_size": 8}),
     "grpo, entropies": (GRPO, "qwen2_5_vl", {"top_entropy_quantile": 0.5, "entropy_source": "rollout"}),
     "grpo, logged": (GRPO, "qwen2_5_vl", {"log_completions": True, "media_contribution_steps": 1}),
     "papo": (GRPO, "qwen2_5_vl", {"loss_view": "blank(kl_coef=0.01)"}),

@@ -2,13 +2,11 @@
 """The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
 
 import itertools
-from collections import Counter
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.forward import head, kernels
 
@@ -54,17 +52,6 @@ def gradients(gradient, query, key, value, output, lse, sequences, window, scali
         for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
             total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
     return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
-
-
-def flash_forward(query, key, value, sequences, is_causal, scaling):
-    """A stand-in for `kernels.flash_forward`."""
-    return attend(query, key, value, sequences, (-1, 0 if is_causal else -1), scaling)
-
-
-def flash_backward(*states_and_sequences_and_scaling):
-    """A stand-in for `kernels.flash_backward`."""
-    *states, sequences, is_causal, scaling = states_and_sequences_and_scaling
-    return gradients(*states, sequences, (-1, 0 if is_causal else -1), scaling)
 
 
 def _check(query, key, value, sequences):
@@ -138,45 +125,22 @@ def cuda_path(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "has_varlen_kernel", lambda query: True)
         patch.setattr(varlen, "varlen_attn", kernel)
-        patch.setattr(kernels, "flash_forward", flash_forward)
-        patch.setattr(kernels, "flash_backward", flash_backward)
         patch.setattr(head, "_has_kernel", lambda device: True)
         yield kernel
 
 
-class Counts(TorchDispatchMode):
+class Attentions(TorchFunctionMode):
     """
-    Counts what runs within the context: `operations` that are dispatched, and `shapes` of scaled dot product attention
-    where cuDNN may take it.
+    Records calls of scaled dot product attention: shapes of queries and keys in `calls`, and those where cuDNN may
+    take the call, for which it makes plans, in `planned`.
     """
 
     def __init__(self):
         super().__init__()
-        self.operations, self.shapes = Counter(), Counter()
-        self._attentions = _Attentions(self)
-
-    def __enter__(self):
-        self._attentions.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._attentions.__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operations[function._overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-class _Attentions(TorchFunctionMode):
-    """Counts shapes of attention."""
-
-    def __init__(self, counts: Counts):
-        super().__init__()
-        self.counts = counts
+        self.calls, self.planned = [], set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
-        if name == "scaled_dot_product_attention" and torch.backends.cuda.cudnn_sdp_enabled():
-            self.counts.shapes[tuple(tuple(states.shape) for states in args[:2])] += 1
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append(tuple(states.shape for states in args[:2]))
+            self.planned |= {self.calls[-1]} if torch.backends.cuda.cudnn_sdp_enabled() else set()
         return function(*args, **(kwargs or {}))

@@ -83,7 +83,7 @@ def processes(folder: Path) -> None:
     )
     alone.trainer = trainer
     trainer.train()
-    n_held = sum(len(media) for media in trainer._media_log.rows())
+    n_held = sum(len(media) for media in trainer._rollout_log.media.rows())
     (folder / f"held-{trainer.accelerator.process_index}.json").write_text(json.dumps(n_held))
     trainer = make_trainer(
         InjectedOurs, "qwen2_5_omni", dataset(6), folder / "bound", max_logged_media=2, max_steps=1, **options

@@ -27,7 +27,7 @@ AS_TRL |= {"entropy_source"}
 
 # Drawn options, as far as a config has them. The first value is the default.
 SWITCHES = [
-    *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling", "dynamic_sampling"),
+    *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling"),
     *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
     *("shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
 ]
@@ -65,7 +65,7 @@ VALUES = {
     ],
     "contrast_view": [None, "blank", "blank(fraction=1.0, reward_ratio=1.2, bonus=1.0)"],
     "cliprange_value": [0.2, 0.02, None],
-    "dynamic_sampling_max_rounds": [4, 2],
+    "dynamic_sampling": [0, 4, 2],
     "dynamic_sampling_range": [None, [0.5, 2.5]],
     "ema_decay": [None, 0.9],
     "entropy_source": [
@@ -75,12 +75,10 @@ VALUES = {
     ],
     "freeze": [None, ["projector"], ["vision_tower", "projector"], ["audio_tower", "projector"]],
     "freezing_actor_steps": [0, 1],
-    "gamma": [1.0, 0.9],
     "kl_estimator": [None, "k1", "k2", "k3"],
     "kl_horizon": [10000, 50],
     "kl_in_reward": [None, True, False],
     "kl_target": [None, 0.01],
-    "lam": [0.95, 0.5],
     "loss_add_tail": [True, False],
     "loss_top_k": [0, 5],
     "loss_view": [
@@ -99,7 +97,6 @@ VALUES = {
     "per_device_ptx_batch_size": [1, 2],
     "ptx_coef": [0.0, 0.5],
     "replay_buffer_size": [0, 4],
-    "replay_max_age": [8, 1],
     "rollout_view": [
         *(None, "mask_patches(patch_size=28)", "mask_patches(patch_size=28, fraction=0.8, schedule='linear')"),
         "mask_patches(patch_size=28, schedule='sigmoid(midpoint=0.5)')",
@@ -114,7 +111,10 @@ VALUES = {
 }
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
-    "ppo": {"advantage_estimator": ["gae", *VALUES["advantage_estimator"]], "num_iterations": [1]},
+    "ppo": {
+        "advantage_estimator": ["gae", "gae(gamma=0.9, lam=0.5)", *VALUES["advantage_estimator"]],
+        "num_iterations": [1],
+    },
     "distillation": {"beta": [1.0, 0.0, 0.3]},
     "sft": {"packing": [False, True], "loss_type": ["nll", "dft"], "pad_to_multiple_of": ["auto"]},
 }
@@ -124,7 +124,6 @@ NEUTRAL = {
     "balance_ranks": [False, True],  # one process has nothing to exchange, see tests/distributed for two
     "checkpoint_manifest": [True, False],
     "max_logged_media": [8, None],
-    "max_logged_megabytes": [32.0, 0.001],
     "max_skipped_updates": [5, 0],
     "media_contribution_steps": [10, 1, 0],
     "media_prefetch": [1, 0, 2],
@@ -138,11 +137,11 @@ NEUTRAL = {
 NOT_DRAWN = {
     *(name for name in OWN_NAMES if name not in VALUES),
     "media_rules",
-    *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
+    *("audio_overlong", "ignored_media_columns", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
     *("log_multimodal", "teacher_model_server_url"),
-    *("max_staleness", "vllm_server_base_urls"),
+    *("max_staleness", "vllm_server_base_url"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }
@@ -152,12 +151,11 @@ CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
 CRITIC += ["value_learning_rate", "value_lr_scheduler_type"]
 KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
 NEEDS = {
-    **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae"])),
+    **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae", "gae(gamma=0.9, lam=0.5)"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
     "entropy_source": ("top_entropy_quantile", [0.5]),
     "scale_rewards": ("advantage_estimator", ["group_norm"]),
-    **dict.fromkeys(["dynamic_sampling_max_rounds", "dynamic_sampling_range"], ("dynamic_sampling", [True])),
-    "replay_max_age": ("replay_buffer_size", [4]),
+    "dynamic_sampling_range": ("dynamic_sampling", [4, 2]),
     "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
     "ref_model_mixup_alpha": ("sync_ref_model", [True]),
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
@@ -171,8 +169,6 @@ OFTEN |= {
     "student_view",
     "teacher_view",
     "cliprange_value",
-    "gamma",
-    "lam",
     "num_ppo_epochs",
     "ptx_coef",
     "vf_coef",

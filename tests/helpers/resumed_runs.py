@@ -45,7 +45,7 @@ REUSED = {
     "save_steps": 1,
 }
 STEPS_PER_EPOCH = 4
-REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": True, "dynamic_sampling_max_rounds": 2}
+REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": 2}
 
 
 def few_live(prompts, trainer_state, **kwargs) -> list[float]:

@@ -10,7 +10,7 @@ scored: it enters no statistic and gets the advantage 0. Statistics are computed
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ def estimator(name: str, **facts) -> Callable:
 
 
 # Keyword arguments of estimators that trainers have options for
-_OF_TRAINERS = ("kl_coef", "scale", "gamma", "lam", "bootstrap")
+_OF_TRAINERS = ("kl_coef", "scale", "bootstrap")
 
 
 def as_estimator(text: str) -> Estimator:
@@ -276,8 +276,8 @@ def gae(
     values: torch.Tensor,
     mask: torch.Tensor,
     *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Annotated[float, "[0, 1]"] = 1.0,
+    lam: Annotated[float, "[0, 1]"] = 0.95,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""

@@ -19,13 +19,13 @@ times their noise. A single one may be an outlier, such as a token near the bord
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.towers import find_tower
+from ..models.towers import find_towers
 
 
 # Forwards that the noise is measured by
@@ -95,11 +95,8 @@ def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) ->
         return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
 
     handles = [model.get_input_embeddings().register_forward_hook(lambda module, args, output: moved(output))]
-    for kind in ("image", "audio"):
-        with suppress(ValueError):  # a model without an encoder of the kind
-            if kind in model.input_modalities:
-                tower = model.get_submodule(find_tower(model, kind))
-                handles.append(tower.register_forward_pre_hook(move_inputs, with_kwargs=True))
+    for name in find_towers(model).values():
+        handles.append(model.get_submodule(name).register_forward_pre_hook(move_inputs, with_kwargs=True))
     try:
         yield
     finally:

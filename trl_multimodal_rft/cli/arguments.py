@@ -6,7 +6,7 @@ import json
 import os
 
 from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
-from ..scripts.options import Key, Parser, read_config, shipped
+from ..scripts.options import Parser, Value, read_config, shipped
 
 
 # Names of the loaders, by layout
@@ -53,8 +53,9 @@ _CONFIG = "run config or built-in recipe; keys for other commands are ignored"
 def chat(parser: Parser) -> None:
     add = parser.add_argument
     model = "folder of a trained model or adapter, or name on the Hub"
-    add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
-    add("--model_name_or_path", required=True, help=argparse.SUPPRESS)  # the name in other commands
+    named = parser.add_mutually_exclusive_group(required=True)
+    named.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
+    named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the name in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
     switch = "use_audio_in_video"  # without a value, which could be the model before which it stands
@@ -81,7 +82,7 @@ def check(parser: Parser) -> None:
     add("--output", help="Markdown file for the report")
 
 
-def of_run_check(keys: dict[str, Key]) -> dict[str, Key]:
+def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:
     """Options of `check` from a run config."""
     return keys | ({"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {})
 
@@ -108,29 +109,24 @@ def estimate(parser: Parser) -> None:
     add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")
 
 
-def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
+def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
     """Options of `estimate` from a run config."""
-    name = str(keys["accelerate_config"].value) if "accelerate_config" in keys else "single_gpu"
-    launch = {**read_config(shipped("accelerate_configs", name)), **keys}
-    deepspeed, sizes = (
-        key.value if (key := launch.get(name)) is not None and isinstance(key.value, dict) else None
-        for name in ("deepspeed_config", "parallelism_config")
-    )
-    kind = launch["distributed_type"]
+    launch = {**read_config(shipped("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
+    deepspeed, sizes = launch.get("deepspeed_config"), launch.get("parallelism_config")
+    stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
-    strategy = strategies.get(str(kind.value), f"zero{deepspeed and deepspeed.get('zero_stage')}")
     names = {
         "gpus": "num_processes",
         "completion_tokens": "max_completion_length",
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
     options = {option: launch[name] for option, name in names.items() if name in launch}
-    if sizes is not None:  # of GPUs that hold the same shards, one counts
-        n = sizes.get("parallelism_config_dp_shard_size", 1)
-        options["gpus"] = keys.get("parallelism_config_dp_shard_size", kind._replace(value=n, text=str(n)))
-    options |= {**keys, "strategy": kind._replace(value=strategy, text=strategy)}
-    if "packing" in keys and keys["packing"].value not in ("prefix", "padded"):  # of supervised rows
-        del options["packing"]
+    if isinstance(sizes, dict):  # of GPUs that hold the same shards, one counts
+        size = "parallelism_config_dp_shard_size"
+        options["gpus"] = keys.get(size, sizes.get(size, 1))
+    options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
+    if keys.get("packing") not in ("prefix", "padded"):  # of supervised rows
+        options.pop("packing", None)
     return options
 
 

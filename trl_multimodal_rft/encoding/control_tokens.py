@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection
 from itertools import groupby
 from typing import Literal, TypeVar, cast
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.reading.refs import MediaError
-from .processors import Processor
+from .processors import Processor, tokenizer_of
 
 
 logger = logging.get_logger(__name__)
@@ -82,7 +82,7 @@ def _without(text: str, tokens: Collection[str]) -> str:
 
 def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], label: str) -> T:
     """[`checked_text`] of all texts in messages or content."""
-    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    tokenizer = tokenizer_of(processor)
     tokens = control_tokens(tokenizer)
     return _map_texts(value, lambda text: checked_text(text, tokenizer, mode, label, tokens))
 

@@ -10,6 +10,11 @@ from .model_folders import loading_errors
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 
 
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    """The tokenizer of a processor, or the tokenizer itself."""
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
     """Loads a processor as it was saved. `padding_side` and `truncation_side` would change more than the tokenizer."""
     with loading_errors(name, "processor"):

@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +27,7 @@ from ..views import View
 from .budgets import with_budgets
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
 from .messages import check_blocks, check_media, check_placeholders, check_text, has_template, of_row, template_error
-from .processors import Processor
+from .processors import Processor, tokenizer_of
 
 
 logger = logging.get_logger(__name__)
@@ -190,7 +190,7 @@ def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTraine
 
 def placeholder_tokens(model: PreTrainedModel, processor: Processor) -> list[str]:
     """The tokens of [`placeholder_token_ids`] as text."""
-    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    tokenizer = tokenizer_of(processor)
     tokens = tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
     return [token for token in tokens if token is not None]
 
@@ -346,7 +346,8 @@ def processor_outputs(
 ) -> dict[str, torch.Tensor]:
     """Calls a processor on one prompt with these media, as transformers documents it."""
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
-        encoded: Mapping[str, torch.Tensor | list] = processor(text=[messages], return_tensors="pt")
+        call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
+        encoded = call(text=[messages], return_tensors="pt")
     else:
         if refs and not isinstance(processor, ProcessorMixin):
             raise refs[0].error(
@@ -413,7 +414,8 @@ def _with_sounds(
     else:  # before transformers 5.23
         given["videos_kwargs"]["use_audio_in_video"] = True
     rate = processor.feature_extractor.sampling_rate
-    return processor(
+    call: Callable[..., Mapping[str, torch.Tensor]] = processor
+    return call(
         text=[text],
         images=[media["image"]] if media["image"] else None,
         videos=[media["video"]],

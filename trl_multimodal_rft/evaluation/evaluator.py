@@ -4,14 +4,16 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from transformers.trainer_callback import CallbackHandler
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import get_callable_name
@@ -29,8 +31,9 @@ from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
 from ..rollout.prompt_encoder import PromptEncoder
+from ..rollout.samplers import Sampler
 from ..rollout.turns import ToolLoop
-from ..trainers.base import MultimodalTrainer
+from ..trainers.configs import SamplingConfig
 from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
 from .config import EvaluationConfig
@@ -145,18 +148,7 @@ def _add_tools(policy: Policy, isolate: str | None) -> None:
     check_takes_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
     policy.encoder = replace(encoder, template_kwargs={**template_kwargs, "tools": policy.toolbox.tools or None})
-    policy.tool_loop = functools.partial(
-        ToolLoop,
-        model=encoder.model,
-        processor=encoder.processor,
-        max_turns=math.inf,
-        max_media=None,
-        template_kwargs=template_kwargs,
-        audio_overlong=encoder.audio_overlong,
-        media_rules=encoder.media_rules,
-        special_tokens_in_text=encoder.special_tokens_in_text or "raise",
-        isolate=isolate,
-    )
+    policy.tool_loop = functools.partial(ToolLoop, max_turns=math.inf, max_media=None, isolate=isolate)
 
 
 def _complete(
@@ -173,8 +165,31 @@ def _complete(
     return trim_after_eos(output, config.eos_token_id)
 
 
+class SamplingTrainer(Protocol):
+    """What evaluations read of a trainer that samples completions."""
+
+    model: nn.Module
+    model_wrapped: nn.Module
+    args: SamplingConfig
+    state: TrainerState
+    accelerator: Accelerator
+    callback_handler: CallbackHandler
+    is_in_train: bool
+    eval_dataset: Any
+    reward_funcs: Sequence[Callable]
+    reward_func_names: Sequence[str]
+    max_completion_length: int
+    prompts: PromptEncoder
+    sampler: Sampler
+    toolbox: Environments
+
+    def offloading(self) -> AbstractContextManager[None]: ...
+
+    def tool_loop(self, tools: Sequence[dict[str, Callable]], **options: Any) -> ToolLoop: ...
+
+
 def evaluate_trainer(
-    trainer: MultimodalTrainer,
+    trainer: SamplingTrainer,
     dataset: Dataset | Sequence[dict[str, Any]] | None = None,
     reward_funcs: Callable | list[Callable] | None = None,
     args: EvaluationConfig | None = None,
@@ -203,7 +218,7 @@ def evaluate_trainer(
     Raises:
         `ValueError`: If there is no dataset, or as [`evaluate`] says.
     """
-    check_samples(type(trainer))
+    check_samples(trainer)
     dataset = trainer.eval_dataset if dataset is None else dataset
     if dataset is None:
         raise ValueError(
@@ -227,8 +242,8 @@ def evaluate_trainer(
         trainer.prompts,
         complete,
         toolbox,
-        trainer.tool_loop if trainer.tools else None,
-        trainer.args.on_media_error,
+        trainer.tool_loop if trainer.toolbox.tools else None,
+        trainer.args.unreadable_rows.action,
         trainer.sampler.is_collective,
         trainer.state,
     )
@@ -239,11 +254,11 @@ def evaluate_trainer(
     return Evaluation(policy, dataset, rewards, args, trainer.accelerator).run()
 
 
-def check_samples(trainer_class: type) -> None:
-    """Raises if trainers of a class don't sample completions."""
-    if not issubclass(trainer_class, MultimodalTrainer):
+def check_samples(evaluated: SamplingTrainer) -> None:
+    """Raises if a trainer doesn't sample completions by this package."""
+    if not hasattr(evaluated, "sampler"):
         raise ValueError(
-            f"The trainer is a {trainer_class.__name__}, which doesn't sample completions; evaluate its model with "
+            f"The trainer is a {type(evaluated).__name__}, which doesn't sample completions; evaluate its model with "
             "`evaluate`."
         )
 

@@ -2,7 +2,7 @@
 """Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Unpack, cast
@@ -18,7 +18,7 @@ from ..families import family_of
 from . import kernels
 from .encoders import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
-from .layout import PrefixLayout, Sequences
+from .layout import PrefixLayout
 from .states import gather_copies, install_prefix_states
 
 
@@ -50,7 +50,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     install_prefix_states(model)
     install_encoder_attention(model)
     decoder = model.get_decoder()
-    base = decoder.config._attn_implementation
+    base = decoder.config._attn_implementation or "eager"
     if base.startswith(_PREFIX) or base in _WRAPPED:
         return
     original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
@@ -68,10 +68,10 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         base_attention = original or _eager_attention(module)
         if token_places is not None:
             query = _rescaled(module, query, token_places)
-        if prefix_layout is None:
-            with kernels.without_cudnn():
+        with kernels.without_cudnn():
+            if prefix_layout is None:
                 return base_attention(module, query, key, value, attention_mask, **options)
-        return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, options)
+            return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, options)
 
     if "flash" in base:  # transformers loads these kernels by their name, so it must stay
         AttentionInterface.register(base, attention)
@@ -118,7 +118,7 @@ def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Restores the attention implementations from before [`install_prefix_attention`] within the context."""
     config = model.get_decoder().config
-    name = config._attn_implementation
+    name = config._attn_implementation or "eager"
     config._attn_implementation = name.removeprefix(_PREFIX)
     try:
         with original_encoders(model):
@@ -153,71 +153,56 @@ def _prefix_attention(
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    own = shared_states = key, value
     if layout.states is not None and layout.n_known:
-        shared_states = layout.states[module]
+        key, value = (torch.cat(each, dim=2) for each in zip(layout.states[module], (key, value), strict=True))
     elif layout.states is not None:
-        layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
+        layout.states.setdefault(module, (key, value))  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
-    branches = None
+    branches = []
     if takes_varlen and layout.has_sequences(with_prompts):
-        # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
-        merges = window is None and _fits_torch(query, value, options)
-        shared = layout.shared_sequences(with_prompts) if merges else None
-        if shared is None:
-            key, value = _joined(shared_states, own)
-            sequences = layout.sequences(window, with_prompts)
-            branches = _varlen_attention(base, query, key, value, *sequences, window, options)
-        else:
-            branches = _merged_attention(query, *own, *shared_states, *shared, options.get("scaling"))
+        queries, keys, sequences = layout.sequences(window, with_prompts)
+        # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
+        rows, *states = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        output = kernels.varlen_attention(
+            rows if queries is None else rows.index_select(0, queries),
+            *(gather_copies(each, keys) for each in states),
+            sequences=sequences,
+            scaling=options.get("scaling"),
+            window_size=(-1 if window is None else window - 1, 0),
+            softcap=options.get("softcap"),
+            library=base == _LIBRARY,
+        )
         if with_prompts:
-            return branches[None], None
+            return output[None], None
+        branches = [output]
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    if not takes_varlen:
-        key, value = _joined(shared_states, own)
     # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
     # as many heads of keys as of queries
     folds = base != "eager" and options.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 
+    # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
     outputs = []
     for block in layout.blocks:
-        # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
-        local = layout.local_prompts(block, kind, query.dtype)
-        prompt_mask, branch_mask = layout.masks(
-            block,
-            kind,
-            query.dtype,
-            is_causal=base != "eager",
-            groups=groups,
-            with_prompts=local is None,
-            with_branches=not takes_varlen,
-        )
         if block.starts:
-            queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
-            prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
-            with kernels.without_cudnn():
-                output, _ = base_attention(module, *prompts, prompt_mask, **options)
-            if local:
-                output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
+            queries, keys, mask = layout.prompts(block, kind, query.dtype, is_causal=base != "eager")
+            states = _gather(query, queries), _gather(key, keys), _gather(value, keys)
+            output, _ = base_attention(module, *states, mask, **options)
+            output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
-        if takes_varlen or block.branch_index.numel() == 0:
-            continue
-        keys = block.key_index[:, block.unseen_keys(kind) :]
-        states = _gather(query, block.branch_index), _gather(key, keys), _gather(value, keys)
-        with kernels.without_cudnn():
+        if not takes_varlen and block.branch_index.numel():
+            queries, keys, mask = layout.branches(block, kind, query.dtype, groups)
+            states = _gather(query, queries), _gather(key, keys), _gather(value, keys)
             if groups > 1:
-                output = _grouped_attention(*states, branch_mask, groups, options)
+                output = _grouped_attention(*states, mask, groups, options)
             else:
-                output, _ = base_attention(module, *states, branch_mask, **options)
-        outputs.append(output.flatten(0, 1))
-    if takes_varlen:
-        outputs += [] if branches is None else [branches]
-        return torch.cat(outputs).index_select(0, layout.restore_sequences)[None], None
-    return torch.cat(outputs).index_select(0, layout.restore_index)[None], None
+                output, _ = base_attention(module, *states, mask, **options)
+            outputs.append(output.flatten(0, 1))
+    restore_index = layout.restore_sequences if takes_varlen else layout.restore_index
+    return torch.cat(outputs + branches).index_select(0, restore_index)[None], None
 
 
 def _grouped_attention(
@@ -256,65 +241,5 @@ def _takes_varlen(base: str, query: torch.Tensor, value: torch.Tensor, options: 
     """Whether a variable-length kernel computes the attention of a causal layer."""
     if base == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
         return False
-    return kernels.has_varlen_kernel(query) and (base == _LIBRARY or _fits_torch(query, value, options))
-
-
-def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
-    """Whether torch's variable-length kernel, where there is one, takes these states and options."""
-    return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
-
-
-def _joined(
-    known: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """Keys and values of a row behind known ones, if these are others."""
-    return own if known is own else [torch.cat(each, dim=2) for each in zip(known, own, strict=True)]
-
-
-def _merged_attention(
-    query: torch.Tensor,
-    own_key: torch.Tensor,
-    own_value: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: torch.Tensor | None,
-    own: Sequences,
-    index: torch.Tensor | None,
-    shared_index: torch.Tensor,
-    shared: Sequences,
-    scaling: float | None,
-) -> torch.Tensor:
-    """As [`_varlen_attention`], with keys that are shared in a call of their own, without copies for completions."""
-    query, own_key, own_value, key, value = (
-        states.squeeze(0).transpose(0, 1) for states in (query, own_key, own_value, key, value)
-    )
-    if rows is not None:
-        query, own_key, own_value = (states.index_select(0, rows) for states in (query, own_key, own_value))
-    key, value = gather_copies(key, shared_index), gather_copies(value, shared_index)
-    return kernels.merged_attention(query, own_key, own_value, key, value, index, own, shared, scaling=scaling)
-
-
-def _varlen_attention(
-    base: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    queries: torch.Tensor | None,
-    keys: torch.Tensor,
-    sequences: Sequences,
-    window: int | None,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attention `(Q, heads, head_dim)` of the row's tokens at `queries` to those at `keys`, in these sequences."""
-    # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    return kernels.varlen_attention(
-        query if queries is None else query.index_select(0, queries),
-        gather_copies(key, keys),
-        gather_copies(value, keys),
-        sequences,
-        scaling=options.get("scaling"),
-        window_size=(-1 if window is None else window - 1, 0),
-        softcap=options.get("softcap"),
-        library=base == _LIBRARY,
-    )
+    fits_torch = options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
+    return kernels.has_varlen_kernel(query) and (base == _LIBRARY or fits_torch)

@@ -168,8 +168,10 @@ def _varlen_attention(
     if options.get("dropout", 0.0) == 0.0 and query.size(-1) <= 256 and kernels.has_varlen_kernel(query):
         starts, longest = cu_seq_lens_q.to(query.device), max_length_q
         query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-        sequences = starts, starts, longest, longest
-        return kernels.varlen_attention(query, key, value, sequences, scaling=options.get("scaling"))[None], None
+        output = kernels.varlen_attention(
+            query, key, value, sequences=(starts, starts, longest, longest), scaling=options.get("scaling")
+        )
+        return output[None], None
     lengths = _on_host(cu_seq_lens_q).diff().tolist()
     sequences = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa(*sequence, None)[0] for sequence in sequences], dim=1), None

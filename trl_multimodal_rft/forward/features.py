@@ -22,7 +22,8 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers
-from ..models.towers import find_tower
+from ..models.towers import find_towers
+from ..models.wrapped import replaced_method
 
 
 # What modules return
@@ -201,7 +202,7 @@ def _calls_of_one(
         return _mapped(torch.clone, [output])
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
-        reached.extend(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+        reached.extend(_tensors((args, kwargs)))
         raise _Encoded
 
     handle = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
@@ -227,15 +228,11 @@ def _calls_of_one(
 def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
     """Kinds of media whose encoders have frozen modules."""
     kinds = set()
-    for kind in ("image", "audio"):
-        if kind in model.input_modalities:
-            try:
-                tower = model.get_submodule(find_tower(model, kind))
-            except ValueError:
-                continue
-            inside = {*tower.modules()}
-            if any(module in inside or tower in module.modules() for module in modules):
-                kinds |= {kind, "video"} if kind == "image" else {kind}
+    for kind, name in find_towers(model).items():
+        tower = model.get_submodule(name)
+        inside = {*tower.modules()}
+        if any(module in inside or tower in module.modules() for module in modules):
+            kinds |= {kind, "video"} if kind == "image" else {kind}
     return kinds
 
 
@@ -309,10 +306,8 @@ def _mapped(function: Forward, values: Sequence[Output]) -> Output:
     return first
 
 
-def _tensors(value: Output) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _mapped(found.append, [value])
-    return found
+def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 @contextmanager
@@ -337,9 +332,9 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
 
     with ExitStack() as stack:
         for kind, method in _methods(model).items():
-            stack.enter_context(_attribute(model.base_model, method.__name__, of_kind(kind, method)))
+            stack.enter_context(replaced_method(model.base_model, method.__name__, of_kind(kind, method)))
         for module in modules:
-            stack.enter_context(_attribute(module, "forward", of_module(module, module.forward)))
+            stack.enter_context(replaced_method(module, "forward", of_module(module, module.forward)))
         yield
 
 
@@ -347,18 +342,6 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
 def _without_graph(module: nn.Module) -> Iterator[None]:
     with torch.no_grad(), without_checkpointing(module):
         yield
-
-
-@contextmanager
-def _attribute(holder: nn.Module, name: str, value: Callable) -> Iterator[None]:
-    """Sets an attribute of an instance within the context."""
-    before = {name: vars(holder)[name]} if name in vars(holder) else {}
-    vars(holder)[name] = value
-    try:
-        yield
-    finally:
-        del vars(holder)[name]
-        vars(holder).update(before)
 
 
 def _methods(model: PreTrainedModel) -> dict[str, Callable]:
@@ -387,7 +370,7 @@ def _is_deterministic(module: nn.Module) -> bool:
 
 
 def _first_features(args: tuple, kwargs: dict[str, Output]) -> torch.Tensor | None:
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    given = _tensors((args, kwargs))
     return next(filter(_is_float, given), given[0] if given else None)
 
 
@@ -402,7 +385,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 def _reaches_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
     """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
+    given = [each for each in _tensors((args, kwargs)) if each.requires_grad]
     return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(given))
 
 

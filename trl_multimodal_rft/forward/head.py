@@ -1,11 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A fused LM head with TRL's kernel, and the scale and soft cap of a model's logits."""
 
-import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +22,8 @@ from trl.trainer.utils import (
     maybe_gather_lm_head_ctx,
     selective_log_softmax_and_entropy,
 )
+
+from ..models.wrapped import replaced_method
 
 
 # Exact in half precision: states that a norm would change, a range of logits, and a logit too small for a soft cap
@@ -46,18 +47,20 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     """
     Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
 
-    The model's own forward runs on a copy whose backbone and head return known values. No weight takes part, so that
+    The forward of the model's class runs while backbone and head return known values. No weight takes part, so that
     weights may be on any device, or not loaded yet. Returns `None` for anything but scale and soft cap, such as logits
     that are left out.
     """
-    head, backbone = model.get_output_embeddings(), _backbone(model)
+    head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
+    if head is None or backbone is None:
+        return None
     # TRL projects with the weight and skips the head's forward, such as that of an adapter's layer. PEFT's wrapper of
     # a module in `modules_to_save` has the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
     else:
         plain = _is_plain(head)
-    if not plain or backbone is None:
+    if not plain:
         return None
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
@@ -66,13 +69,13 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     logits = torch.stack([logits, torch.full_like(logits, _SMALL)])[None]
     taken = []
     ids = torch.zeros(states.shape[:2], dtype=torch.long, device=device)
-    replaced = {
-        backbone: _with_forward(backbone, lambda *args, **kwargs: _BackboneOutput(states)),
-        head: _with_forward(head, lambda given: taken.append(given) or logits.clone()),
-    }
     try:
-        with torch.no_grad():
-            result = _with_modules(model, replaced)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        with (
+            torch.no_grad(),
+            replaced_method(backbone, "forward", lambda *args, **kwargs: _BackboneOutput(states)),
+            replaced_method(head, "forward", lambda given: taken.append(given) or logits.clone()),
+        ):
+            result = type(model).forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception:  # such as in a forward that requires media
         return None
     if [given.shape for given in taken] != [states.shape] or result.shape != logits.shape:
@@ -146,7 +149,7 @@ def add_fused_head(
         if shift_labels is None:
             assert labels is not None
             states, shift_labels = states[:, :-1], labels[:, 1:]
-        head = self.get_output_embeddings()
+        head = cast(nn.Linear, self.get_output_embeddings())
         scored = _fused_scores(
             states, shift_labels, label_index, head, known, temperature, cast_lm_head_to_fp32, outputs
         )
@@ -262,40 +265,14 @@ def run_backbone(
     if model.base_model is not model:
         output = model.base_model(*args, **kwargs)
         return output, output.last_hidden_state
-    backbone, head, taken = _backbone(model), vars(model.get_output_embeddings()), []
-    assert backbone is not None
-    own = {"forward": head["forward"]} if "forward" in head else {}
+    backbone, head, taken = _backbone(model), model.get_output_embeddings(), []
+    assert backbone is not None and head is not None
     hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
-    head["forward"] = lambda states: states
     try:
-        return forward(*args, **kwargs), taken[-1]
+        with replaced_method(head, "forward", lambda states: states):
+            return forward(*args, **kwargs), taken[-1]
     finally:
         hook.remove()
-        del head["forward"]
-        head.update(own)
-
-
-def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
-    """A shallow copy of a module with another forward."""
-    copied = copy.copy(module)
-    copied.forward = forward
-    return copied
-
-
-def _with_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """
-    A model with some submodules replaced. Modules that hold them are shallow copies, with the forwards of their
-    classes.
-    """
-    if module in replaced:
-        return replaced[module]
-    children = {name: child and _with_modules(child, replaced) for name, child in module._modules.items()}
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    copied = copy.copy(module)
-    copied._modules = children
-    vars(copied).pop("forward", None)
-    return copied
 
 
 class _BackboneOutput:
@@ -312,7 +289,7 @@ class _BackboneOutput:
         return self.last_hidden_state if index in (0, "last_hidden_state") else None
 
 
-def _is_plain(head: nn.Module | None) -> bool:
+def _is_plain(head: nn.Module | torch.Tensor) -> bool:
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 

@@ -33,10 +33,6 @@ _LENGTH_TOLERANCE = 1.25
 # gets its own call, where its branches share a mask; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
 
-# From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
-# With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
-_COPIED_KEYS = 2**14
-
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
 
@@ -137,53 +133,6 @@ class PrefixLayout:
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._masks[key]
 
-    def shared_sequences(
-        self, with_prompts: bool
-    ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
-        """
-        What [`sequences`] returns without a window, for two calls: each sequence attends to its own tokens, and all
-        that continue the same tokens, as one sequence, to these; `None` where this would save few copies of keys.
-
-        Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
-        the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
-        the row, known ones included, `(K,)`; and the arguments for them.
-        """
-        key = ("shared", with_prompts)
-        if key not in self._masks:
-            self._masks[key] = self._shared_sequences(with_prompts)
-        return self._masks[key]
-
-    def _shared_sequences(self, with_prompts: bool):
-        segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
-        shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
-        behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
-        taken = 0
-        for _, length, parent, n in segments:
-            if n:
-                behind[parent].append(torch.arange(taken, taken + length))
-            taken += length
-        free = 0 if self.n_known else 1  # known keys are copied to stand before others
-        n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
-        if not n_copied or n_copied < _COPIED_KEYS:
-            return None
-        starts, lengths, _, _ = torch.tensor(segments).T
-        rows = [torch.cat(each) for each in behind.values()]
-        index, device = torch.cat(rows), self.restore_index.device
-
-        def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
-            return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
-
-        own, longest = bounds(lengths)
-        queries, most = bounds(torch.tensor([len(each) for each in rows]))
-        keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
-        return (
-            None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device),
-            (own, own, longest, longest),
-            None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
-            to_device(torch.cat([*shared.values()]), device),
-            (queries, keys, most, farthest),
-        )
-
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
         """Place of each row position in the outputs of the prompts of all blocks, followed by all branches, `(T,)`."""
@@ -246,63 +195,76 @@ class PrefixLayout:
             to_device(restore, device),
         )
 
-    def masks(
-        self,
-        block: PrefixBlock,
-        kind: str | None,
-        dtype: torch.dtype,
-        is_causal: bool = True,
-        groups: int = 1,
-        with_prompts: bool = True,
-        with_branches: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """
-        What a block adds to its scores in layers of type `kind`; cached, on the row's device, for all layers.
-
-        `is_causal` says whether the caller is causal where the mask of the prompts is `None`; `groups` `G` is the
-        number of query heads that share a key and are attended as one sequence in branches. Masks that the caller
-        doesn't need are `None`.
-
-        Returns the masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
-        branches, `(1 or M, 1, L * G, K)` for their keys without the unseen ones: one for all branches, except for
-        short prompts of unequal length.
-        """
-        key = (block, kind, dtype, is_causal, groups, with_prompts, with_branches)
-        if key not in self._masks:
-            plain = all(linear[kind] is None for linear in block.linear)
-            if not (with_prompts and block.starts):
-                prompts = None
-            elif not plain:
-                prompts = self._prompt_masks(block, kind, dtype)
-            else:
-                prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
-            if not with_branches:
-                branches = None
-            elif plain and len(set(block.sizes)) == 1:
-                branches = self._causal_mask("branches", block, dtype, groups)
-            else:
-                branches = self._repeat_rows(self._branch_masks(block, kind, dtype), groups)[:, None]
-            self._masks[key] = (prompts, branches)
-        return self._masks[key]
-
     @cached_property
     def _masks(self) -> dict:
         return {}
 
-    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
-        """A view of one mask for blocks of all sizes, unless separate masks are smaller in total."""
+    def prompts(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """
+        How a block's prompts are attended in layers of type `kind`; cached, on the row's device, for all layers.
+
+        Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and what is added to their
+        scores, `(1 or N * C, 1, L, K)`, or `None` for plain causal attention if the caller `is_causal` without a mask.
+        Where windows are much shorter than prompts, these are in `C` chunks, whose tokens see only the keys nearby,
+        else in one.
+        """
+        plain = all(linear[kind] is None for linear in block.linear)
+        if plain and is_causal:
+            return block.prompt_index, block.prompt_index, None
+        key = ("prompts", block, kind, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
+        if self._masks[key] is None:
+            n, width = block.prompt_index.shape
+            if plain:  # one for all, as no token sees padding behind it
+                masks = self._hidden(1, width, width, dtype).triu_(1)
+            else:
+                masks = self._hidden(n, width, width, dtype)
+                masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
+                for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+                    mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
+            self._masks[key] = block.prompt_index, block.prompt_index, masks[:, None]
+        return self._masks[key]
+
+    def branches(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, groups: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        How a block's branches are attended in layers of type `kind`; cached, on the row's device, for all layers.
+
+        `groups` `G` is the number of query heads that share a key and are attended as one sequence. Returns positions
+        in the row of queries `(M, L)` and of keys `(M, K)`, without those that no branch sees, and what is added to
+        their scores, `(1 or M, 1, L * G, K)`: one for all branches, except for short prompts of unequal length.
+        """
+        skipped = block.unseen_keys(kind)
+        positions = block.branch_index, block.key_index[:, skipped:]
+        if len(set(block.sizes)) == 1 and all(linear[kind] is None for linear in block.linear):
+            return *positions, self._causal_mask(block, dtype, groups)
+        key = ("branches", block, kind, dtype, groups)
+        if key not in self._masks:
+            n, longest, shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - skipped
+            masks = self._hidden(n, longest, shared + longest, dtype)
+            masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
+            for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+                seen = self._seen(linear[kind], size - 1, size - 1 + longest)
+                mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
+                mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
+            masks = masks[block.owner.to(masks.device)] if n > 1 else masks
+            self._masks[key] = self._repeat_rows(masks, groups)[:, None]
+        return *positions, self._masks[key]
+
+    def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
+        """The mask of a block's branches: a view of one for all blocks whose prompts are of equal length."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
             """Keys before that of the first query, and queries."""
-            queries = block.branch_index.size(1)
-            return (0, block.prompt_index.size(1)) if part == "prompts" else (max(block.sizes) - 1, queries)
+            return block.sizes[0] - 1, block.branch_index.size(1)
 
-        shapes = [shape(b) for b in self.blocks if (b.starts if part == "prompts" else len(set(b.sizes)) == 1)]
+        shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
         most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
-        key = (part, dtype, groups)
-        if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
-            key, shapes = (*key, shape(block)), [shape(block)]
-            [(most, rows)] = shapes
+        key = ("branches", dtype, groups)
         if key not in self._masks:
             spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
             masks = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
@@ -312,28 +274,6 @@ class PrefixLayout:
         down = (before - most) % MASK_ALIGNMENT
         right = most - before + down
         return self._masks[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
-
-    def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-        n, width = block.prompt_index.shape
-        masks = self._hidden(n, width, width, dtype)
-        masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
-        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-            mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
-        return masks[:, None]
-
-    def local_prompts(
-        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """
-        A block's prompts in `C` chunks, whose tokens see only the keys nearby; `None` unless windows are much shorter.
-        Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and masks `(N * C, 1, L, K)`.
-        """
-        key = ("local", block, kind, dtype)
-        if not block.starts:
-            return None
-        if key not in self._masks:
-            self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
-        return self._masks[key]
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
         causal = [
@@ -362,17 +302,6 @@ class PrefixLayout:
         starts, lengths = torch.tensor([block.starts, block.sizes])[:, :, None, None]
         queries, keys = (starts + each.clamp(min=0).minimum(lengths - 1) for each in (queries, keys))
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), added
-
-    def _branch_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-        n, skipped, longest = len(block.sizes), block.unseen_keys(kind), block.branch_index.size(1)
-        shared = max(block.sizes) - 1 - skipped
-        masks = self._hidden(n, longest, shared + longest, dtype)
-        masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
-        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-            seen = self._seen(linear[kind], size - 1, size - 1 + longest)
-            mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
-            mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
-        return masks[block.owner.to(masks.device)] if n > 1 else masks
 
     def _seen(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
         """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""

@@ -36,32 +36,31 @@ Forward = Callable[..., ModelOutput]
 
 
 @contextmanager
-def inject(decoder: PreTrainedModel, **kwargs: torch.Tensor | PrefixLayout | bool) -> Iterator[None]:
+def _running(
+    model: PreTrainedModel, batch: "_Batch", *, encodes: bool = True, **kwargs: bool
+) -> Iterator[list[ModelOutput]]:
     """
-    Overrides keyword arguments of the text decoder within the context.
+    Within the context, an unwrapped model runs a batch. Yields the list of its text decoder's outputs.
 
-    The outer model gets ordinary inputs and merges media as usual, so nothing here depends on the family.
+    Arguments of the decoder are overridden by those of the batch and `kwargs`: the outer model gets ordinary inputs
+    and merges media as usual, so nothing here depends on the family.
     """
-
-    handle = decoder.register_forward_pre_hook(
-        lambda module, args, received: (args, {**received, **kwargs}), with_kwargs=True
-    )
+    if encodes:
+        encode_once(model, batch.parts, batch.labels.device)
+    decoder, outputs, overrides = model.get_decoder(), [], {**batch.injected, **kwargs}
+    handles = [
+        decoder.register_forward_pre_hook(
+            lambda module, args, received: (args, {**received, **overrides}), with_kwargs=True
+        ),
+        decoder.register_forward_hook(lambda module, args, output: outputs.append(output)),
+    ]
+    masks = without_masks(decoder) if "prefix_layout" in overrides else nullcontext()
     try:
-        with without_masks(decoder) if "prefix_layout" in kwargs else nullcontext():
-            yield
+        with frozen_features(model, batch.parts), masks:
+            yield outputs
     finally:
-        handle.remove()
-
-
-@contextmanager
-def _outputs_of(module: nn.Module) -> Iterator[list[ModelOutput]]:
-    """Collects the outputs of a module within the context."""
-    collected: list[ModelOutput] = []
-    handle = module.register_forward_hook(lambda module, args, output: collected.append(output))
-    try:
-        yield collected
-    finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def completion_scores(
@@ -124,19 +123,16 @@ def completion_scores(
     Raises:
         `ValueError`: If a model has no router logits to return.
     """
-    decoder = unwrapped_model.get_decoder()
+    config = unwrapped_model.get_decoder().config
     # Only the decoder returns router logits: the model, or TRL's head, would compute the loss of the rows as they are
-    outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
+    outside = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
         batch = _batch(unwrapped_model, completions, packed, whole, output_router_logits, states)
         inputs = {**batch.inputs, **outside}
-        # Whole sequences are forwarded once
-        encode_once(unwrapped_model, [] if whole else batch.parts, completions.ids.device)
+        router = {"output_router_logits": True} if output_router_logits else {}
         with (
-            frozen_features(unwrapped_model, batch.parts),
-            inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),
-            _outputs_of(decoder) as decoded,
+            _running(unwrapped_model, batch, encodes=not whole, **router) as decoded,  # whole sequences run once
             hidden_states(unwrapped_model, instead_of_logits=logits_temperature is None) as outputs_of_text,
         ):
             if not logps:
@@ -150,7 +146,9 @@ def completion_scores(
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
-        found = _token_scores(outputs, batch)
+        top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
+        computed = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
+        found = {name: batch.placed(values) for name, values in computed.items() if values is not None}
         if value_head is not None:
             found["values"] = batch.placed(value_head(outputs_of_text[0]))
         if hidden:
@@ -187,11 +185,7 @@ def completion_values(
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
         batch = _batch(unwrapped_model, completions, packed, states=states)
-        encode_once(unwrapped_model, batch.parts, completions.ids.device)
-        with (
-            frozen_features(unwrapped_model, batch.parts),
-            inject(unwrapped_model.get_decoder(), **batch.injected),
-        ):
+        with _running(unwrapped_model, batch):
             ids = batch.inputs.pop("input_ids")
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
@@ -204,8 +198,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
     for model in models:
         batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
         cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
-        encode_once(model, batch.parts, device)
-        with frozen_features(model, batch.parts), inject(model.get_decoder(), **batch.injected):
+        with _running(model, batch):
             _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
         # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
         layer, (key, value) = next(iter(states.items()))
@@ -242,13 +235,6 @@ def _in_parts(
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
     setattr(joined, name, first + zero)
     return joined
-
-
-def _token_scores(outputs: FusedCausalLMOutput, batch: "_Batch") -> dict[str, torch.Tensor]:
-    """Fields of [`~forward.scores.Scores`] that the head has computed."""
-    top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
-    scores = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
-    return {name: batch.placed(values) for name, values in scores.items() if values is not None}
 
 
 def _scores_from_logits(

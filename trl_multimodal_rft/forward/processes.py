@@ -16,7 +16,7 @@ from ..encoding.dummies import dummy_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..models.parts import CRITIC, named_parts
-from ..models.towers import find_tower
+from ..models.towers import find_towers
 from ..models.wrapped import is_unsharded, unwrapped
 from .features import leaves_of_graph
 from .layout import split_samples
@@ -143,7 +143,7 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
     for model in module.modules():
         if type(model) is not type(policy):
             continue
-        encoders = {kind: model.get_submodule(find_tower(model, kind)) for kind in kinds}
+        encoders = {kind: model.get_submodule(name) for kind, name in find_towers(model).items()}
         known = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
         # Weights between encoders and decoder may be of any kind
         if any(p.requires_grad and p not in known for p in model.base_model.parameters()):

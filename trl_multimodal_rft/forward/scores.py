@@ -73,25 +73,17 @@ class Scores:
     def join(cls, parts: Sequence["Scores"], places: Sequence[Sequence[int]]) -> "Scores":
         """
         Joins parts of a batch, whose rows come from these `places` in it, in its order, with the sum of their router
-        statistics and the supervised rows of the part that has them. Raises a `ValueError` for parts of different
-        fields.
+        statistics and the supervised rows of the part that has them.
         """
         chosen = [part.tensors(per_completion=True) for part in parts]
-        for part, rows in zip(chosen, places, strict=True):
-            if part.keys() != chosen[0].keys() or any(len(value) != len(rows) for value in part.values()):
-                shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in chosen]
-                raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
         order = [place for rows in places for place in rows]
         tensors: dict[str, torch.Tensor] = {name: torch.cat([part[name] for part in chosen]) for name in chosen[0]}
         joined = cls(**tensors)
         if order != sorted(order):
             joined = joined.rows(sorted(range(len(order)), key=order.__getitem__))
         routers = [part.router for part in parts if part.router is not None]
-        supervised = [part.supervised for part in parts if part.supervised is not None]
-        if len(supervised) > 1:
-            raise ValueError(f"{len(supervised)} of {len(parts)} parts have supervised rows; one can")
         joined.router = torch.stack(routers).sum(0) if routers else _NONE
-        joined.supervised = supervised[0] if supervised else _NONE
+        joined.supervised = next((part.supervised for part in parts if part.supervised is not None), _NONE)
         return joined
 
 

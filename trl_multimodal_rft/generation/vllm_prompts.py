@@ -55,8 +55,8 @@ class EnginePrompts:
         if not media:
             self._check_length(len(taken["prompt_token_ids"]), index)
             return tokens_input(taken["prompt_token_ids"])
-        for kind, some in media.items():
-            self._check_number(kind, len(some), index)
+        for modality, some in media.items():
+            self._check_number(modality, len(some), index)
         processed = self._rendered(taken)
         self._check_length(len(processed["prompt_token_ids"]), index)
         return processed
@@ -70,19 +70,19 @@ class EnginePrompts:
             raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
         numbers: Counter[str] = Counter()
         for _, decoded in prompt.decoded:
-            numbers.update({kind: len(media) for kind, media in decoded.media.items()})
-        for kind, number in numbers.items():
-            self._check_number(kind, number, row)
+            numbers.update({modality: len(media) for modality, media in decoded.media.items()})
+        for modality, number in numbers.items():
+            self._check_number(modality, number, row)
         kwargs, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)
         for place, decoded in prompt.decoded:
             if decoded not in self._processed:
                 self._processed[decoded] = self._rendered(self.with_media(decoded, row))
             part = self._processed[decoded]
             _check_ids(ids[place], part["prompt_token_ids"], row)
-            for kind, found in part["mm_placeholders"].items():
-                kwargs[kind] += part["mm_kwargs"][kind]
-                hashes[kind] += part["mm_hashes"][kind]
-                places[kind] += [replace(each, offset=place.start + each.offset) for each in found]
+            for modality, found in part["mm_placeholders"].items():
+                kwargs[modality] += part["mm_kwargs"][modality]
+                hashes[modality] += part["mm_hashes"][modality]
+                places[modality] += [replace(each, offset=place.start + each.offset) for each in found]
         return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(places))
 
     def _rendered(self, taken: dict[str, Any]) -> dict[str, Any]:
@@ -94,13 +94,13 @@ class EnginePrompts:
         """A part of a prompt with decoded media, as the renderer takes it."""
         media: dict[str, Any] = dict(prompt.media)
         processor = self.processor
-        for kind in media:
-            if kind in family_of_processor(processor).not_in_vllm:
+        for modality in media:
+            if modality in family_of_processor(processor).not_in_vllm:
                 raise MediaError(
-                    f"row {row}: vLLM expands {kind} placeholders differently from {type(processor).__name__}: "
+                    f"row {row}: vLLM expands {modality} placeholders differently from {type(processor).__name__}: "
                     "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
-        options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
+        options: dict[str, Any] = {modality: dict(value) for modality, value in prompt.processor_kwargs.items()}
         if "video" not in media:  # vLLM counts the tokens of images by arguments that aren't nested
             options |= options.pop("images_kwargs", {})
         if "video" in media:
@@ -123,22 +123,22 @@ class EnginePrompts:
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }
 
-    def _check_number(self, kind: str, number: int, row: int) -> None:
+    def _check_number(self, modality: str, number: int, row: int) -> None:
         # An engine that was started without media has no processor
         info = self.renderer.mm_processor and self.renderer.mm_processor.info
-        allowed = info.allowed_mm_limits.get(kind, 0) if info else 0
+        allowed = info.allowed_mm_limits.get(modality, 0) if info else 0
         if number <= allowed:
             return
-        most = info.supported_mm_limits.get(kind, 0) if info else None
-        held = f"row {row}: the prompt has media of the kind {kind!r}, {number} of them,"
+        most = info.supported_mm_limits.get(modality, 0) if info else None
+        held = f"row {row}: the prompt has media of the kind {modality!r}, {number} of them,"
         if most is not None and number > most:
             raise MediaError(f"{held} of which vLLM takes {most} for this model; set `use_vllm=False`.")
         if self.mode == "server":
-            remedy = f"start the server with `--limit-mm-per-prompt.{kind} {number}`."
+            remedy = f"start the server with `--limit-mm-per-prompt.{modality} {number}`."
         else:
             remedy = (
                 "by default the most in a prompt of the trainer's datasets; raise "
-                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
+                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{modality}': {number}}}}}`."
             )
         raise MediaError(f"{held} and the engine was started for {allowed}; {remedy}")
 

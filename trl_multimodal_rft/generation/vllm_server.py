@@ -7,7 +7,7 @@ themselves never travel: HTTP would encode them again, and has no place for the 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -25,7 +25,6 @@ from ..data.reading.http import Answer
 from ..data.reading.refs import MediaError
 from .vllm_requests import (
     ServerSample,
-    WarnOnce,
     answer_of,
     at_once,
     completions_in,
@@ -85,7 +84,7 @@ class ServerClient(VLLMClient):
     """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
-        self.timeout, self.warn = timeout, WarnOnce()
+        self.timeout = timeout
         super().__init__(base_url=base_url, connection_timeout=timeout, group_port=group_port)
 
     def answer(
@@ -93,15 +92,11 @@ class ServerClient(VLLMClient):
         path: str,
         body: dict[str, Any] | None = None,
         patience: float | None = None,
-        seconds: float | None = None,
         **limits: Unpack[Limits],
     ) -> Answer:
         """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
-        seconds = self.timeout if seconds is None else seconds
         patience = self.timeout if patience is None else patience
-        return until_answered(
-            lambda _: answer_of(self.base_url, path, body, seconds=seconds, **limits), patience, self.warn
-        )
+        return until_answered(lambda _: answer_of(self.base_url, path, body, seconds=self.timeout, **limits), patience)
 
     def call(
         self, path: str, body: dict[str, Any] | None = None, patience: float | None = None, **limits: Unpack[Limits]
@@ -308,23 +303,24 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "mm_hashes": dict(rendered["mm_hashes"]),
         "mm_placeholders": {
-            kind: [_range(place, kind) for place in places] for kind, places in rendered["mm_placeholders"].items()
+            modality: [_range(place, modality) for place in places]
+            for modality, places in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
-            kind: [mm_serde.encode_mm_kwargs_item(item) for item in items]
-            for kind, items in rendered["mm_kwargs"].items()
+            modality: [mm_serde.encode_mm_kwargs_item(item) for item in items]
+            for modality, items in rendered["mm_kwargs"].items()
         },
     }
 
 
-def _range(place: "PlaceholderRange", kind: str) -> dict[str, int]:
+def _range(place: "PlaceholderRange", modality: str) -> dict[str, int]:
     """Where the embeddings of a medium go, without surrounding tokens."""
     offset, length = place.offset, place.length
     if place.is_embed is not None:
         first, last = place.is_embed.nonzero().flatten()[[0, -1]].tolist()
         if not place.is_embed[first : last + 1].all():
             raise MediaError(
-                f"This model has text between the parts of {kind}, which vLLM's server doesn't support; set "
+                f"This model has text between the parts of {modality}, which vLLM's server doesn't support; set "
                 "`vllm_mode='colocate'`."
             )
         offset, length = offset + first, last - first + 1
@@ -338,8 +334,6 @@ def server_completions(
     options: dict[str, Any],
     *,
     timeout: float,
-    vocabulary: int,
-    placeholders: Collection[int] = (),
     salt: str | None = None,
 ) -> list[ServerSample]:
     """
@@ -350,14 +344,14 @@ def server_completions(
     """
     given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
     n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
-    body = {**_asked(model, request, given), **({} if salt is None else {"cache_salt": salt})}
+    body = {**_request_body(model, request, given), **({} if salt is None else {"cache_salt": salt})}
     answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
     if answer.status == 404 and model is not None:  # a server that was started again doesn't know the adapter
         raise lost(url, _GENERATE, 404, answer)
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE)
     try:
-        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders)
+        return completions_in(answer.body, request.count)
     except ValueError as error:
         raise lost(url, _GENERATE, error, answer) from None
 
@@ -372,7 +366,7 @@ def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -
         given = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
         # TRL's client doesn't read the answers of vLLM from 0.32 on
-        answer = client.call(_GENERATE, _asked(client.model, request, given), max_bytes=max_bytes)
+        answer = client.call(_GENERATE, _request_body(client.model, request, given), max_bytes=max_bytes)
         places = answer["prompt_logprobs"][1:]
         # The prompt's own token comes in addition where it isn't among them
         found = [{int(token): each["logprob"] for token, each in place.items()} for place in places]
@@ -381,7 +375,7 @@ def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -
     return at_once(score, requests)
 
 
-def _asked(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
+def _request_body(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "token_ids": request.ids,

@@ -88,19 +88,21 @@ def fix_encoders(model: PreTrainedModel) -> None:
         if module in language_model or "lora_dropout" in name:
             continue
         fix_batch_norms([module])
-        for attribute, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in attribute or isinstance(module, nn.modules.dropout._DropoutNd)):
-                setattr(module, attribute, 0.0)
+        for name in _dropout_rates(module):
+            setattr(module, name, 0.0)
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether forwards in training mode draw random numbers."""
-    for module in model.modules():
-        for attribute, value in vars(module).items():
-            drops = "drop" in attribute or isinstance(module, nn.modules.dropout._DropoutNd)
-            if drops and isinstance(value, float) and value > 0:
-                return True
-    return False
+    return any(rate > 0 for module in model.modules() for rate in _dropout_rates(module).values())
+
+
+def _dropout_rates(module: nn.Module) -> dict[str, float]:
+    """Attributes of a module that are rates of dropout."""
+    drops = isinstance(module, nn.modules.dropout._DropoutNd)
+    return {
+        name: value for name, value in vars(module).items() if isinstance(value, float) and (drops or "drop" in name)
+    }
 
 
 def fix_batch_norms(modules: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..spelling import did_you_mean
 from .modes import fix_batch_norms
-from .towers import find_tower
+from .towers import find_towers
 from .wrapped import unwrapped
 
 
@@ -76,12 +76,8 @@ def _places(model: PreTrainedModel) -> dict[str, str]:
         for part, pattern in _ENCODERS.items():
             if not inside and pattern.fullmatch(name.rpartition(".")[2]):
                 towers[name] = part
-    for kind, part in (("image", "vision_tower"), ("audio", "audio_tower")):
-        if kind in model.input_modalities:
-            try:
-                towers[find_tower(model, kind)] = part
-            except ValueError:  # a model without an encoder
-                continue
+    parts = {"image": "vision_tower", "audio": "audio_tower"}
+    towers |= {tower: parts[modality] for modality, tower in find_towers(model).items()}
     for tower, part in towers.items():
         module = model.get_submodule(tower)
         for child, _ in [*module.named_children(), *module.named_parameters(recurse=False)]:

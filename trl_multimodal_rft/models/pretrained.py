@@ -23,7 +23,7 @@ from ..families import family_of
 if Version(transformers.__version__) < Version("5.23"):
     # They would be saved and sent as `language_model.model.model`, unlike the released models
     for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
-        _, head, *towers = get_checkpoint_conversion_mapping(kind)
+        _, head, *towers = cast(list[WeightRenaming], get_checkpoint_conversion_mapping(kind))
         decoder = WeightRenaming("^language_model", "model.language_model")
         register_checkpoint_conversion_mapping(kind, [head, decoder, *towers], overwrite=True)
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Encoders of a model, and weights that its architecture freezes."""
 
+from contextlib import suppress
+
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -20,6 +22,16 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
     if not name:
         raise ValueError(f"{type(model).__name__} has no {modality} encoder to freeze; drop the argument.")
     return name
+
+
+def find_towers(model: PreTrainedModel) -> dict[str, str]:
+    """The encoders of a model by modality, as far as they can be found."""
+    towers = {}
+    for modality in ("image", "audio"):
+        with suppress(ValueError):
+            if modality in model.input_modalities:
+                towers[modality] = find_tower(model, modality)
+    return towers
 
 
 def freeze_as_built(model: PreTrainedModel) -> None:

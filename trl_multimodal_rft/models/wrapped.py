@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Models within wrappers of engines and adapters, and their hidden states."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -23,6 +23,18 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
         return model  # a shortcut: Accelerate searches all installed packages
     inner = model if accelerator is None else accelerator.unwrap_model(model)
     return cast(PreTrainedModel, cast("PeftModel", inner).get_base_model() if is_peft_model(inner) else inner)
+
+
+@contextmanager
+def replaced_method(module: nn.Module, name: str, function: Callable) -> Iterator[None]:
+    """Within the context, a module, and no other of its class, has a function in place of a method."""
+    before = {name: vars(module)[name]} if name in vars(module) else {}
+    vars(module)[name] = function
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+        vars(module).update(before)
 
 
 @contextmanager
@@ -48,6 +60,7 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
         handles = [backbone.register_forward_hook(lambda module, args, output: states.append(output[0]))]
     else:
         head = head or model.get_decoder().get_output_embeddings()
+        assert head is not None
         handles = [head.register_forward_pre_hook(take)]
         if instead_of_logits:
             handles.append(model.register_forward_hook(give_away))

@@ -49,6 +49,8 @@ _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
+MAX_BYTES = 32e6  # of the media of a prompt in a table
+
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[MediaFile]]
 # Media with their names in a board
@@ -63,10 +65,10 @@ class MediaLog:
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
-    def __init__(self, n_rows: int, max_prompts: int | None, max_megabytes: float, accelerator: Accelerator):
+    def __init__(self, n_rows: int, max_prompts: int | None, accelerator: Accelerator):
         self.n_rows = n_rows
         self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
-        self.max_bytes = max_megabytes * 1e6
+        self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.n_seen = 0
         self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; `None` beyond the limit

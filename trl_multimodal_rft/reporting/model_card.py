@@ -286,9 +286,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:
-        is_gae = split_settings(estimator)[0] == "gae"
-        gae = [f"`{name}={options[name]}`" for name in ("gamma", "lam") if is_gae]
-        lines.append(("Advantages", ", ".join([_option(estimator, "advantage_estimator"), *gae])))
+        lines.append(("Advantages", _option(estimator, "advantage_estimator")))
     if "loss_type" in options:
         clips = ("epsilon", "epsilon_high", "delta") if LOSSES[split_settings(options["loss_type"])[0]].clips else ()
         clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]

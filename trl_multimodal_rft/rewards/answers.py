@@ -18,10 +18,12 @@ import torch
 
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
-from .checks import Argument, Completion, Reference, RowError, given_column
+from .checks import Argument, Completion, Reference, RowError, require_column
 
 
 T = TypeVar("T")
+# A value of an answer, or of a reference
+Json = str | float | Decimal | list | tuple | dict | None
 
 # One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
@@ -103,7 +105,7 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    solution = given_column(solution, "solution", "accuracy_reward", kwargs)
+    solution = require_column(solution, "solution", "accuracy_reward", kwargs)
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward got {len(completions)} completions and {len(solution)} solutions.")
     rewards: list[float | None] = []
@@ -166,17 +168,27 @@ def compared(
     completions: Sequence[Completion],
     solution: Sequence[Reference] | None,
     name: str,
-    read: Callable[[Reference, int], list[T]],
+    read: Callable[[Json], list[T]],
+    form: str,
     reward: Callable[[str, list[T], int], float],
     columns: dict[str, Argument],
 ) -> list[float | None]:
-    """Rewards of answers by what `read` finds in their references: `reward(answer, references, position)`."""
+    """
+    Rewards of answers by what `read` finds in their references, nothing in one that hasn't the `form`:
+    `reward(answer, references, position)`.
+    """
     rewards: list[float | None] = []
-    pairs = zip(completions, given_column(solution, "solution", name, columns), strict=True)
+    pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
-        references = read(reference, position)
-        answer = extract_answer(completion_text(completion))
-        rewards.append(reward(answer, references, position) if references else None)
+        reference = plain(reference)
+        if reference is None or reference in ([], [None]):
+            rewards.append(None)
+            continue
+        references = read(reference)
+        if not references:
+            problem = f"column 'solution': {name} got {reference!r:.100}, which isn't {form}; correct it."
+            raise RowError(position, problem)
+        rewards.append(reward(extract_answer(completion_text(completion)), references, position))
     return rewards
 
 
@@ -266,7 +278,7 @@ def _unwrapped(answer: str) -> str:
     return answer
 
 
-def plain(solution: Reference) -> str | float | Decimal | list | tuple | dict | None:
+def plain(solution: Reference) -> Json:
     """A reference whose arrays and tensors are lists."""
     return solution.tolist() if isinstance(solution, np.ndarray | np.generic | torch.Tensor) else solution
 

@@ -51,7 +51,7 @@ class RowError(ValueError):
         return f"row {self.position}, {self.problem}"
 
 
-def given_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
+def require_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
     """The column that a reward function compares with, if it got one."""
     if values is None:
         raise ValueError(
@@ -61,22 +61,22 @@ def given_column(values: Sequence[T] | None, column: str, name: str, columns: Co
     return values
 
 
-def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
+def check_signature(reward_func: Callable, name: str, arguments: Collection[str] | None = None) -> None:
     try:
         parameters = inspect.signature(reward_func).parameters
     except (TypeError, ValueError):  # of some builtins
         return
     kinds = {each.kind for each in parameters.values()}
     by_name = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    names = _ALWAYS_GIVEN if given is None else given
-    called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if given is None else "")
+    names = _ALWAYS_GIVEN if arguments is None else arguments
+    called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if arguments is None else "")
     if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
         raise ValueError(
             f"The reward function '{name}' takes ({', '.join(map(str, parameters))}), but {called}, all by name; add "
             "`**kwargs` to its parameters."
         )
     missing = [key for key in by_name.difference(names) if parameters[key].default is inspect.Parameter.empty]
-    if given is not None and missing:
+    if arguments is not None and missing:
         raise ValueError(
             f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; name the "
             "parameter after a column, or give it a default."
@@ -84,19 +84,15 @@ def check_signature(reward_func: Callable, name: str, given: Collection[str] | N
 
 
 @contextmanager
-def _explained(
-    columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
-) -> Iterator[None]:
-    """Adds the function, the row of the dataset and the format of completions to errors of a reward function."""
-    numbers = range(len(columns["completions"])) if rows is None else rows
+def _explained(columns: dict[str, Any], rows: Sequence[int] | None, name: str) -> Iterator[None]:
+    """Adds the function, rows of the dataset and the format of completions to errors of a reward function."""
+    row_indices = range(len(columns["completions"])) if rows is None else rows
     try:
         yield
     except RowError as error:
-        raise RowError(numbers[error.position], error.problem) from None
+        raise RowError(row_indices[error.position], error.problem) from None
     except Exception as error:
-        failing = _raising(reward_func, columns, type(error))
-        where = f"row {numbers[failing]}" if failing is not None else f"one of the rows {sorted(set(numbers))}"
-        error.add_note(f"The reward function '{name}' raised this for {where}.")
+        error.add_note(f"The reward function '{name}' raised this for one of the rows {sorted(set(row_indices))}.")
         if not isinstance(error, (AttributeError, TypeError)):
             raise
         conversational = not all(isinstance(completion, str) for completion in columns["completions"])
@@ -111,20 +107,6 @@ def _explained(
                 "messages: `[{'role': 'user', 'content': ...}]`."
             )
         raise
-
-
-def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
-    """The position of a completion for which a plain function raises alone, too. Others may wait for servers."""
-    plain = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
-    for position in range(len(columns["completions"])) if plain and not torch.distributed.is_initialized() else ():
-        alone = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
-        try:
-            reward_func(**alone | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
-        except kind:
-            return position
-        except Exception:
-            continue
-    return None
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
@@ -156,7 +138,7 @@ def checked_reward(
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         check_signature(reward_func, name, {**columns, **further})
         finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows)
-        return {**columns, **further}, _explained({**columns, **further}, rows, name, reward_func), finish
+        return {**columns, **further}, _explained(columns, rows, name), finish
 
     return wrap_reward(reward_func, name, prepare)
 

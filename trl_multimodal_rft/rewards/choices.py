@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..data.rows.letters import listed_letters, read_letter
 from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
-from .checks import Argument, Completion, Reference, RowError
+from .checks import Argument, Completion, Reference, RowError, require_column
 
 
 _WORD = re.compile(r"\w+")
@@ -39,12 +39,8 @@ def choice_reward(
     [1.0, 1.0, 0.0]
     ```
     """
-    if solution is None or choices is None:
-        name = "solution" if solution is None else "choices"
-        raise ValueError(
-            f"choice_reward compares with the dataset column `{name}`, which is missing: add the column, or use "
-            f"accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
-        )
+    solution = require_column(solution, "solution", "choice_reward", kwargs)
+    choices = require_column(choices, "choices", "choice_reward", kwargs)
     rewards = []
     for position, (completion, solutions, options) in enumerate(zip(completions, solution, choices, strict=True)):
         references = references_of(solutions, position, "choice_reward")

@@ -3,16 +3,15 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from .answers import compared, extract_answer, normalize_answer
+from .answers import Json, compared, extract_answer, normalize_answer
 from .checks import Argument, Completion, Reference
 from .regions import (
     Box,
-    Json,
     Scale,
     box_iou,
     boxes_in,
@@ -20,7 +19,6 @@ from .regions import (
     of_row,
     points_in,
     points_of,
-    referenced,
     scaled_box,
     scales_of,
     share_of_boxes,
@@ -88,7 +86,7 @@ def box_iou_reward(
         threshold = of_row(iou_threshold, position)
         return best if threshold is None else float(best > threshold)
 
-    return _compared(completions, solution, "box_iou_reward", boxes_of, _BOX_FORM, reward, kwargs)
+    return compared(completions, solution, "box_iou_reward", boxes_of, _BOX_FORM, reward, kwargs)
 
 
 def point_in_box_reward(
@@ -126,7 +124,7 @@ def point_in_box_reward(
         boxes = [scaled_box(reference, scales[0]) for reference in references]
         return float(any(box.left <= x <= box.right and box.top <= y <= box.bottom for box in boxes))
 
-    return _compared(completions, solution, "point_in_box_reward", boxes_of, _BOX_FORM, reward, kwargs)
+    return compared(completions, solution, "point_in_box_reward", boxes_of, _BOX_FORM, reward, kwargs)
 
 
 def temporal_iou_reward(
@@ -157,7 +155,7 @@ def temporal_iou_reward(
         return span_iou(spans, references) if spans else 0.0
 
     form = "[start, end] in seconds, a list of these, or a text such as '3.5 to 7'"
-    return _compared(completions, solution, "temporal_iou_reward", spans_of, form, reward, kwargs)
+    return compared(completions, solution, "temporal_iou_reward", spans_of, form, reward, kwargs)
 
 
 def detection_reward(
@@ -215,7 +213,7 @@ def detection_reward(
         references = [scaled_box(reference, scales[0]) for reference in references]
         return scores[method](answer, boxes, references, of_row(iou_threshold, position))
 
-    return _compared(completions, solution, "detection_reward", boxes_of, _BOX_FORM, reward, kwargs)
+    return compared(completions, solution, "detection_reward", boxes_of, _BOX_FORM, reward, kwargs)
 
 
 def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
@@ -309,15 +307,11 @@ def counting_reward(
         return min(len(one), len(other)) / max(len(one), len(other)) * max(1 - mean, 0.0)
 
     form = "a number, a list of numbers, or a list of points [x, y]"
-    return _compared(
-        completions,
-        solution,
-        "counting_reward",
-        lambda given: numbers_of(given) or points_of(given),
-        form,
-        reward,
-        kwargs,
-    )
+    return compared(completions, solution, "counting_reward", _counted, form, reward, kwargs)
+
+
+def _counted(solution: Json) -> list:
+    return numbers_of(solution) or points_of(solution)
 
 
 def regression_reward(
@@ -351,7 +345,7 @@ def regression_reward(
             for reference in references
         )
 
-    return _compared(completions, solution, "regression_reward", numbers_of, "a number or a list", reward, kwargs)
+    return compared(completions, solution, "regression_reward", numbers_of, "a number or a list", reward, kwargs)
 
 
 def number_in(text: str) -> float | None:
@@ -370,18 +364,3 @@ def numbers_of(solution: Json) -> list[float]:
             return []
         numbers.append(float(number))
     return numbers
-
-
-def _compared(
-    completions: Sequence[Completion],
-    solution: Sequence[Reference] | None,
-    name: str,
-    read: Callable[[Json], list],
-    form: str,
-    reward: Callable[[str, list, int], float],
-    columns: dict[str, Argument],
-) -> list[float | None]:
-    def checked(reference: Reference, position: int) -> list:
-        return referenced(reference, position, name, read, form)
-
-    return compared(completions, solution, name, checked, reward, columns)

@@ -2,24 +2,22 @@
 """Rewards from a model that gets the media of the prompt."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from trl.data_utils import prepare_multimodal_messages
 
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, strip_media
 from ..data.rows.features import as_encoded
 from ..encoding.join import join_media, same_prompt
-from ..encoding.media import decode_media, replace_refs
-from ..encoding.processors import check_processor
-from ..encoding.prompts import placeholder_tokens
+from ..encoding.media import decode_media
+from ..encoding.processors import check_processor, tokenizer_of
+from ..encoding.prompts import EncodedPrompt, placeholder_tokens, processor_outputs
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
 from .checks import Argument
 
@@ -31,14 +29,6 @@ def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str]
         names = [*further, *(() if has_media(prompt) else MEDIA_COLUMNS)]
         rows.append({"prompt": prompt, **{name: as_encoded(columns[name][i]) for name in names if columns.get(name)}})
     return rows
-
-
-class _Row(NamedTuple):
-    """A prompt and its completion as inputs of the reward model, on the CPU."""
-
-    input_ids: torch.Tensor
-    token_fields: dict[str, torch.Tensor]
-    media: dict[str, torch.Tensor]
 
 
 class RewardModel:
@@ -66,7 +56,7 @@ class RewardModel:
 
     Raises:
         [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't support its
-            kind, or if the chat template writes no placeholder for it. The message names the row.
+            modality, or if the chat template writes no placeholder for it. The message names the row.
         `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score
             per row.
 
@@ -99,7 +89,7 @@ class RewardModel:
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
         # Some classes accept any argument and ignore unknown ones
         self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
-        tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        tokenizer = tokenizer_of(processor)
         # It only reads the config of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -120,10 +110,10 @@ class RewardModel:
 
     def _encode(
         self, prompts: list, completions: list, columns: dict[str, Any], media_rules: MediaRules
-    ) -> list[_Row]:
+    ) -> list[EncodedPrompt]:
         rows = rows_of_batch(prompts, columns)
         prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
-        encoded: list[_Row] = []
+        encoded: list[EncodedPrompt] = []
         shared: str | list[dict[str, Any]] = []
         refs: list[MediaRef] = []
         decoded: dict[int, Any] = {}
@@ -134,14 +124,18 @@ class RewardModel:
                 decoded, processor_kwargs = self._load(refs)
             if isinstance(shared, str):
                 text = self._without_placeholders(shared + completion)
-                inputs = self.processor(text=[text], add_special_tokens=False, return_tensors="pt")
+                call: Callable[..., dict[str, torch.Tensor]] = self.processor
+                outputs = dict(call(text=[text], add_special_tokens=False, return_tensors="pt"))
+                outputs.pop("attention_mask")
             else:
                 if isinstance(completion, str):
                     completion = [{"role": "assistant", "content": completion}]
-                chat = replace_refs(shared, decoded) + completion
-                messages: list = [self._without_placeholders(message) for message in chat]
-                inputs = self._apply_template(messages, refs, processor_kwargs)
-            encoded.append(self._as_row(inputs, refs))
+                messages: list = [self._without_placeholders(message) for message in shared + completion]
+                options = {"add_generation_prompt": False, **self.template_kwargs}
+                outputs = processor_outputs(messages, refs, self.processor, decoded, processor_kwargs, options)
+            ids = outputs.pop("input_ids")[0]
+            fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
+            encoded.append(EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0)))
         return encoded
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
@@ -165,37 +159,7 @@ class RewardModel:
             value = {**value, **texts}
         return value
 
-    def _apply_template(self, messages: list[dict], refs: list[MediaRef], processor_kwargs: dict[str, Any]):
-        if isinstance(self.processor, ProcessorMixin):
-            messages = prepare_multimodal_messages(messages)
-        options: dict[str, Any] = {"processor_kwargs": {**processor_kwargs}} if processor_kwargs else {}
-        try:
-            return self.processor.apply_chat_template(
-                [messages],
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                **options,
-                **self.template_kwargs,
-            )
-        except (ValueError, IndexError, RuntimeError, StopIteration) as error:
-            if not refs:
-                raise
-            raise refs[0].error(
-                f"{type(self.processor).__name__} of the reward model '{self.__name__}' rejected the prompt and its "
-                f"media ({error}); check that its chat template writes one placeholder for each"
-            ) from error
-
-    def _as_row(self, inputs: dict[str, Any], refs: list[MediaRef]) -> _Row:
-        fields = {name: inputs[name][0] for name in TOKEN_FIELDS if name in inputs}
-        media = {
-            name: torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value))
-            for name, value in inputs.items()
-            if refs and name not in ("input_ids", "attention_mask", *TOKEN_FIELDS)
-        }
-        return _Row(inputs["input_ids"][0], fields, media)
-
-    def _batches(self, rows: list[_Row]) -> list[list[int]]:
+    def _batches(self, rows: list[EncodedPrompt]) -> list[list[int]]:
         """Indices of the rows of each forward. If the model isolates media, their shapes are equal."""
         groups: dict[tuple | None, list[int]] = {}
         isolate = family_of(self.config).isolate is not None
@@ -205,7 +169,7 @@ class RewardModel:
         size = self.batch_size
         return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
-    def _score(self, rows: list[_Row]) -> torch.Tensor:
+    def _score(self, rows: list[EncodedPrompt]) -> torch.Tensor:
         longest = max(len(row.input_ids) for row in rows)
 
         def stack(values: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
@@ -215,7 +179,7 @@ class RewardModel:
         inputs = {
             "attention_mask": stack([torch.ones_like(row.input_ids) for row in rows]),
             **{name: stack([row.token_fields[name] for row in rows]) for name in rows[0].token_fields},
-            **join_media(rows),  # pyrefly: ignore[bad-argument-type]
+            **join_media(rows),
         }
         parameter = next(p for p in self.model.parameters() if p.is_floating_point())
         inputs = {

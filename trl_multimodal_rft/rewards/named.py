@@ -56,10 +56,10 @@ def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -
     return apply_recipe(functions, table, label_column)
 
 
-def as_reward_funcs(given: str | Callable | Sequence[str | Callable]) -> list[Any]:
+def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> list[Any]:
     """The reward functions and models in a trainer's `reward_funcs`, as a list."""
     reward_funcs = []
-    for each in given if isinstance(given, (list, tuple)) else [given]:
+    for each in functions if isinstance(functions, (list, tuple)) else [functions]:
         if isinstance(each, str):
             is_function = each.endswith(")") or _DOTTED.fullmatch(each)
             is_function = is_function or difflib.get_close_matches(each, REWARD_NAMES, cutoff=0.8)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
-from .checks import PreparedCall, RowError, check_signature, wrap_reward
+from .checks import PreparedCall, RowError, check_rewards, check_signature, wrap_reward
 
 
 def combine_rewards(
@@ -153,13 +153,8 @@ def _on_labelled_rows(
                     log_extra(column, [])
 
         def spread(rewards: list) -> list[float | None]:
-            if len(rewards) != len(rows):
-                raise ValueError(
-                    f"The reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions; "
-                    "return one per completion."
-                )
             result: list[float | None] = [None] * len(row_labels)
-            for row, reward in zip(rows, rewards, strict=True):
+            for row, reward in zip(rows, check_rewards(rewards, len(rows), name), strict=True):
                 result[row] = None if reward is None else weights[row_labels[row]] * reward
             return result
 

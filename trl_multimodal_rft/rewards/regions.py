@@ -5,11 +5,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import NamedTuple, TypeGuard, TypeVar
 
-from .answers import extract_answer, plain
-from .checks import Reference, RowError
+from .answers import Json, extract_answer
+from .checks import RowError
 
 
 T = TypeVar("T")
@@ -41,8 +40,6 @@ _CONFIDENCE_KEYS = ("confidence", "score")
 _LABEL_KEYS = ("label", "category")
 
 Scale = float | tuple[float, float] | None
-# A value of an answer or of a reference
-Json = str | float | Decimal | list | tuple | dict | None
 
 
 class Box(NamedTuple):
@@ -118,20 +115,6 @@ def spans_in(text: str) -> list[tuple[float, float]]:
     times = [[each for each in groups if each] for groups in _SPAN.findall(text)]
     spans = [_as_span([_seconds(start, _PARTS.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]
-
-
-def referenced(solution: Reference, position: int, name: str, read: Callable[[Json], list], form: str) -> list:
-    """
-    What a reference holds, by a function that returns an empty list for a wrong one. Empty where the reward doesn't
-    apply.
-    """
-    solution = plain(solution)
-    if solution is None or solution == []:
-        return []
-    found = read(solution)
-    if not found:
-        raise RowError(position, f"column 'solution': {name} got {solution!r:.100}, which isn't {form}; correct it.")
-    return found
 
 
 def boxes_of(solution: Json) -> list[Box]:

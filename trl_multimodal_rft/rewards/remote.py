@@ -18,7 +18,7 @@ from ..data.reading.refs import MediaRef, iter_refs, without_credentials
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
-from .checks import Argument, is_finite
+from .checks import Argument, check_rewards
 from .model import rows_of_batch
 
 
@@ -50,9 +50,7 @@ class Server:
     def _shown(self) -> str:
         return without_credentials(self.url)
 
-    def _ask_each(
-        self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None
-    ) -> list[T]:
+    def _ask_all(self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None) -> list[T]:
         """Calls `ask` for each part in threads that share a session."""
         with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
             for scheme in ("http://", "https://"):
@@ -66,9 +64,14 @@ class Server:
                 raise
 
     def _post(
-        self, payload: dict[str, Any], session: requests.Session, max_bytes: int, is_usable: Callable[[Answer], bool]
+        self,
+        payload: dict[str, Any],
+        session: requests.Session,
+        max_bytes: int,
+        too_large: str,
+        is_usable: Callable[[Answer], bool],
     ) -> Answer:
-        """Sends a request until the server answers. Raises [`TooLarge`], or `RuntimeError` if it is unreachable."""
+        """Sends a request until the server answers. Raises a `RuntimeError` for a larger answer, and without one."""
         try:
             return ask(
                 "POST",
@@ -82,6 +85,8 @@ class Server:
                 max_bytes=max_bytes,
                 is_usable=is_usable,
             )
+        except TooLarge:
+            raise RuntimeError(too_large) from None
         except (NoAnswer, requests.RequestException) as error:
             reason = error if isinstance(error, NoAnswer) else type(error).__name__
             raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
@@ -141,46 +146,28 @@ class RemoteReward(Server):
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        return [reward for part in self._ask_each(self._ask, parts) for reward in part]
+        return [reward for part in self._ask_all(self._ask, parts) for reward in part]
 
     def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
         n = len(part["completions"])
-        try:
-            answer = self._post(
-                part,
-                session,
-                max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
-                is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
-            )
-        except TooLarge:
-            raise RuntimeError(
-                f"The response of the reward server {self._shown} is too large for {n} rewards; it must return one "
-                "number for each completion."
-            ) from None
-        return self._rewards(answer, n)
-
-    def _rewards(self, answer: Answer, n: int) -> list[float | None]:
+        answer = self._post(
+            part,
+            session,
+            max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
+            too_large=f"The response of the reward server {self._shown} is too large for {n} rewards; it must return "
+            "one number for each completion.",
+            is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
+        )
         text = answer.body[:200].decode(errors="replace")
         if answer.status != 200:
             raise RuntimeError(f"The reward server {self._shown} answered {answer.status}: {text!r}.")
         try:
-            rewards = json.loads(answer.body)["rewards"]
+            return check_rewards(json.loads(answer.body)["rewards"], n, self.name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RuntimeError(
-                f"The reward server {self._shown} answered {text!r} instead of {{'rewards': [...]}}."
+                f"The reward server {self._shown} answered {text!r} for {n} completions; it must return "
+                "{'rewards': [...]} with one finite number, or null, for each."
             ) from error
-        if not isinstance(rewards, list) or len(rewards) != n:
-            raise RuntimeError(
-                f"The reward server {self._shown} answered {str(rewards)[:200]} for {n} completions; it must return "
-                "one reward for each."
-            )
-        for reward in rewards:
-            if not (reward is None or is_finite(reward)):
-                raise RuntimeError(
-                    f"The reward server {self._shown} returned {repr(reward)[:200]}; rewards are finite numbers or "
-                    "null."
-                )
-        return rewards
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
         messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
@@ -191,10 +178,10 @@ class RemoteReward(Server):
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
         encode = base64_encoder(self.sampling_rate)
-        for kind in MODALITIES:
-            refs = [[ref for ref in iter_refs(prompt) if ref.modality == kind] for prompt in messages]
+        for modality in MODALITIES:
+            refs = [[ref for ref in iter_refs(prompt) if ref.modality == modality] for prompt in messages]
             if any(refs):
-                payload[f"{kind}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
+                payload[f"{modality}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
         return payload
 
 

@@ -3,10 +3,12 @@
 
 import unicodedata
 from collections.abc import Callable, Sequence
+from decimal import Decimal
+from numbers import Real
 
 from ..data.reading.decoding import require_module
-from .answers import compared, extract_answer, normal_form, references_of
-from .checks import Argument, Completion, Reference, RowError
+from .answers import Json, compared, extract_answer, normal_form
+from .checks import Argument, Completion, Reference
 
 
 def ocr_reward(
@@ -108,15 +110,14 @@ def _best(
 ) -> list[float | None]:
     """The reward of each answer with the nearest of its references."""
 
-    def read(reference: Reference, position: int) -> list[str]:
-        texts = [normalize(extract_answer(text)) for text in references_of(reference, position, name)]
-        if "" in texts:
-            problem = f"column 'solution': {name} got {reference!r:.60}, which has no words; remove the row."
-            raise RowError(position, problem)
-        return texts
+    def read(reference: Json) -> list[str]:
+        several = reference if isinstance(reference, (list, tuple)) else [reference]
+        several = [each for each in several if each is not None]
+        texts = [normalize(extract_answer(str(each))) for each in several if isinstance(each, (str, Real, Decimal))]
+        return texts if all(texts) and len(texts) == len(several) else []
 
     def nearest(answer: str, references: list[str], position: int) -> float:
         answer = normalize(answer)
         return max(reward(answer, reference) for reference in references)
 
-    return compared(completions, solution, name, read, nearest, columns)
+    return compared(completions, solution, name, read, "a text with words, or a list of these", nearest, columns)

@@ -19,6 +19,10 @@ from .rollout import PARTS, Rollout, join_rollouts, known
 SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout, *PARTS)
 
 
+# Optimizer steps after which a replayed group isn't used any more
+REPLAY_MAX_AGE = 8
+
+
 class GroupBuffer:
     """The newest groups of completions, each a [`Rollout`], on the CPU, in the order in which they came."""
 
@@ -155,9 +159,9 @@ def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prom
     return GroupExchange(
         accelerator,
         args.num_generations,
-        replay=GroupBuffer(args.replay_buffer_size, args.replay_max_age, args.seed + accelerator.process_index),
+        replay=GroupBuffer(args.replay_buffer_size, REPLAY_MAX_AGE, args.seed + accelerator.process_index),
         surplus=GroupBuffer(n_groups),
-        max_rounds=args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0,
+        max_rounds=args.dynamic_sampling,
         replays=args.replay_buffer_size > 0,
         is_bounded=args.dynamic_sampling_range is not None,
     )

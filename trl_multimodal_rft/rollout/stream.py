@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from ..data.rows.features import restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
 from ..data.rows.row import DatasetRows, EndlessRows, Row
 from ..encoding.prompts import EncodedPrompt
+from ..spelling import read_settings
 
 
 logger = get_logger(__name__)
@@ -35,7 +36,7 @@ logger = get_logger(__name__)
 # In the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
 
-# `max_skipped_rows` as a share is of this many rows of a stream
+# `max_rows` of `on_media_error` as a share is of this many rows of a stream
 _STREAM_LENGTH = 1000
 
 
@@ -61,6 +62,23 @@ class _Read(NamedTuple):
     messages: Any = None  # by themselves
     teachers: Any = None  # the prompt of a teacher
     teachers_decoded: Any = ()
+
+
+@dataclass(frozen=True)
+class UnreadableRows:
+    """The option `on_media_error`."""
+
+    action: Literal["raise", "skip"] = "raise"
+    max_rows: Annotated[float, "[0, inf]"] = 0.1  # that may be skipped, below 1 as a share
+
+    def limit(self, n_rows: int) -> int:
+        """How many of a dataset's rows may be skipped."""
+        return int(self.max_rows) if self.max_rows >= 1 else max(1, int(self.max_rows * n_rows))
+
+
+def unreadable_rows(option: str) -> UnreadableRows:
+    """Reads the option `on_media_error`."""
+    return read_settings(UnreadableRows, "on_media_error", option)
 
 
 class RowStream:
@@ -93,6 +111,7 @@ class RowStream:
         self._completions = 1
         self._last_row: Row | None = None  # of a stream, the last one that could be read
         self._extra: EndlessRows | None = None
+        self._n_extra = 0  # of these rows that all ranks have drawn
         self.sampler: DifficultySampler | None = None  # of rows to train on
         self._pool: PrefetchPool | None = None
         self._n_ahead = 0  # batches
@@ -101,6 +120,17 @@ class RowStream:
         self._coming_extra: list[int] = []
         # Of each dataset that was evaluated, rows that can't be read
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows that can't be read, additional ones that were drawn, and how difficult rows are."""
+        difficulty = None if self.sampler is None else self.sampler.state_dict()
+        return {"skipped": self.skipped, "n_extra": self._n_extra, "difficulty": difficulty}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # An error of a server may not show again
+        self.skipped, self._n_extra = state["skipped"], state["n_extra"]
+        if self.sampler is not None and state["difficulty"] is not None:
+            self.sampler.load_state_dict(state["difficulty"])
 
     def close(self) -> None:
         if self._pool is not None:
@@ -172,13 +202,11 @@ class RowStream:
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
-    def draw(self, start: int, n: int) -> RowBatch:
-        """
-        This rank's next `n` rows for additional completions, after the `start` that all ranks drew before. Their
-        endless order is independent of the batches.
-        """
+    def draw(self, n: int) -> RowBatch:
+        """This rank's next `n` rows for additional completions, whose endless order is independent of the batches."""
         assert self._extra is not None
-        ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
+        ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
+        self._n_extra += ranks * n
         numbers = self._extra.row_indices(start + rank * n, n)
         self._coming_extra = self._extra.row_indices(start + (ranks + rank) * n, n)
         return RowBatch([number for number in numbers for _ in range(self._completions)], self._read_training)
@@ -211,7 +239,7 @@ class RowStream:
         return dataset.remove_columns([name for name in dataset.column_names if name not in self._columns])
 
     def _check_whole_groups(self, shape: BatchShape) -> None:
-        if self._args.on_media_error == "skip" and shape.size % shape.completions != 0:
+        if unreadable_rows(self._args.on_media_error).action == "skip" and shape.size % shape.completions != 0:
             raise ValueError(
                 "With `on_media_error='skip'` and a stream, a rank replaces a row that can't be read by one of its "
                 f"earlier rows, so it must have whole groups: make `per_device_train_batch_size` * "
@@ -236,7 +264,7 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, n_failed = training and self._args.on_media_error == "skip", 0
+        skips, n_failed = training and unreadable_rows(self._args.on_media_error).action == "skip", 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -325,16 +353,17 @@ class RowStream:
                 for row, error in failures.items():
                     entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
-        if len(skipped) > skip_limit(self._args.max_skipped_rows, n_rows):
+        rule = unreadable_rows(self._args.on_media_error)
+        if len(skipped) > rule.limit(n_rows):
             raise MediaError(
-                f"{len(skipped)} rows can't be read, more than `max_skipped_rows` ({self._args.max_skipped_rows:g}) "
+                f"{len(skipped)} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        if self._args.on_media_error != "skip" or self._encode is None:
+        if unreadable_rows(self._args.on_media_error).action != "skip" or self._encode is None:
             return {}
         if dataset not in self._unreadable:
             failed: dict[int, str] = {}
@@ -416,7 +445,3 @@ def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int
         raise ValueError("None of the dataset's rows can be read.")
     drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(each for each in drawn if each not in skipped)
-
-
-def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
-    return int(max_skipped_rows) if max_skipped_rows >= 1 else max(1, int(max_skipped_rows * n_rows))

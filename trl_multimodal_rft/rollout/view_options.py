@@ -40,9 +40,9 @@ class LossView:
     kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token in nats from which on it isn't raised further
     # Of the entropies of the policy and of the policy under the view, which are lowered
     entropy_coefs: list[float] | None = None
-    advantage_min: Annotated[float, "[0, 1]"] | None = None  # weight of the advantage that depends least on the media
+    advantage_min: Annotated[float | None, "[0, 1]"] = None  # weight of the advantage that depends least on the media
     token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of the tokens that are trained on, by their dependency
-    temperature: Annotated[float, "(0, inf)"] | None = None  # of the weights of tokens by differences of entropies
+    temperature: Annotated[float | None, "(0, inf)"] = None  # of the weights of tokens by differences of entropies
 
     @property
     def has_term(self) -> bool:

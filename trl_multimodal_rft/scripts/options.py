@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -36,23 +36,13 @@ NAMES += ("dataset_name", "ptx_dataset_name")
 _LAUNCH = "launch "  # start of destinations of options of `accelerate launch`
 _DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
 _LISTED = 8  # choices that `--help` lists before the description
-# Values of options, by the name of their type
-_KINDS = {"int": "an integer, such as 8", "float": "a number, such as 1e-5", "bool": "`true` or `false`"}
 
 
 Value = bool | int | float | str | list | dict | None
 
 
-class Key(NamedTuple):
-    """The value of a key in a config file, as YAML and as text."""
-
-    value: Value
-    text: str | list | dict
-    file: str
-
-
-def read_config(path: str) -> dict[str, Key]:
-    """Reads the keys of a config file."""
+def read_config(path: str) -> dict[str, Value]:
+    """Reads the keys of a config file. Scalars stay the texts that the command line would have."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -63,18 +53,16 @@ def read_config(path: str) -> dict[str, Key]:
         if twice is not None:
             raise ValueError(f"{path}: `{twice}` is set twice; remove one.")
         loader.flatten_mapping(node)
-        texts = yaml.BaseLoader("")
-        return {
-            str(key.value): Key(
-                loader.construct_object(value, deep=True), texts.construct_object(value, deep=True), path
-            )
-            for key, value in node.value
+        values = {
+            str(key.value): (loader.construct_object(value, deep=True), value.value) for key, value in node.value
         }
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{path}{line}: it isn't YAML: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: it isn't YAML: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
+    return {
+        name: text if value is not None and isinstance(text, str) else value for name, (value, text) in values.items()
+    }
 
 
 def shipped(folder: str, name: str) -> str:
@@ -96,9 +84,10 @@ class Parser(argparse.ArgumentParser):
         formatter = functools.partial(_HelpFormatter, max_help_position=32)
         super().__init__(prog, usage, description, epilog, allow_abbrev=False, formatter_class=formatter)
         self.optional: set[str] = set()  # options that may be null in a config file
+        self.file = ""  # whose options are read
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+        self.exit(2, f"{self.prog}: error: {self.file}{one_line(message)}\n")
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
@@ -108,36 +97,12 @@ class Parser(argparse.ArgumentParser):
         in place of underscores.
         """
         words = [_DASHED.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
-        required = [action for action in self._actions if action.required and action.option_strings]
-        for action in required:
-            action.required = False
-        parsed, rest = self.parse_known_args(words, namespace or argparse.Namespace())
-        for word in rest:
-            if word.startswith("--"):
-                self.error(f"there is no option `{word.split('=')[0]}`." + self._near(word.split("=")[0][2:]))
-        if rest:
-            self.error(f"{rest[0]!r} belongs to no option.")
-        missing = [f"`{action.option_strings[0]}`" for action in required if getattr(parsed, action.dest) is None]
-        if missing:
-            self.error(f"{' and '.join(missing)} must be set.")
-        return parsed
-
-    def _check_value(self, action: argparse.Action, value: str) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = [str(each) for each in action.choices]
-            near = did_you_mean(str(value), names)
-            raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(names)}.{near}")
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> str | float | bool | list | dict | None:
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            kind = _KINDS.get(getattr(action.type, "__name__", ""))
-            raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}.") if kind else error from None
-
-    def _near(self, name: str) -> str:
-        names = [each[2:] for action in self._actions for each in action.option_strings if each.startswith("--")]
-        return did_you_mean(name, names).replace("mean `", "mean `--")
+        for name in (word.split("=")[0] for word in words if word.startswith("--")):
+            if name not in self._option_string_actions:
+                names = [each[2:] for each in self._option_string_actions if each.startswith("--")]
+                near = did_you_mean(name[2:], names).replace("mean `", "mean `--")
+                self.error(f"there is no option `{name}`.{near}")
+        return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
         """Adds options of a launched command, with their defaults or others."""
@@ -147,7 +112,7 @@ class Parser(argparse.ArgumentParser):
             _add_option(self, {**options[name], "default": default}, default)
 
     def parse_with_config(
-        self, argv: Sequence[str], of_run: Callable[[dict[str, Key]], dict[str, Key]] | None = None
+        self, argv: Sequence[str], of_run: Callable[[dict[str, Value]], dict[str, Value]] | None = None
     ) -> argparse.Namespace:
         """Parses a command line whose `--config` names a file or a recipe of this package. The command line wins."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -156,14 +121,16 @@ class Parser(argparse.ArgumentParser):
         name = finder.parse_known_args(argv)[0].config
         values = argparse.Namespace()
         if name is not None and not {"-h", "--help", "--help-all", "--help_all"} & {*argv}:
-            keys = read_config(shipped("recipes", name))
-            if of_run is None:
-                if "env" in keys and isinstance(env := keys.pop("env").value, dict):
-                    os.environ.update({name: str(value) for name, value in env.items()})
-                    values.env = env
-            else:
-                keys = of_run(keys)
-            self._set_values(keys, values, ignores_others=of_run is not None)
+            path = shipped("recipes", name)
+            keys = read_config(path)
+            if of_run is not None:
+                keys = {key: value for key, value in of_run(keys).items() if f"--{key}" in self._option_string_actions}
+            elif isinstance(env := keys.pop("env", None), dict):
+                os.environ.update({name: str(value) for name, value in env.items()})
+                values.env = env
+            self.file = f"{path}: "
+            self._read(keys, values)
+            self.file = ""
         parsed = self.parse_args(argv, values)
         launch = {name: value for name, value in vars(parsed).items() if name.startswith(_LAUNCH)}
         for name in launch:
@@ -173,58 +140,35 @@ class Parser(argparse.ArgumentParser):
         for option in NAMES:
             if (getattr(parsed, option, None) or "").startswith("~"):
                 setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
-        for option, value in vars(parsed).items():
-            if any(isinstance(each, str) and "\0" in each for each in (value if isinstance(value, list) else [value])):
-                raise ValueError(f"`{option}` has a NUL byte, which no path or name has; remove it.")
         return parsed
 
-    def _set_values(self, keys: dict[str, Key], values: argparse.Namespace, ignores_others: bool) -> None:
-        actions = {
-            option[2:]: action
-            for action in self._actions
-            for option in action.option_strings
-            if not isinstance(action, (argparse._HelpAction, argparse._StoreFalseAction))
-        }
-        for name, key in keys.items():
-            action = actions.get(name)
-            if action is None:
-                if ignores_others:
-                    continue
-                raise ValueError(f"{key.file}: there is no option `{name}`.{did_you_mean(name, actions)}")
-            if key.value is None and name not in self.optional:
+    def _read(self, keys: dict[str, Value], values: argparse.Namespace) -> None:
+        """Parses keys of a config file as the words of a command line, and no longer requires their options there."""
+        words = []
+        for name, value in keys.items():
+            action = self._option_string_actions.get(f"--{name}")
+            if value is None:
+                if name in self.optional:
+                    setattr(values, name, None)
                 continue
-            try:
-                setattr(values, action.dest, self._read(action, key))
-            except argparse.ArgumentError as error:
-                raise ValueError(f"{key.file}: `{name}`: {error.message}") from error
-
-    def _read(self, action: argparse.Action, key: Key) -> Value:
-        """Value of an option in a config file, read like the command line."""
-        kind, takes_several = getattr(action.type, "__name__", "str"), action.nargs in ("+", "*")
-        if isinstance(key.value, bool) and action.nargs == "*":  # `--debug`
-            return [] if key.value else None
-        if isinstance(key.value, bool) and (action.nargs == 0 or kind == "bool"):
-            return key.value
-        is_json = kind in ("json", "loads") and not isinstance(key.value, str)
-        if key.value is None or is_json or (kind == "str" and not isinstance(key.text, str) and not takes_several):
-            return key.value
-        words = key.text if takes_several and isinstance(key.text, list) else [key.text]
-        words = [word if isinstance(word, str) else json.dumps(key.value) for word in words]
-        if action.nargs == 0:
-            return self._get_value(argparse.Action([], action.dest, type=_bool), words[0])
-        return self._get_values(action, words)
-
-
-class _Switch(argparse._StoreAction):
-    """A switch that `--no_...` turns off."""
+            if action is not None:
+                action.required = False
+            if action is not None and action.nargs in (0, "*") and isinstance(value, str):
+                words += [f"--{name}"] if _bool(value) else []
+            elif isinstance(value, list) and action is not None and action.nargs in ("+", "*"):
+                words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(each) for each in value)]
+            else:
+                words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        self.parse_args(words, values)
+        for action in required:
+            action.required = True
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows how switches are turned off, and no trivial defaults."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        text = super()._format_action_invocation(action)
-        return text.replace(" ", f", --no_{action.dest} ", 1) if isinstance(action, _Switch) else text
+    """Shows no trivial defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and _with_default(action.help, action.default)
@@ -261,7 +205,8 @@ def launched_parser(
     epilog = (
         "`--help_all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
         "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "
-        "such as `--num_processes`. The command line and the file of `--config` take all of them."
+        "such as `--num_processes`. The command line and the file of `--config` take all of them. `--no_...` turns "
+        "off what is on by default."
     )
     parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog)
     parser.argument_default = argparse.SUPPRESS
@@ -309,7 +254,6 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
     if kind == "bool":
         arguments |= {"nargs": "?", "const": True}
         if option["default"] is True:
-            arguments["action"] = _Switch
             off = {"dest": name, "default": default, "help": argparse.SUPPRESS}
             group.add_argument(f"--no_{name}", action="store_false", **off)
     group.add_argument(f"--{name}", type=convert, choices=choices, help=text, **arguments)
@@ -317,7 +261,8 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
 
 def _bool(text: str) -> bool:
     """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
-    values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+    values = dict.fromkeys(("yes", "true", "t", "y", "1", "on"), True)
+    values |= dict.fromkeys(("no", "false", "f", "n", "0", "off"), False)
     if text.lower() not in values:
         raise ValueError(text)
     return values[text.lower()]

@@ -2,12 +2,7 @@
 """Checks of a command line before heavy imports."""
 
 import argparse
-import ast
-import os
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from pathlib import Path
 
 from ..paths import local_path
 from ..spelling import did_you_mean, recipe_names, split_settings
@@ -50,48 +45,10 @@ def check_names(args: argparse.Namespace) -> None:
 
 
 def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:
-    """Checks the names of reward functions or tools, without importing their modules."""
+    """Checks the names of reward functions or tools; dotted paths are imported later."""
     built_in = table()["rewards" if kind == "reward function" else "tools"]
     for text in [names] if isinstance(names, str) else names:
         name, _ = split_settings(text)
-        module, _, function = name.rpartition(".")
-        unknown = f"There is no {kind} {name!r}"
-        if not module and name not in built_in:
+        if "." not in name and name not in built_in:
             near = did_you_mean(name, built_in)
-            raise ValueError(f"{unknown}; name one of {built_in}, or a dotted path.{near}")
-        source = module and _source(module, unknown)
-        if source:
-            defined = _defined(source)
-            if function not in defined and not {"*", "__getattr__"} & defined:
-                near = did_you_mean(function, defined)
-                raise ValueError(f"{unknown}: {source} has no {function!r}.{near}")
-
-
-def _source(module: str, unknown: str) -> Path | None:
-    """Finds the source file of a module, without importing its packages; `None` where only an import could."""
-    first, *rest = module.split(".")
-    spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)  # which knows editable installations
-    if spec is None:
-        raise ValueError(f"{unknown}: no module {first!r} in {os.getcwd()} or among the installed ones.")
-    name = first
-    for part in rest:
-        folders = spec.submodule_search_locations
-        if folders is None:  # a module that makes others, such as `os.path`
-            return None
-        name += f".{part}"
-        spec = PathFinder.find_spec(name, folders)
-        if spec is None:
-            raise ValueError(f"{unknown}: {', '.join(folders)} has no module {part!r}.")
-    return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
-
-
-def _defined(source: Path) -> set[str]:
-    """Names that a module may define, at any level."""
-    try:
-        nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
-    except SyntaxError as error:
-        raise ValueError(f"{source}:{error.lineno}: {error.msg}.") from error
-    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imports = [each for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for each in node.names]
-    return names | {each.asname or each.name for each in imports}
+            raise ValueError(f"There is no {kind} {name!r}; name one of {built_in}, or a dotted path.{near}")

@@ -9,57 +9,39 @@ import re
 import tempfile
 import typing
 from dataclasses import fields
-from importlib.util import find_spec
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import TrainerCallback
 
-from ..data.reading.decoding import install
-from ..spelling import did_you_mean
+from ..spelling import check_value, did_you_mean
 
 
-# Arguments of TRL, transformers and this package by the interval that they must be in
+# Arguments of TRL and transformers by the interval that they must be in, with which own ones are annotated
 _IN_INTERVALS = {
     "[0, inf]": (
-        "adam_epsilon epsilon epsilon_high freezing_actor_steps loss_top_k max_skipped_rows "
-        "max_skipped_updates max_staleness max_tool_media media_contribution_steps media_prefetch "
-        "off_policy_mask_threshold replay_buffer_size router_aux_loss_coef "
+        "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
         "vllm_importance_sampling_clip_min weight_decay"
     ),
-    "[0, inf)": "beta learning_rate num_train_epochs ptx_coef",
-    "(0, inf]": (
-        "cliprange_value delta kl_horizon kl_target max_logged_megabytes sapo_temperature_neg "
-        "sapo_temperature_pos vllm_importance_sampling_clip_max"
-    ),
-    "(0, inf)": ("repetition_penalty temperature value_learning_rate vf_coef"),
+    "[0, inf)": "beta learning_rate num_train_epochs",
+    "(0, inf]": "delta sapo_temperature_neg sapo_temperature_pos vllm_importance_sampling_clip_max",
+    "(0, inf)": "repetition_penalty temperature",
     "[1, inf]": (
-        "dynamic_sampling_max_rounds generation_batch_size gradient_accumulation_steps max_completion_length "
-        "max_logged_media max_tokens_per_microbatch num_generations_eval num_iterations num_ppo_epochs "
-        "per_device_eval_batch_size per_device_ptx_batch_size per_device_train_batch_size ref_model_sync_steps "
-        "replay_max_age steps_per_generation vllm_max_model_length vllm_tensor_parallel_size"
+        "generation_batch_size gradient_accumulation_steps max_completion_length num_generations_eval num_iterations "
+        "per_device_eval_batch_size per_device_train_batch_size ref_model_sync_steps steps_per_generation "
+        "vllm_max_model_length vllm_tensor_parallel_size"
     ),
-    "[2, inf]": "max_length",
     "[-1, inf]": "top_k",
-    "[0, 1]": "gamma lam min_p ref_model_mixup_alpha",
+    "[0, 1]": "min_p ref_model_mixup_alpha",
     "[0, 1)": "adam_beta1 adam_beta2",
-    "(0, 1]": ("top_entropy_quantile top_p vllm_gpu_memory_utilization"),
-    "(0, 1)": "ema_decay",
+    "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
 }
-RANGES = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
-
-# Trackers of the extra `logging`
-_LOGGING = ("tensorboard", "trackio", "wandb")
+_INTERVALS = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
+_NONE_ALLOWED = ("top_k", "top_p")  # whatever TRL's annotations say
 
 # What to do instead, where it isn't the default
 _REMEDIES = {
-    "ema_decay": "`None` keeps no average",
-    "kl_target": "`None` keeps the coefficient",
-    "max_length": "`None` takes rows as they are",
-    "max_logged_media": "`log_multimodal=False` logs no media",
-    "max_tokens_per_microbatch": "`None` doesn't split",
     "temperature": "completions of a prompt must differ, so take a low one such as 0.1; `trl-multimodal-rft evaluate` "
     "decodes greedily",
     "top_entropy_quantile": "1 trains on all tokens",
@@ -127,31 +109,39 @@ def as_rates(given: Any) -> dict[str, float] | None:
     return rates
 
 
-def check_values(config) -> None:
-    """Checks the types and ranges of numeric arguments."""
-    given = vars(config)
-    for name, types in _plain_types(type(config)).items():
-        value = given[name]
-        if isinstance(value, str):
-            wanted = "`True` or `False`" if bool in types else "a number"
-            raise ValueError(f"`{name}` must be {wanted}, got the text {value!r}; write it without quotes.")
-        if value is None and name in RANGES and NoneType not in types and name not in ("top_k", "top_p"):
-            raise ValueError(f"`{name}` must be {_words(RANGES[name])}, got None; {_remedy(config, name)}.")
-    _check_ranges(config, given)
+class Needs:
+    """In the annotation of a field, options without one of which it has no effect."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+    def check(self, option: str, config: object) -> None:
+        """Raises a `ValueError` if a config sets none of them."""
+        if not any(getattr(config, name) for name in self.names):
+            named = " or ".join(f"`{name}`" for name in self.names)
+            raise ValueError(f"`{option}` has no effect without {named}; set {named} or remove it.")
 
 
-def check_packages(config) -> None:
-    """Checks that optional packages are there which arguments ask for."""
-    trackers = [config.report_to] if isinstance(config.report_to, str) else config.report_to or ()
-    needed = [(f"report_to={name!r}", name, "logging") for name in trackers if name in _LOGGING]
-    optimizer = str(getattr(config.optim, "value", config.optim))
-    if "8bit" in optimizer or "bnb" in optimizer:
-        needed.append((f"optim={optimizer!r}", "bitsandbytes", "quantization"))
-    if config.deepspeed:
-        needed.append(("deepspeed", "deepspeed", "deepspeed"))
-    for argument, package, extra in needed:
-        if find_spec(package) is None:
-            raise ImportError(f"`{argument}` needs {package}, which isn't installed: `{install(extra)}`")
+def check_values(config, given: dict[str, Any] | None = None, place: str = "{}") -> None:
+    """
+    Checks the types and ranges of a config's values, or of others that are given by the names of its fields, and that
+    what they need is set, see [`Needs`].
+    """
+    values, annotations = vars(config) if given is None else given, _annotations(type(config))
+    for option in fields(config):
+        if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
+            continue
+        remedy = _REMEDIES.get(option.name, f"the default is {option.default}")
+        check_value(f"`{place.format(option.name)}`", values[option.name], annotations[option.name], remedy)
+        for needed in getattr(annotations[option.name], "__metadata__", ()):
+            if isinstance(needed, Needs) and values[option.name] != option.default:
+                needed.check(option.name, config)
+
+
+@functools.cache
+def _annotations(config_class: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    return {name: Annotated[hint, _INTERVALS[name]] if name in _INTERVALS else hint for name, hint in hints.items()}
 
 
 def check_batches(config, given: list[str]) -> None:
@@ -203,52 +193,7 @@ def check_generation_kwargs(config, known: set[str] | None) -> None:
                 f"`generation_kwargs` has {name!r}, which is no option of `transformers.GenerationConfig`; correct or "
                 f"remove it.{did_you_mean(name, known)}"
             )
-    _check_ranges(config, options, "generation_kwargs[{!r}]")
-
-
-def _check_ranges(config, given: dict[str, Any], place: str = "{}") -> None:
-    for name, interval in RANGES.items():
-        value = given.get(name)
-        if isinstance(value, (int, float)) and not _is_within(value, interval):
-            words = _words(interval) if math.isfinite(value) else f"{_words(interval)} and finite"
-            raise ValueError(f"`{place.format(name)}` must be {words}, got {value}; {_remedy(config, name)}.")
-
-
-def _remedy(config, name: str) -> str:
-    defaults = {field.name: field.default for field in fields(config)}
-    return _REMEDIES.get(name, f"the default is {defaults[name]}")
-
-
-@functools.cache
-def _plain_types(config_class: type) -> dict[str, set[type]]:
-    """Arguments that are numbers or truth values and nothing else, with their types."""
-    hints = typing.get_type_hints(config_class)
-    types = {field.name: hints[field.name] for field in fields(config_class)}
-    types = {
-        name: set(typing.get_args(hint)) if isinstance(hint, UnionType) or typing.get_origin(hint) else {hint}
-        for name, hint in types.items()
-    }
-    return {name: each for name, each in types.items() if each - {NoneType} and each <= {int, float, bool, NoneType}}
-
-
-def _bounds(interval: str) -> tuple[float, float]:
-    low, high = interval[1:-1].split(", ")
-    return float(low), float(high)
-
-
-def _is_within(value: float, interval: str) -> bool:
-    low, high = _bounds(interval)
-    return (value >= low if interval[0] == "[" else value > low) and (
-        value <= high if interval[-1] == "]" else value < high
-    )
-
-
-def _words(interval: str) -> str:
-    low, high = _bounds(interval)
-    if high < math.inf and interval[0] == "[" and interval[-1] == "]":
-        return f"between {low:g} and {high:g}"
-    lower = f"{'at least' if interval[0] == '[' else 'above'} {low:g}"
-    return lower if high == math.inf else f"{lower} and {'at most' if interval[-1] == ']' else 'below'} {high:g}"
+    check_values(config, options, "generation_kwargs[{!r}]")
 
 
 def refuse_classes(**given: Any) -> None:
@@ -284,7 +229,7 @@ def refuse_split_models(args: Any, model: Any) -> None:
         )
 
 
-def check_arguments(reward_funcs: Any = None, callbacks: Any = None, args: Any = None, **given: Any) -> None:
+def check_arguments(reward_funcs: Any = None, args: Any = None, **given: Any) -> None:
     """Checks the types of a trainer's arguments, and that its config goes with them."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     refuse_classes(**{name: given.get(name) for name in names})
@@ -295,14 +240,6 @@ def check_arguments(reward_funcs: Any = None, callbacks: Any = None, args: Any =
     for key, dataset in several.items():
         _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
 
-    if callbacks is not None and not isinstance(callbacks, list):
-        name = getattr(callbacks, "__name__", type(callbacks).__name__)
-        raise TypeError(f"`callbacks` must be a list, got {name}; write `callbacks=[...]`.")
-    for index, callback in enumerate(callbacks or ()):
-        _check_callback(f"callbacks[{index}]", callback)
-
-    if isinstance(reward_funcs, tuple):
-        raise TypeError("`reward_funcs` is a tuple; pass a list.")
     several = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     for index, each in enumerate(several if reward_funcs is not None else ()):
         name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"
@@ -352,39 +289,13 @@ def _check_dataset(name: str, dataset: Any) -> None:
     refuse_classes(**{name: dataset})
 
 
-def _check_callback(name: str, callback: Any) -> None:
-    """As `Trainer` takes them: instances, and classes that it makes instances of."""
-    if isinstance(callback, TrainerCallback):
-        return
-    if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
-        given = getattr(callback, "__name__", type(callback).__name__)
-        raise TypeError(f"`{name}` must be a `TrainerCallback`, got {given}.")
-    parameters = inspect.signature(callback).parameters.values()
-    needed = [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    if needed:
-        raise TypeError(
-            f"`{name}` is the class {callback.__name__}, which needs `{needed[0]}`; pass an instance, such as "
-            f"`{callback.__name__}({needed[0]}=...)`."
-        )
-
-
-def check_output_dir(folder: Any, is_written: bool) -> None:
-    """Refuses an output folder that can't be one."""
-    path = os.path.abspath(folder)
-    while not os.path.exists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path):
-        within = "is a file" if path == os.path.abspath(folder) else f"is within {path!r}, which is a file"
-        raise NotADirectoryError(f"`output_dir={folder!r}` {within}; name a folder.")
+def check_output_dir(folder: str) -> None:
+    """Makes the output folder. Raises `OSError` if it can't be written to."""
     try:
-        if is_written:
-            tempfile.TemporaryFile(dir=path).close()
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(
-            f"`output_dir={folder!r}` can't be written to ({error.strerror}: {path!r}); name another folder, or allow "
-            "writing there."
+            f"`output_dir={folder!r}` can't be written to ({error.strerror}); name another folder, or allow writing "
+            "there."
         ) from error

@@ -2,14 +2,13 @@
 """Asynchronous rollouts: when a trainer asks servers for completions, and what it does with their answers."""
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle, islice
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ..data.rows.row import Row
 from ..encoding.prompts import EncodedPrompt
@@ -22,7 +21,7 @@ from ..rollout.in_flight import InFlight, Key, request_keys
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import EarlyRewards, Flight, Rollout
-from ..rollout.samplers import Samples, VLLMSampler
+from ..rollout.samplers import Samples
 from ..rollout.turns import without_tools
 from .run import Run
 from .views import take_views, under_views
@@ -45,14 +44,14 @@ def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> 
 
 
 @dataclass
-class AheadSampling:
+class AsynchronousSampling:
     """Samples of batches that were requested from servers ahead of need."""
 
     run: Run
     flight: InFlight
     engine: MultimodalVLLMGeneration
 
-    def __call__(self, sampler: VLLMSampler, rollout: Rollout, place: int) -> Samples:
+    def __call__(self, sampler: Any, rollout: Rollout, place: int) -> Samples:
         """
         Samples of the batch at a `place` of the run. Before, the servers get the weights, and the requests for the
         batches that these may sample. All ranks must call this.
@@ -120,8 +119,9 @@ class AheadSampling:
 
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """How to reward the completions of requests when they come, by functions that only wait."""
-        run, flight, rewarding = self.run, self.flight, self.run.rewarding
-        chosen = [each for each in zip(*rewarding.functions(), strict=True) if only_waits(each[1])]
+        run, flight, rewards = self.run, self.flight, self.run.rewards
+        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
+        chosen = [each for each in functions if only_waits(each[1])]
         # Results of tools follow, and a group that is sampled from two prompts comes in two parts
         if not chosen or run.toolbox.tools or run.args.rollout_view is not None:
             return {}
@@ -133,36 +133,24 @@ class AheadSampling:
             source = part.source
             source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
             source.completions = without_tools(part, source.ids, flight.processor, run.toolbox)
-            functions = checked_functions(
-                part, names, funcs, processors, rewarding.template_kwargs, rewarding.media_rules
-            )
-            return reward_early(part, functions, run.state(), rewarding.loop, flight.calls)
+            given = names, funcs, processors, rewards.template_kwargs, run.args.rules
+            return reward_early(part, checked_functions(part, *given), run.state(), rewards.loop, flight.calls)
 
         return {key: partial(reward, part) for key, part in parts.items()}
 
 
-def probe_engine(
-    flight: InFlight, accelerator: Accelerator, n: int, *, ends: Collection[int], pad_token_id: int
-) -> Rollout:
+def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     """
     A few tokens after at most `n` of the last batch's prompts, sampled by the weights that the engine has. All ranks
     must call this.
     """
-    size = min(n, _PROBES)
+    size, accelerator = min(n, _PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
     asked = [each._replace(count=1, most=min(each.most, _PROBE_LENGTH)) for each in requests]
-    found = on_all_ranks(accelerator, lambda: flight.sample(asked))
-    ids, logps = ([*each] for each in zip(*found, strict=True))
+    sampled = on_all_ranks(accelerator, lambda: flight.sample(asked))
+    ids, logps = ([*each] for each in zip(*sampled, strict=True))
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
-    rollout = Rollout([*prompts], group_ids, pad_token_id)
-    complete(
-        rollout,
-        ids,
-        logps,
-        None,
-        ends=ends,
-        pad_to_multiple_of=None,
-        mask_truncated=False,
-        accelerator=accelerator,
-    )
+    rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
+    options: dict[str, Any] = {"ends": run.ends, "pad_to_multiple_of": None, "mask_truncated": False}
+    complete(rollout, ids, logps, None, **options, accelerator=accelerator)
     return rollout

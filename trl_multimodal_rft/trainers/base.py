@@ -15,9 +15,8 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import is_async_callable, use_adapter
+from trl.trainer.utils import is_async_callable
 
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import PendingMetrics
@@ -26,66 +25,54 @@ from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
 from ..encoding.prompts import all_placeholder_ids
+from ..forward.features import learned_ways, restore_ways
 from ..forward.scores import Scores
-from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
 from ..models.modes import has_dropout
-from ..models.parts import same_weights_trained
-from ..models.quantization import keep_differentiable
-from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
-from ..rollout.collect import complete, take_custom_rollout
+from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
+from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.ranks import arranged, rank_metrics
 from ..rollout.rollout import Rollout, TRLInputs
-from ..rollout.samplers import Sampler, VLLMSampler
+from ..rollout.samplers import Sampler
 from ..rollout.score import (
     engine_metrics,
     n_on_policy,
-    packing_metrics,
     rollout_ratios,
-    score_in_batches,
     score_with_view,
     without_gradient,
 )
-from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
+from ..rollout.stream import RowStream, named_dataset
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
-from .asynchronous import AheadSampling, row_encoder
+from .asynchronous import AsynchronousSampling, row_encoder
 from .checkpoints import CheckpointMixin
 from .engine import (
-    Generation,
-    check_own_sampler,
     check_prompts,
     check_sampler,
     check_settings,
+    continue_after_tools,
     logit_bias,
-    make_engine,
-    naming_checkpoint,
-    prompt_limits,
     requests_in_flight,
-    suppress_placeholders,
     transformers_sampler,
+    vllm_sampler,
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import choose_what_trains
-from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_callback, media_log
-from .run import MetricLog, Rewarding, Run
+from .rollout_logs import ReadMetrics, RolloutLog
+from .run import MetricLog, RewardFunctions, Run
 from .setup import (
     around_trl_constructor,
-    check_deepspeed_steps,
-    check_first_rows,
     check_launch,
     enable_packing,
     feature_dtype,
     first_fallbacks,
     has_unread_rows,
-    ignore_deprecated_names,
-    load_parts,
+    load_for_sampling,
     modalities,
     prepare_reference,
     reward_sources,
@@ -95,7 +82,7 @@ from .setup import (
     warn_of_unused_recommendations,
     with_media_reader,
 )
-from .tool_turns import ToolTurns
+from .signatures import Model, Processor
 from .views import bonus_of_contrast, sample_with_views
 
 
@@ -110,53 +97,52 @@ class MultimodalTrainer(CheckpointMixin):
 
     _micro_batch: Rollout | None = None  # while its loss is computed
     _scores: Scores | None = None  # of it
-    _warned_of_positions = False
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
+    _groups: GroupExchange | None = None  # with dynamic sampling or replay
     # Attributes of TRL's trainers, whose types TRL leaves open
-    processing_class: Any
     reward_funcs: Any = ()
     reward_processing_classes: Any = ()
-    chat_template_kwargs: Any
     num_generations_eval: Any = 1
+    num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
-    max_completion_length: Any
     lr_scheduler: Any
+    sampler: Sampler
+    _step: int
+    _buffered_inputs: Any
+    vllm_generation: Any
     _logit_bias: dict[int, float]
 
     def __init__(
-        self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
+        self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
     ):
-        ignore_deprecated_names()
-        check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
+        check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
         check_launch(args, model)
-        check_deepspeed_steps(args)
-        reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
+        reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
         rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
+        processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)
+        datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments read what columns they like
-            given = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
-            warn_of_unread(args, given, modalities(model, args))
-        if kwargs.get("train_dataset") is None:
+            warn_of_unread(args, datasets, modalities(model, args))
+        if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         set_seed(args.seed)  # as TRL does before it loads a model
-        loaded = load_parts(
+        loaded = load_for_sampling(
             model,
             args,
             processing_class,
-            quantization_config=quantization_config,
+            quantization_config=kwargs.get("quantization_config"),
             ref_model=ref_model,
+            sampler=sampler,
             peft_config=kwargs.get("peft_config"),
-            datasets=[kwargs.get(name) for name in ("train_dataset", "eval_dataset")],
+            datasets=[*datasets.values()],
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
-        processors = kwargs.pop("reward_processing_classes", None)
         sources = reward_sources(reward_funcs, processors, self.toolbox, needed=args.needs_rewards)
 
         self.card_notes = CardNotes()
-        # Datasets whose rows are looked at when the first ones come
-        self._unseen = {name for name in ("train_dataset", "eval_dataset") if has_unread_rows(kwargs.get(name))}
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
@@ -164,7 +150,6 @@ class MultimodalTrainer(CheckpointMixin):
                 args=args,
                 processing_class=loaded.processing_class,
                 **sources.for_trl(),
-                quantization_config=quantization_config,
                 **kwargs,
             )
         choose_what_trains(self.model, args, self.optimizer)
@@ -189,9 +174,7 @@ class MultimodalTrainer(CheckpointMixin):
             args.special_tokens_in_text,
             keep_decoded=args.keeps_decoded,
             for_engine=args.use_vllm if sampler is None else sampler.is_engine,
-            feature_dtype=lambda: feature_dtype(
-                self.prompts.model, self.ref_model, getattr(self.critic, "model", None)
-            ),
+            feature_dtype=lambda: feature_dtype(self._forwarded_models().values()),
         )
         ahead = args.max_staleness > 0 and not self.tools  # further turns continue from decoded media
         encode = row_encoder(self.prompts, lambda: self.vllm_generation.prompts) if ahead else self.prompts.encode_row
@@ -206,39 +189,57 @@ class MultimodalTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         if loaded.ref_model is not None:
-            self.beta, self.ref_model = args.beta, prepare_reference(loaded.ref_model, args, self.accelerator)
+            reference: Any = prepare_reference(loaded.ref_model, args, self.accelerator)
+            self.beta, self.ref_model = args.beta, reference
             if args.sync_ref_model:
-                self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
-        self.reward_func_names = distinct_names(self.reward_func_names)
-        self._run = self._make_run()
-        for i, given in enumerate(zip(sources.processors, sources.by_name, strict=True)):
-            self.reward_funcs[i] = with_media_reader(self._run, self.reward_funcs[i], *given)
+                self.add_callback(SyncRefModelCallback(reference, self.accelerator))
+        for i, source in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+            options = self.accelerator, args, self.chat_template_kwargs
+            self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *source, *options)
+        unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        self._run = self._make_run(unseen)
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
+        if args.needs_rewards:
+            makes_prompts = rollout_func is not None or factory is not None
+            self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
-        keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
-        self._add_checkpoint_callbacks()
+        self._complete_parts()
         self._add_log_callbacks()
 
-    def _make_run(self) -> Run:
-        args, loop = self.args, getattr(self, "async_loop", None)
-
-        def functions():
-            return self.reward_func_names, self.reward_funcs, self.reward_processing_classes
-
+    def _make_run(self, unseen: set[str]) -> Run:
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
-        logs = {argument: getattr(self, name, None) for argument, name in names.items()}
-        how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
-        rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
-        log = MetricLog(self._metrics, lambda: self.model.training)
-        parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
-        now, sizes = (lambda: self.model, lambda: self.state), (args.num_generations, self.num_generations_eval)
-        return Run(args, self.accelerator, *parts, *now, sizes, encodes_text=self.rollout_func is None)
-
-    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
-        return unwrapped(self.accelerator, model)
+        rewards = RewardFunctions(
+            self.reward_func_names,
+            self.reward_funcs,
+            self.reward_processing_classes,
+            self.chat_template_kwargs,
+            {argument: getattr(self, name, None) for argument, name in names.items()},
+            getattr(self, "async_loop", None),
+        )
+        return Run(
+            self.args,
+            self.accelerator,
+            self._policy,
+            self.prompts,
+            self.toolbox,
+            self._stream,
+            self.checks,
+            MetricLog(self._metrics, lambda: self.model.training),
+            rewards,
+            self.card_notes,
+            model=lambda: self.model,
+            reference=lambda: self.ref_model,
+            wrapped=lambda: self.model_wrapped,
+            state=lambda: self.state,
+            profile=functools.partial(profiling_context, self),
+            ends=self.eos_token_ids,
+            group_sizes=(self.args.num_generations, self.num_generations_eval),
+            encodes_text=self.rollout_func is None,
+            unseen=unseen,
+        )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
         """Sets what TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
@@ -246,52 +247,44 @@ class MultimodalTrainer(CheckpointMixin):
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         self.chat_template = template_for_tools(self.processing_class) if self.tools else None
+        if self.reward_funcs:
+            self.reward_func_names[:] = distinct_names(self.reward_func_names)
         for name, reward_func in reward_funcs.items():
-            self.reward_funcs.append(reward_func)
-            self.reward_func_names.append(name)
-            self.reward_processing_classes.append(None)
-            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+            self._add_reward(name, reward_func)
         is_async = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
         if is_async and getattr(self, "async_loop", None) is None:
             self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
 
+    def _add_reward(self, name: str, reward_func: Callable) -> None:
+        self.reward_funcs.append(reward_func)
+        self.reward_func_names[:] = distinct_names([*self.reward_func_names, name])
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+
     def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
-        """Sets the sampler of transformers, and the one to use: the user's, or vLLM's, as the config says."""
-        args, run, profile = self.args, self._run, functools.partial(profiling_context, self)
-        check_own_sampler(sampler, args.use_vllm)
-        self._tool_turns = ToolTurns(run)
-        parts = self.generation_config, self.generation_kwargs, self.eos_token_ids, self._dist, profile
+        args, run = self.args, self._run
+        parts = self.generation_config, self.generation_kwargs, self._dist
         batching = getattr(self, "continuous_batching_config", None)
-        generation = Generation(*parts, batching, lambda: self.model_wrapped)
-        self._own_sampler = transformers_sampler(run, generation)
+        self._transformers_sampler = transformers_sampler(run, *parts, batching, placeholders)
         self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
         if not args.use_vllm:
-            suppress_placeholders(run.prompts.model, generation, placeholders)
-            self.sampler = self._own_sampler if sampler is None else sampler
+            self.sampler = self._transformers_sampler if sampler is None else sampler
             return
         datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
-        more = self._logit_bias, revision, prompt_limits(run, datasets), lambda: self.host_memory
-        self.vllm_generation = make_engine(run, generation, *more)
-        self.in_flight = requests_in_flight(args, self.vllm_generation)
-        self.sampler = VLLMSampler(
-            self.vllm_generation,
-            profile,
-            explain=lambda: naming_checkpoint(args.output_dir, run.step) if self.is_in_train else nullcontext(),
-        )
+        now = (lambda: self.host_memory), (lambda: self.is_in_train)
+        engine = vllm_sampler(run, self._logit_bias, revision, datasets, *now)
+        self.sampler, self.vllm_generation = engine, engine.engine
+        self.in_flight = requests_in_flight(args, engine.engine)
 
     def _add_log_callbacks(self) -> None:
-        """Adds the callbacks that read metrics, log completions, and hint at equal rewards."""
-        callbacks = self.callback_handler if self.is_world_process_zero() else None
-        pending = [getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics")]
-        hint = equal_rewards_hint(self._run)
-        self._unread_metrics, self._media_log = PendingMetrics(), media_log(self._run)
-        self._rollout_log = RolloutLog(self._run, self._logs, pending[0], pending[1], self._media_log, hint, callbacks)
-        for callback in filter(None, (ReadMetrics(self._unread_metrics), hint)):
+        extra, pending = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
+        handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
+        shown_by = handler if self.is_world_process_zero() else None
+        self._unread_metrics = PendingMetrics()
+        self._rollout_log = RolloutLog(self._run, self._logs, extra, pending, shown_by)
+        for callback in (ReadMetrics(self._unread_metrics), *self._rollout_log.callbacks(handler, scheduler)):
             self.add_callback(callback)
-        if self._media_log is not None:
-            self.log_completions = False  # TRL's tables hold no audio or video
-            parts = self.callback_handler, self._logs, self.card_notes, getattr(self, "commit_scheduler", None)
-            self.add_callback(media_callback(self._run, self._media_log, *parts))
+        self.log_completions = False  # TRL's tables hold no audio or video
 
     def offloading(self) -> AbstractContextManager[None]:
         """With `offload_during_generation`, the device has no memory of what sampling doesn't need."""
@@ -302,8 +295,8 @@ class MultimodalTrainer(CheckpointMixin):
         return self.host_memory.holding(idle_storages(self.model, self.optimizer, *others))
 
     def _check_sampler(self, rollout: Rollout) -> None:
-        known = self._corrects(rollout), self.eos_token_ids, self._logit_bias, self.in_flight
-        check_sampler(self._run, self.sampler, rollout, *known)
+        options: Any = {"corrects": self._corrects(rollout), "logit_bias": self._logit_bias, "flight": self.in_flight}
+        check_sampler(self._run, self.sampler, rollout, **options)
 
     # Rows and prompts
 
@@ -313,8 +306,9 @@ class MultimodalTrainer(CheckpointMixin):
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
         ranks = self.accelerator.num_processes, self.accelerator.process_index
-        size = args.generation_batch_size // ranks[0]
-        shape = BatchShape(size, args.num_generations, self._steps_per_rollout, *ranks)
+        shape = BatchShape(
+            args.generation_batch_size // ranks[0], args.num_generations, self._steps_per_rollout, *ranks
+        )
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
@@ -333,110 +327,117 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        """Completions of rows with their advantages; groups without signal are exchanged where the config says so."""
+        rollout = self._draw(inputs)
+        if self._groups is not None and self.model.training:
+            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
+            self._run.metrics.add(metrics)
+            if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
+                rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+        return rollout
+
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Completions of rows with their advantages, by the stages below in their order."""
         raise NotImplementedError
 
+    def _draw_extra(self, n: int) -> Rollout:
+        return self._draw(self._stream.draw(n))
+
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
-        """Rows, environments and encoded prompts."""
-        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
-        check_first_rows(self._run, [row.stored for row in rows], self._unseen)
-        rollout = self._run.collect(rows)
-        self.environments = rollout.source.environments
-        rollout.source.batch_index = getattr(inputs, "batch_index", None) if self.model.training else None
-        rollout.step = self.state.global_step
-        prompts, source = rollout.prompts, rollout.source
-        self.card_notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
-        if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
-            self._warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
+        rollout = self._run.begin(inputs)
+        self.environments, prompts = rollout.source.environments, rollout.prompts
         if self.args.self_check and self.model.training and prompts:
-            parts = self._run, self.sampler, self._own_sampler, lambda: self.model_wrapped
-            check_prompts(self._run, rollout, functools.partial(check_settings, *parts, self._processor_source))
+            parts = self._run, self.sampler, self._transformers_sampler, self._processor_source
+            check_prompts(self._run, rollout, functools.partial(check_settings, *parts))
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
         """Completions, with the turns in which tools are called."""
         branches: Any = Branches() if self.tools else None
+        run, tool_mask = self._run, None
         if self.rollout_func is not None:
-            ids, logps, tool_mask = self._custom_rollout(rollout)
+            self.sampler.load_weights(run.step)
+            # As TRL calls it, with prompts that hold their media
+            output = self.rollout_func(restore_media(rollout.source.messages), self)
+            placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
+            ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
         elif self.in_flight is None or rollout.source.batch_index is None:
-            samples = sample_with_views(self._run, self.sampler, self.model_wrapped, rollout, branches)
-            (ids, logps), tool_mask = samples, None
+            ids, logps = sample_with_views(run, self.sampler, rollout, branches)
         else:
-            engine: Any = self.vllm_generation
-            ahead = AheadSampling(self._run, self.in_flight, engine)
-            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.source.batch_index), None
+            sample = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
+            ids, logps = sample(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
-            samples = self.sampler, self.model_wrapped, rollout, ids, logps, branches
-            ids, logps, tool_mask = self._tool_turns(*samples, self.tool_loop)
+            given = self.sampler, rollout, (ids, logps), branches, self.tool_loop
+            ids, logps, tool_mask = continue_after_tools(run, *given)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.source.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
-        metrics, n_tokens = complete(
-            rollout,
-            ids,
-            logps,
-            tool_mask,
-            ends=self.eos_token_ids,
-            pad_to_multiple_of=self.pad_to_multiple_of,  # pyrefly: ignore[bad-argument-type]
-            mask_truncated=self.mask_truncated_completions,
-            accelerator=self.accelerator,
-        )
-        if self.model.training:
-            self.state.num_input_tokens_seen += n_tokens
-        self._run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._run.metrics.add(metrics | self.sampler.metrics())
-        # Once, so that old, reference and current log-probabilities agree
-        lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
-        rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
+        multiple, masks = self.pad_to_multiple_of, self.mask_truncated_completions
+        run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=masks)
+        run.metrics.add(self.sampler.metrics())
 
     def tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
         """Calls tools as in training, unless the options say otherwise."""
         most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
-        options = {**most, "ends": self.eos_token_ids, "loop": getattr(self, "async_loop", None), **options}
-        template = {"chat_template": self.chat_template, **self.chat_template_kwargs}
-        return self._run.tool_loop(self.sampler, tools, template, **options)
-
-    def _custom_rollout(self, rollout: Rollout):
-        """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
-        self.sampler.load_weights(self.state.global_step)
-        output = self.rollout_func(restore_media(rollout.source.messages), self)
-        placeholders = all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
-        return take_custom_rollout(rollout, output, placeholders)
-
-    @torch.no_grad()
-    def _score_rollout(self, model: nn.Module, rollout: Rollout) -> Scores:
-        """Scores of a rollout, or of a part of it, without gradients."""
-        args = self.args
-        size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-            return score_in_batches(self._policy, model, rollout, size)
-
-    def _score_reference(self, rollout: Rollout) -> Scores:
-        if self.ref_model is not None:
-            return self._score_rollout(self.ref_model, rollout)
-        model: Any = self.accelerator.unwrap_model(self.model)
-        with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            return self._score_rollout(self.model, rollout)
+        return self._run.tool_loop(self.sampler, tools, **{**most, **options})
 
     def _reward(self, rollout: Rollout) -> None:
-        rewards = self._run.rewarding(rollout)
-        rollout.rewards.per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
+        rollout.rewards.per_func = self.accelerator.gather(self._run.reward(rollout).to(self.accelerator.device))
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
 
+    def _invalidate_engine(self) -> None:
+        self.sampler.invalidate_weights()
+
     def _rollout_state(self) -> dict[str, Any]:
-        return {**super()._rollout_state(), "in_flight": self.in_flight and self.in_flight.state_dict()}
+        """What this process needs to continue in the middle of a generation batch as if it hadn't stopped."""
+        return {
+            **super()._rollout_state(),
+            "batches": self._batches(),
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs if self._step % self._steps_per_rollout else None,
+            "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
+            "in_flight": self.in_flight and self.in_flight.state_dict(),
+            "groups": self._groups and self._groups.state_dict(),
+        }
+
+    def _batches(self) -> dict[str, Any]:
+        """What the size and the contents of a generation batch depend on."""
+        names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
+        sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
+        return {**sizes, "num_processes": self.accelerator.num_processes, "reference": self.args.beta != 0}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        """Restores what all ranks share, and this rank's completions if batches still have the same shape."""
         super()._load_rollout_state(state)
-        is_same = state["batches"] == self._batches() and not self.args.ignore_data_skip
-        if self.in_flight is not None and is_same and state.get("in_flight"):
-            self._stream.restore_batches(state["in_flight"]["rows"])
-            self.in_flight.load_state_dict(state["in_flight"])
+        if state["batches"] == self._batches():
+            self._step = state["step"]
+            if state["buffered_inputs"] is not None:
+                self._buffered_inputs = [each.to(self.accelerator.device) for each in state["buffered_inputs"]]
+            for batch in self._buffered_inputs or ():
+                batch.packed = batch.packed and self._policy.fallbacks.packing
+            if self._groups is not None and state["groups"] is not None:
+                self._groups.load_state_dict(state["groups"])
+            if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
+                self._stream.restore_batches(state["in_flight"]["rows"])
+                self.in_flight.load_state_dict(state["in_flight"])
+        else:
+            logger.warning(
+                f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
+                "completions."
+            )
+        for name, model in self._forwarded_models().items():
+            restore_ways(model, state["ways"].get(name, ()))
+
+    def _forwarded_models(self) -> dict[str, PreTrainedModel]:
+        """The policy, its reference or teacher, and its critic, by the names of their attributes."""
+        critic = getattr(self.critic, "model", None)  # which a head lacks
+        models = {"model": self.model, "ref_model": self.ref_model, "critic": critic}
+        return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     # Update
 
@@ -452,18 +453,9 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _has_own_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
-            if self.rollout_func is not None or not self.args.keep_groups_together:
-                rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
-            else:
-                # Engines refuse some mixtures of media that must be forwarded alone, which a move could make
-                may_move = self._policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
-                rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
-                self._run.metrics.add(metrics)
-            self._buffered_inputs = rollout.micro_batches(steps)
-            parts = self._buffered_inputs
-            metrics = rank_metrics(parts, self.accelerator)
-            self._run.metrics.add(metrics | packing_metrics(self._policy, self.prompts.model, parts))
-            self._on_rollout(parts)
+            shuffles = self.rollout_func is not None or not self.args.keep_groups_together
+            self._buffered_inputs = self._run.micro_batches(rollout, shuffles)
+            self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, place)
         return self._buffered_inputs[self._step % steps]
 
@@ -476,7 +468,7 @@ class MultimodalTrainer(CheckpointMixin):
         """Scores the new micro-batches that the policy will have moved away from when they are trained on."""
         for part in micro_batches[self._n_on_policy :]:
             if part.old_per_token_logps is None:
-                part.old_per_token_logps = self._score_rollout(self.model, part).logps
+                part.old_per_token_logps = self._run.score(self.model, part).logps
         if self._corrects(micro_batches[0]) and self._n_on_policy == 0:
             self._log_engine(micro_batches)
 
@@ -499,11 +491,9 @@ class MultimodalTrainer(CheckpointMixin):
             self._micro_batch = self._scores = None
         if parts is None:
             return loss
-        n_parts = float(len(parts.parts))
-        self._run.metrics.add({"token_budget/parts": n_parts, "token_budget/extra_time": parts.seconds})
         # `training_step` divides what it gets here
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
-        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
+        return self._backward_by_parts(model, loss, parts, divisor)
 
     def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
         """

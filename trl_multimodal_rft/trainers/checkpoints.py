@@ -6,9 +6,11 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from inspect import get_annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
@@ -17,10 +19,13 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
+from ..checks.run_checks import Checks
 from ..data.rows.fingerprint import fingerprint
-from ..forward.features import learned_ways, restore_ways
+from ..forward.scores import DeferredParts
+from ..forward.token_budget import backward_by_parts
 from ..models.critic import Critic, ValueHead, policy_alone
 from ..models.parts import freeze, rates_of_parts
+from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
 from ..reporting.console import PRINTERS, console_of, show_parts
@@ -29,6 +34,7 @@ from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
 from ..rollout.ranks import any_rank
+from ..rollout.stream import RowStream
 from .arguments import check_keywords
 from .checkpoint_files import (
     PARTIAL,
@@ -71,6 +77,7 @@ class CheckpointMixin(Trainer):
     wasn't interrupted. Updates that aren't finite are skipped, and weights that aren't are not saved.
     """
 
+    # Without a value, what a trainer has to set before `_complete_parts`
     args: Any
     processing_class: Any
     accelerator: Any
@@ -78,15 +85,11 @@ class CheckpointMixin(Trainer):
     optimizer: Any
     ref_model: Any = None
     train_dataset: Any
-    _policy: Any
-    checks: Any
-    sampler: Any = None
-    num_iterations: Any = 1  # these three, of trainers that sample
-    _step: int
-    _buffered_inputs: Any
+    _policy: PolicyForward
+    checks: Checks
     reward_func_names: Any = ()
     _metrics: Any
-    _stream: Any
+    _stream: RowStream
     card_notes: CardNotes
     _name: Any  # these two are TRL's, for a card
     _paper: Any
@@ -108,13 +111,22 @@ class CheckpointMixin(Trainer):
         check_keywords(cls, kwargs)
         return super().__new__(cls)
 
-    def _add_checkpoint_callbacks(self) -> None:
-        """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""
+    def _complete_parts(self) -> None:
+        """
+        Makes the model ready to train, saves before a push, and on signals in place of transformers' callback, which
+        doesn't wait for the step. Raises a `TypeError` if the trainer lacks what this class needs of it.
+        """
+        if lacking := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(lacking)}, which checkpoints and cards need.")
+        keep_differentiable(self.model)
         self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
         self.add_callback(SaveBeforePush(self._save_without_repository))
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(partial(any_rank, self.accelerator))
             self.add_callback(self._end_on_signal)
+
+    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
+        return unwrapped(self.accelerator, model)
 
     def _save_without_repository(self) -> None:
         if self.hub_model_id is None:
@@ -174,9 +186,7 @@ class CheckpointMixin(Trainer):
             return super().train(checkpoint, *args, **kwargs)
 
     def _invalidate_engine(self) -> None:
-        """An engine that samples may have other weights now than those of its last step."""
-        if self.sampler is not None:
-            self.sampler.invalidate_weights()
+        """Tells an engine that samples that the weights may be others than those of the last step."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
         """The checkpoint to resume from, the same on all processes."""
@@ -283,60 +293,30 @@ class CheckpointMixin(Trainer):
     # State of the rollouts
 
     def _rollout_state(self) -> dict[str, Any]:
-        """What this process needs to continue in the middle of a generation batch as if it hadn't stopped."""
-        models = forwarded_models(self.accelerator, self.model, self.ref_model, self.critic)
-        reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        """What this process needs to continue as if it hadn't stopped."""
         return {
-            "batches": self._batches(),
-            "step": self._step,
-            "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
             **self.checks.state_dict(),
-            "checked": checked_settings(self._policy, self.model, self.args),
-            "ways": {name: learned_ways(model) for name, model in models.items()},
+            "checked": self._checked_settings(),
             "n_skipped": self._n_skipped,
-            "skipped_rows": self._stream.skipped,
-            "difficulty": None if self._stream.sampler is None else self._stream.sampler.state_dict(),
-        }
-
-    def _batches(self) -> dict[str, Any]:
-        """What the size and the contents of a generation batch depend on."""
-        args = self.args
-        return {
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "steps_per_generation": args.steps_per_generation,
-            "num_generations": args.num_generations,
-            "num_iterations": args.num_iterations,
-            "num_processes": self.accelerator.num_processes,
-            "reference": args.beta != 0,
+            "rows": self._stream.state_dict(),
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Restores what all ranks share, and this rank's completions if batches still have the same shape."""
-        if state["batches"] == self._batches():
-            self._step = state["step"]
-            self._metrics["train"].update(state["metrics"])
-            if state["buffered_inputs"] is not None:
-                self._buffered_inputs = [each.to(self.accelerator.device) for each in state["buffered_inputs"]]
-        else:
-            logger.warning(
-                f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
-                "completions."
-            )
-        if state["checked"] == checked_settings(
-            self._policy, self.model, self.args
-        ):  # else what this run does is measured anew
+        self._metrics["train"].update(state["metrics"])
+        if state["checked"] == self._checked_settings():  # else what this run does is measured anew
             self.checks.load_state_dict(state)
-        for batch in self._buffered_inputs or ():
-            batch.packed = batch.packed and self._policy.fallbacks.packing
-        models = forwarded_models(self.accelerator, self.model, self.ref_model, self.critic)
-        for name, model in models.items():
-            restore_ways(model, state["ways"].get(name, ()))
         self._n_skipped = state["n_skipped"]
-        self._stream.skipped = state["skipped_rows"]  # which an error of a server may not show again
-        if self._stream.sampler is not None and state["difficulty"] is not None:
-            self._stream.sampler.load_state_dict(state["difficulty"])
+        self._stream.load_state_dict(state["rows"])
+
+    def _checked_settings(self) -> dict[str, Any]:
+        """What the measurements of the self-check hold for."""
+        model = self._policy.unwrapped(self.model)
+        return {
+            "packing": self.args.packing,
+            "precision": [self.accelerator.mixed_precision, str(model.dtype)],
+            "attention": model.config.get_text_config(decoder=True)._attn_implementation,
+        }
 
     # Saving
 
@@ -476,8 +456,8 @@ class CheckpointMixin(Trainer):
                 self.max_completion_length,
                 self.chat_template_kwargs,
                 self._training_lines(),
-                self._published_folders(type(unwrapped(None, model)).__name__, repository),
-                self.checks.self_check if hasattr(self, "checks") else None,
+                self._published_folders(type(self._unwrapped(model)).__name__, repository),
+                self.checks.self_check,
             )
             write_card(run, model_name, dataset_name)
 
@@ -488,7 +468,16 @@ class CheckpointMixin(Trainer):
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         return []
 
-    # Finite updates
+    # Updates
+
+    def _backward_by_parts(
+        self, model: nn.Module, loss: torch.Tensor, parts: DeferredParts, divisor: int
+    ) -> torch.Tensor:
+        """The loss for the last backward pass of a micro-batch that is forwarded in parts."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["token_budget/parts"].append(float(len(parts.parts)))
+        metrics["token_budget/extra_time"].append(parts.seconds)
+        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""
@@ -517,24 +506,6 @@ def _write_manifest(
     measured = measure_together(folder, process, accelerator.num_processes) if shards else None
     if args.should_save:
         write_manifest(folder, args.save_only_model, fingerprints(), measured)
-
-
-def forwarded_models(
-    accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, critic: Critic | ValueHead | None
-) -> dict[str, PreTrainedModel]:
-    """The policy, its reference or teacher, and its critic, by the names of their attributes in trainers."""
-    models = {"model": model, "ref_model": reference, "critic": getattr(critic, "model", None)}  # a head has none
-    return {name: unwrapped(accelerator, model) for name, model in models.items() if model is not None}
-
-
-def checked_settings(policy: PolicyForward, wrapped: nn.Module, args: TrainerConfig) -> dict[str, Any]:
-    """What the measurements of the self-check hold for."""
-    model, accelerator = policy.unwrapped(wrapped), policy.accelerator
-    return {
-        "packing": args.packing,
-        "precision": [accelerator.mixed_precision if accelerator else "no", str(model.dtype)],
-        "attention": model.config.get_text_config(decoder=True)._attn_implementation,
-    }
 
 
 class _RestoreState(TrainerCallback):

@@ -10,7 +10,7 @@ from ..data.rows.columns import TEACHER_COLUMNS
 from ..rollout.view_options import ContrastView, RolloutView
 from ..spelling import read_settings
 from ..views import as_view
-from .arguments import check_batches, check_values, help_from_docstring
+from .arguments import Needs, check_batches, help_from_docstring
 from .multimodal_config import SamplingArguments
 
 
@@ -78,15 +78,15 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             the remedy.
     """
 
-    num_generations: int = 1
+    num_generations: Annotated[int, "[1, inf]"] = 1
     steps_per_generation: int | None = None
     generation_batch_size: int | None = None
     teacher_view: str | None = None
     student_view: str | None = None
     self_teacher: str = "current"
     teacher_model_server_url: str | None = None
-    loss_top_k: int = 0
-    loss_add_tail: bool = True
+    loss_top_k: Annotated[int, "[0, inf]"] = 0
+    loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
     log_multimodal: bool = True
 
     # What other trainers that sample have options for: `beta` is no coefficient of a reference, and completions are
@@ -99,9 +99,6 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     rollout_view_settings, contrast_view_settings = RolloutView(), ContrastView()
 
     def __post_init__(self):
-        check_values(self)
-        if self.num_generations < 1:
-            raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}; the default is 1.")
         super().__post_init__()
         if self.own_teacher.rate != SelfTeacher().rate and self.own_teacher.weights != "ema":
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
@@ -115,8 +112,6 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             )
         if self.keeps_decoded:
             self._check_server()
-        if not self.loss_add_tail and self.loss_top_k == 0:
-            raise ValueError("`loss_add_tail=False` has no effect without `loss_top_k`; set it or remove this.")
         if not self.loss_add_tail and self.loss_top_k == 1:
             raise ValueError(
                 "`loss_add_tail=False` renormalizes over `loss_top_k=1` token, whose probability is then always 1; "

@@ -2,13 +2,11 @@
 """On-policy distillation with media."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 from trl import DistillationTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -27,9 +25,9 @@ from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
 from .rollout_logs import log_contribution
 from .setup import resolve_config
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 from .teacher import (
     Teacher,
-    check_own_teacher,
     check_teacher,
     load_teacher,
     prompts_under,
@@ -38,11 +36,6 @@ from .teacher import (
     server_teacher,
     teacher_prompts,
 )
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
 
 
 class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # pyrefly: ignore[inconsistent-inheritance]
@@ -113,21 +106,16 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         teacher_model: str | PreTrainedModel | None = None,
         args: MultimodalDistillationConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
         tools: list[Callable] | None = None,
         sampler: Sampler | None = None,
     ):
@@ -180,11 +168,17 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     # Rollout
 
-    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
-        if self.teacher_model is None and self.teacher_server is None:
-            check_own_teacher(self.args, rows[0].stored)
+        teaches_itself = self.teacher_model is None and self.teacher_server is None
+        sees_more = self.args.teacher_view or self.args.student_view
+        if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
+            raise ValueError(
+                "There is no teacher but the student itself, which sees the same, so that it would learn nothing; "
+                "pass `teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' "
+                "or 'teacher_image'."
+            )
         rollout = self._collect(rows)
         read, server = teacher_prompts(self._run, rollout, rows), self.teacher_server
         requests = None if server is None else server.read(read)

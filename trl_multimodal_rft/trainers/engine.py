@@ -2,31 +2,38 @@
 """What samples for a trainer, with its arguments."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoProcessor,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
 from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
 from ..encoding.prompts import EncodedPrompt
+from ..generation.transformers import Branches
 from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
-from ..rollout.rollout import Rollout
-from ..rollout.samplers import Sampler, TransformersSampler
+from ..rollout.rollout import Rollout, known
+from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
+from ..rollout.turns import ENDS, ToolLoop, first_turns, run_turns, with_results
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -38,6 +45,13 @@ from .setup import media_limits, sampling_changes
 
 logger = get_logger(__name__)
 
+# Arguments of the engine that options of the config are for, the former with `vllm_` before their names
+_ENGINE_OPTIONS = ("mode", "structured_outputs_regex", "server_base_url", "server_host", "server_port", "group_port")
+_ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length")
+_ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
+_SAMPLING_OPTIONS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+_SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
+
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
     """What the engine adds to logits: a sampled placeholder would stand for media that don't exist."""
@@ -45,33 +59,19 @@ def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in given.items()}
 
 
-@dataclass
-class Generation:
-    """What TRL's constructor makes for generation, and what is called around it."""
-
-    config: GenerationConfig
-    kwargs: dict[str, Any]
-    ends: Sequence[int]  # tokens that end a text
-    backend: DistributedBackend
-    profile: Callable[[str], AbstractContextManager]
-    continuous_batching: Any  # config of transformers
-    wrapped: Callable[[], nn.Module]  # the policy in wrappers of engines
-
-
 def make_engine(
     run: Run,
-    generation: Generation,
     bias: dict[int, float],
     revision: str | None,
     media_limits: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
     """The engine, with the arguments that TRL gives it, and the most media of a prompt; the user's arguments win."""
-    args, accelerator, ends = run.args, run.accelerator, generation.ends
+    args, accelerator = run.args, run.accelerator
     model: Any = run.model()
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
     given = args.generation_kwargs or {}
-    stops = {} if given.get("ignore_eos") else ends_of_text([*ends, *(given.get("stop_token_ids") or ())])
+    stops = {} if given.get("ignore_eos") else ends_of_text([*run.ends, *(given.get("stop_token_ids") or ())])
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in given:
         stops.pop("ignore_eos", None)  # grammars end by what the folder says
     # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
@@ -91,8 +91,6 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
-        if (args.vllm_engine_kwargs or {}).get("speculative_config"):
-            engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
 
     def without_weights() -> AbstractContextManager[None]:
         memory = host_memory()
@@ -102,54 +100,61 @@ def make_engine(
         model=model,
         accelerator=accelerator,
         processing_class=run.prompts.processor,
-        mode=args.vllm_mode,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        server_base_urls=args.vllm_server_base_urls,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        group_port=args.vllm_group_port,
-        server_timeout=args.vllm_server_timeout,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
         max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        enable_sleep_mode=args.vllm_enable_sleep_mode,
-        model_impl=args.vllm_model_impl,
-        trust_remote_code=args.trust_remote_code,
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_completion_length=args.max_completion_length,
+        **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
+        **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
         generation_kwargs=generation_kwargs,
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
-        max_staleness=args.max_staleness,
-        placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=without_weights,
     )
 
 
-@contextmanager
-def ready_to_generate(run: Run, generation: Generation) -> Iterator[Any]:
-    """The policy without what engines give around it, ready to generate."""
-    args, model = run.args, generation.wrapped()
-    with (
-        unwrap_model_for_generation(
-            model,
-            run.accelerator,
-            gather_deepspeed3_params=args.ds3_gather_for_generation,
-            generation_kwargs=generation.kwargs,
-            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        ) as unwrapped_model,
-        torch.no_grad(),
-        generation.backend.summon_full_params(model, recurse=False),
-        naming_broken_logits(run.step, run.policy.unwrapped(run.model()).dtype),
-    ):
-        yield unwrapped_model
+def transformers_sampler(
+    run: Run,
+    config: GenerationConfig,
+    kwargs: dict[str, Any],
+    backend: DistributedBackend,
+    continuous_batching: ContinuousBatchingConfig | None,
+    placeholders: set[int],
+) -> TransformersSampler:
+    """What samples with transformers, by the config, the arguments and the backend that TRL's constructor makes."""
+    args = run.args
+    if placeholders and not args.use_vllm:  # sampled, they would stand for media that don't exist
+        config.suppress_tokens = sorted(placeholders | set(config.suppress_tokens or []))
+        kwargs["suppress_tokens"] = config.suppress_tokens
+        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
+        run.prompts.model.generation_config.suppress_tokens = config.suppress_tokens
+
+    @contextmanager
+    def ready_to_generate() -> Iterator[nn.Module]:
+        model = run.wrapped()
+        with (
+            unwrap_model_for_generation(
+                model,
+                run.accelerator,
+                gather_deepspeed3_params=args.ds3_gather_for_generation,
+                generation_kwargs=kwargs,
+                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+            ) as unwrapped_model,
+            torch.no_grad(),
+            backend.summon_full_params(model, recurse=False),
+            naming_broken_logits(run.step, run.policy.unwrapped(run.model()).dtype),
+        ):
+            yield unwrapped_model
+
+    return TransformersSampler(
+        run.policy,
+        run.accelerator,
+        config,
+        run.ends,
+        run.tokenizer.pad_token_id,
+        ready_to_generate,
+        run.profile,
+        continuous_batching,
+        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+    )
 
 
 def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
@@ -157,43 +162,33 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
     messages = rollout.source.messages
     if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
         rows = zip(messages, rollout.source.row_indices, strict=True)
-        messages = [run.prompts.checked(each, number) for each, number in rows]
+        messages = [run.prompts.checked(each, row) for each, row in rows]
     run.checks.on_prompts(run.model(), messages, rollout.prompts, settings)
 
 
 def check_settings(
-    run: Run,
-    sampler: Sampler,
-    own: TransformersSampler,
-    wrapped: Callable[[], nn.Module],
-    processor_source: dict[str, Any] | None,
+    run: Run, sampler: Sampler, transformers: TransformersSampler, processor_source: dict[str, Any] | None
 ) -> RunSettings:
     """
     What the self-check compares the policy with: a processor, from its source as transformers loads it, and samples of
     transformers.
     """
 
-    def load_processor() -> Any:
+    def load_processor() -> ProcessorMixin | PreTrainedTokenizerBase:
         return run.prompts.processor if processor_source is None else AutoProcessor.from_pretrained(**processor_source)
 
-    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> Any:
-        return run.policy.sample(
-            wrapped(),
-            prompts,
-            config,
-            own.pad_token_id,
-            shared_prefill=shared_prefill,
-            generating=own.generating,
-        )
+    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> torch.Tensor:
+        options: dict[str, Any] = {"shared_prefill": shared_prefill, "generating": transformers.generating}
+        return run.policy.sample(run.wrapped(), prompts, config, transformers.pad_token_id, **options)
 
     return RunSettings(
         load_processor=load_processor,
         template_kwargs=run.prompts.template_kwargs,
-        generation_config=own.config,
-        eos_token_ids=own.eos_token_ids,
-        sample=sample if sampler.samples_policy and own.continuous_batching is None else None,
+        generation_config=transformers.config,
+        eos_token_ids=run.ends,
+        sample=sample if sampler.samples_policy and transformers.continuous_batching is None else None,
         samples_rollouts=sampler.samples_policy,
-        generating=own.generating,
+        generating=transformers.generating,
         changes=sampling_changes(run.args),
         audio_overlong=run.args.audio_overlong,
         engine_positions=sampler.is_engine,
@@ -204,42 +199,26 @@ def check_sampler(
     run: Run,
     sampler: Sampler,
     rollout: Rollout,
+    *,
     corrects: bool,
-    ends: Sequence[int],
     logit_bias: dict[int, float],
     flight: InFlight | None,
 ) -> None:
     """
-    Compares what sampled, if it isn't the policy itself, with the policy, where that is due.
-
-    Args:
-        run ([`Run`]):
-            What trains.
-        sampler ([`~rollout.samplers.Sampler`]):
-            What sampled.
-        rollout ([`~rollout.rollout.Rollout`]):
-            Its completions.
-        corrects (`bool`):
-            Whether its log-probabilities weigh completions.
-        ends (`Sequence[int]`):
-            Tokens that end a text.
-        logit_bias (`dict[int, float]`):
-            What it adds to logits.
-        flight ([`~rollout.in_flight.InFlight`], *optional*):
-            Requests of completions ahead.
+    Compares what sampled, if it isn't the policy itself, with the policy, where that is due. `corrects` says whether
+    its log-probabilities weigh completions, `logit_bias` what it adds to logits, `flight` has the requests ahead.
     """
     if sampler.samples_policy or not run.is_training:
         return
     _check_logps(run, rollout, corrects)
     check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
-    tokenizer = getattr(run.prompts.processor, "tokenizer", run.prompts.processor)
     if check is not None and run.encodes_text and not has_tools:
-        after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, ends)
+        after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
         if any_rank(run.accelerator, bool(after.any())):
             raise RuntimeError(
-                f"self-check: completions go on after an end of text, {tokenizer.convert_ids_to_tokens([*ends])}. Let "
-                "what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to "
-                "train anyway."
+                f"self-check: completions go on after an end of text, {run.tokenizer.convert_ids_to_tokens(run.ends)}"
+                ". Let what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set "
+                "`self_check=False` to train anyway."
             )
     if sampling_changes(run.args):  # which make another distribution than the policy's
         return
@@ -247,8 +226,7 @@ def check_sampler(
         own = computing_dtype(run.accelerator, run.policy.unwrapped(run.model()))
         dtype, is_old = sampler.dtype or own, rollout.source.flight is not None
         if flight is not None and is_old and flight.probes:  # its completions are older than the policy
-            pad: Any = tokenizer.pad_token_id
-            probe = probe_engine(flight, run.accelerator, len(rollout), ends=ends, pad_token_id=pad)
+            probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model(), run.step, probe, dtype, logit_bias, False)
         if not is_old or has_tools:  # whose later turns aren't
             run.checks.on_engine(run.model(), run.step, rollout, dtype, logit_bias, has_tools)
@@ -275,45 +253,73 @@ def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
         logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
 
 
-def suppress_placeholders(model: PreTrainedModel, generation: Generation, placeholders: set[int]) -> None:
-    """Keeps transformers from sampling placeholders, which would stand for media that don't exist."""
-    if placeholders:
-        suppressed = sorted(placeholders | set(generation.config.suppress_tokens or []))
-        generation.config.suppress_tokens = generation.kwargs["suppress_tokens"] = suppressed
-        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
-        model.generation_config.suppress_tokens = suppressed
+def continue_after_tools(
+    run: Run,
+    sampler: Sampler,
+    rollout: Rollout,
+    samples: Samples,
+    branches: Branches,
+    make_loop: Callable[..., ToolLoop],
+) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]]]:
+    """
+    Calls tools and samples further turns, until no completion ends with a call. All ranks must call this.
+
+    Returns ids, log-probabilities, and masks that are 0 on results.
+    """
+
+    def sample(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]) -> Samples:
+        branches.asked = asked
+        return sampler(run.wrapped(), prompts, step=run.step, room=room, branches=branches)
+
+    tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
+    first = first_turns(rollout, samples[0], run.prompts.processor, run.toolbox)
+    loop = make_loop(tools, complete=sample)
+    trajectories = run_turns(rollout, *samples, first, loop)
+    for each in trajectories:
+        each.prompt.decoded = ()  # the engine has processed the last turn
+    rollout.prompts = with_results(loop.encoder.model, trajectories)
+    rollout.source.completions = [each.messages for each in trajectories]
+    ids, mask = [each.ids for each in trajectories], [each.mask for each in trajectories]
+    logps = None if samples[1] is None else [each.logps or [] for each in trajectories]
+    if sampler.samples_policy and any(each.turns for each in trajectories):
+        why = branches.obstacle
+        mode = f"prefills the conversation again: {why}" if why else "continues from its cache"
+        if mode != run.mode_after_tools:
+            logger.info(f"After results of tools, generation {mode}.")
+            run.mode_after_tools = mode
+    if (flight := rollout.source.flight) is not None:  # results are followed by the newest weights
+        called = torch.tensor([0 in each for each in mask], device=run.accelerator.device)
+        flight.versions[called, 1] = known(rollout.source.batch_index)
+    if run.is_training:
+        run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
+    counts = sum((each.counts for each in trajectories), Counter())
+    counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
+    *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)
+    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ended, strict=True)})
+    failed = failures / calls if calls else 0.0
+    run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failed})
+    return ids, logps, mask
 
 
-def transformers_sampler(run: Run, generation: Generation) -> TransformersSampler:
-    args, processor = run.args, run.prompts.processor
-    return TransformersSampler(
-        run.policy,
-        run.accelerator,
-        generation.config,
-        generation.ends,
-        getattr(processor, "tokenizer", processor).pad_token_id,
-        partial(ready_to_generate, run, generation),
-        generation.profile,
-        generation.continuous_batching,
-        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-    )
-
-
-def check_own_sampler(sampler: Sampler | None, use_vllm: bool) -> None:
-    """Refuses a `sampler` of the user that is none, or that vLLM would replace."""
-    if sampler is not None and (use_vllm or not isinstance(sampler, Sampler)):
-        raise ValueError(
-            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {use_vllm}; pass a `Sampler`, without "
-            "`use_vllm`."
-        )
-
-
-def prompt_limits(run: Run, datasets: Iterable[Any]) -> dict[str, int]:
-    """The most media of a prompt of datasets, with those of tools; empty if it isn't known."""
+def vllm_sampler(
+    run: Run,
+    bias: dict[int, float],
+    revision: str | None,
+    datasets: Iterable[Any],
+    host_memory: Callable[[], HostMemory | None],
+    is_in_train: Callable[[], bool],
+) -> VLLMSampler:
+    """What samples with vLLM, which keeps memory for the most media of a prompt of datasets and of tools."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
-    if run.toolbox or n_tool_media is None:
-        return {}
-    return {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
+    limits = {}
+    if not run.toolbox and n_tool_media is not None:  # else it isn't known
+        limits = {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
+    engine = make_engine(run, bias, revision, limits, host_memory)
+
+    def explain() -> AbstractContextManager[None]:
+        return naming_checkpoint(run.args.output_dir, run.step) if is_in_train() else nullcontext()
+
+    return VLLMSampler(engine, run.profile, explain)
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:

@@ -3,18 +3,17 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
-from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
 from ..rollout.token_filter import EntropySource
 from ..rollout.view_options import LossView, view_option
-from ..spelling import read_settings, split_settings
-from .arguments import check_values, help_from_docstring
-from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
+from ..spelling import check_choice, read_settings, split_settings
+from .arguments import Needs, check_values, help_from_docstring
+from .multimodal_config import MultimodalArguments, check_range, check_sampling
 
 
 # Estimators without a critic whose KL divergence belongs to the reward, and those with k2 in the loss
@@ -118,23 +117,22 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
-    kl_estimator: str | None = field(
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = field(
         default=None,
         metadata={
             "help": "Estimator of the KL divergence. Defaults to 'k1' in the reward, to 'k2' in the loss for "
             f"{' and '.join(map(repr, _K2_IN_LOSS))}, and to 'k3' in the loss otherwise.",
-            "choices": list(KL_ESTIMATORS),
         },
     )
-    kl_in_reward: bool | None = field(
+    kl_in_reward: Annotated[bool | None, Needs("beta")] = field(
         default=None,
         metadata={
             "help": "Whether the KL divergence is subtracted from the rewards instead of added to the loss. Defaults "
-            f"to True for {' and '.join(map(repr, _IN_REWARD))}."
+            f"to True for {' and '.join(map(repr, _IN_REWARD))}.",
         },
     )
-    kl_target: float | None = None
-    kl_horizon: int = 10000
+    kl_target: Annotated[float | None, "(0, inf]", Needs("beta")] = None
+    kl_horizon: Annotated[int, "(0, inf]"] = 10000
     entropy_source: str = "rollout"
     loss_view: str | None = None
 
@@ -154,7 +152,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             names = [name for name, own in ESTIMATORS.items() if self._has_critic or own.needs != "critic"]
             name = split_settings(self.advantage_estimator)[0]
             if ALIASES.get(name, name) not in ESTIMATORS:
-                check_choice(self, "advantage_estimator", (*names, *ALIASES))
+                check_choice("`advantage_estimator`", self.advantage_estimator, (*names, *ALIASES))
             self.advantage_estimator = as_estimator(self.advantage_estimator).spelling
             if self.estimator.name not in names:
                 raise ValueError(
@@ -227,24 +225,17 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "it."
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
-            shaped = self.reward_running_scale or self.reward_clip_range is not None
-            if self.estimator.name != "group_norm" or shaped or self.kl_in_reward:
+            of_the_sum = self.reward_running_scale or self.kl_in_reward
+            of_the_sum = of_the_sum or self.reward_clip_range is not None or self.contrast_view is not None
+            if self.estimator.name != "group_norm" or of_the_sum:
                 raise ValueError(
                     "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
                     "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
-                    "`reward_clip_range` and `kl_in_reward`."
-                )
-            if self.contrast_view is not None:
-                raise ValueError(
-                    "`contrast_view` adds a bonus to the sum of the rewards, of which "
-                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each apart; remove one of them."
+                    "`reward_clip_range`, `kl_in_reward` and `contrast_view`, which change their sum."
                 )
 
     def _check_kl(self) -> None:
         if self.beta == 0:
-            for name in ("kl_estimator", "kl_in_reward", "kl_target"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"`{name}` has no effect with `beta=0`; set `beta` or remove it.")
             return
         if self.kl_in_reward and callable(self.advantage_estimator):
             raise ValueError(
@@ -255,7 +246,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             self.kl_in_reward = self.estimator.kl_in_reward
         if self.kl_estimator is None:
             self.kl_estimator = "k1" if self.kl_in_reward else self.estimator.kl_in_loss
-        check_choice(self, "kl_estimator")
         if self.kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
                 f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of "
@@ -270,8 +260,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     def _check_loss(self) -> None:
         # TRL checks them only after sampling
         if split_settings(self.loss_type)[0] not in LOSSES:
-            check_choice(self, "loss_type", tuple(LOSSES))
-        check_choice(self, "importance_sampling_level", ("token", "sequence"))
+            check_choice("`loss_type`", self.loss_type, LOSSES)
+        check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
         loss = self.loss
         token_level = self.estimator.per_token
         sequence_level = self.importance_sampling_level == "sequence"
@@ -291,11 +281,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{', or `kl_in_reward=False`' if penalized else ''}."
             )
         # TRL's constructor checks it only where it makes the engine
-        corrects_tokens = self.vllm_importance_sampling_mode.startswith("token")
-        if loss.name == "vespo" and self._corrects and not corrects_tokens:
+        wanted = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
+        if self._corrects and not self.vllm_importance_sampling_mode.startswith(wanted):
             raise ValueError(
-                "`loss_type='vespo'` weighs completions itself; set `vllm_importance_sampling_mode` to "
-                f"'token_truncate' or 'token_mask', got {self.vllm_importance_sampling_mode!r}."
+                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
+                f"'{wanted}_mask' or '{wanted}_truncate', got {self.vllm_importance_sampling_mode!r}."
             )
         if sequence_level and not loss.sequence_level:
             raise ValueError(
@@ -319,11 +309,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
         elif self.delta is not None and not loss.sequence_level:  # TRL's losses ignore it
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
-        if loss.per_completion and self._corrects and self.vllm_importance_sampling_mode.startswith("token"):
-            raise ValueError(
-                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
-                "'sequence_mask' or 'sequence_truncate'."
-            )
 
     def _check_view(self) -> None:
         view = self.loss_view_settings

@@ -4,13 +4,12 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
@@ -22,8 +21,6 @@ from ..algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
 from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
-from ..rewards.checks import distinct_names
-from ..rollout.groups import group_exchange
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.reward import has_signal, is_std_zero, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, known
@@ -34,13 +31,7 @@ from .grpo_config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
 from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
 class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
@@ -120,23 +111,18 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: MultimodalGRPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        reward_processing_classes: Processor | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
-        tools: "list[Callable] | None" = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+        tools: list[Callable] | None = None,
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         ref_model: PreTrainedModel | None = None,
@@ -166,10 +152,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
-            self.reward_funcs = [*self.reward_funcs, penalty]
-            self.reward_processing_classes = [*self.reward_processing_classes, None]
-            self.reward_func_names = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
-            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+            self._add_reward("soft_overlong_punishment", penalty)
         self._reward_scale = RunningScale()
         if args.kl_target is None:
             self._kl_controller = FixedKLController(args.beta)
@@ -180,13 +163,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._entropy_window = Window()
         gather = functools.partial(gather_rows, self.accelerator)
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
-        makes_prompts = rollout_func is not None or environment_factory is not None
-        self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
         self._head_rule = (
             dependency_head(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
         )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
-        self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
 
     @property
@@ -197,13 +177,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # Rollout
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        rollout = self._draw(inputs)
-        if self._groups is not None and self.model.training:
-            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
-            self._run.metrics.add(metrics)
-            if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
-                with self._extra_time():
-                    rollout.ref_per_token_logps = self._score_reference(rollout).logps
+        rollout = super()._roll_out(inputs)
         if rollout.view.dependency is not None:
             weigh_by_dependency(self._run, rollout)
         return rollout
@@ -217,7 +191,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             add_view(self._run, rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
-            rollout.ref_per_token_logps = self._score_reference(rollout).logps
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)
@@ -234,12 +208,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
         args, needs_dependency = self.args, self.args.loss_view_settings.measures_dependency
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
-        score = functools.partial(self._score_rollout, self.model)
+        score = functools.partial(self._run.score, self.model)
         for part in parts:
             measures = needs_dependency and part.view.prompts and part.view.dependency is None
             with nullcontext() if in_trl else self._extra_time():
                 if measures:
-                    old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)
+                    old = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
                 else:
                     old = score(part)
             part.old_per_token_logps = old.logps
@@ -315,11 +289,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             )
         return advantages
 
-    def _draw_extra(self, n: int) -> Rollout:
-        start = self._n_extra_prompts
-        self._n_extra_prompts += self.accelerator.num_processes * n
-        return self._draw(self._stream.draw(start, n))
-
     @contextmanager
     def _extra_time(self):
         """Counts the seconds of scoring that TRL doesn't do, for the metric `extra_scoring_time`."""
@@ -351,7 +320,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
             with self._extra_time():
-                entropies = [self._score_rollout(self.model, part).entropies for part in parts]
+                entropies = [self._run.score(self.model, part).entropies for part in parts]
             self._token_filter.mark(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
@@ -480,8 +449,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             **super()._rollout_state(),
             "kl_controller": self._kl_controller.state_dict(),
             "reward_scale": self._reward_scale.state_dict(),
-            "groups": None if self._groups is None else self._groups.state_dict(),
-            "n_extra_prompts": self._n_extra_prompts,
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
@@ -490,6 +457,3 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self.args.kl_target is not None:
             self._kl_controller.load_state_dict(state["kl_controller"])
         self._reward_scale.load_state_dict(state["reward_scale"])
-        if state["batches"] == self._batches() and self._groups is not None and state["groups"] is not None:
-            self._groups.load_state_dict(state["groups"])
-        self._n_extra_prompts = state["n_extra_prompts"]

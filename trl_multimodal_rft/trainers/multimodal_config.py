@@ -4,8 +4,8 @@
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -13,14 +13,15 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.rows.unread import check_ignored
+from ..rollout.stream import UnreadableRows, unreadable_rows
 from ..rollout.view_options import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
     KnownKeywords,
+    Needs,
     as_names,
     as_rates,
     check_batches,
     check_generation_kwargs,
-    check_packages,
     check_values,
     help_from_docstring,
 )
@@ -28,10 +29,16 @@ from .arguments import (
 
 logger = logging.getLogger(__name__)
 
+# What configs that inherit these arguments are
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as _Config
+else:
+    _Config = object
+
 
 @help_from_docstring
 @dataclass
-class MediaArguments(KnownKeywords):
+class MediaArguments(KnownKeywords, _Config):
     r"""
     Arguments about media and checkpoints, for a TRL config to inherit.
 
@@ -77,10 +84,9 @@ class MediaArguments(KnownKeywords):
         on_media_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row.
             `"skip"` puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves
-            it out from then on; the metric `media/skipped` counts them. Evaluation leaves such rows out.
-        max_skipped_rows (`float`, *optional*, defaults to `0.1`):
-            How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
-            dataset's rows, in streams of 1,000.
+            it out from then on; the metric `media/skipped` counts them. Evaluation leaves such rows out. Its setting
+            `max_rows`, as in `"skip(max_rows=50)"`, is how many rows may be skipped before the run ends with an error:
+            a number, or below 1 a share of the dataset's rows (0.1 by default), in streams of 1,000.
         media_rules (`dict[str, Any]` or `str`, *optional*):
             From where media may come, and how large they may be, by fields of [`~data.reading.rules.MediaRules`];
             JSON on a command line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. What it
@@ -116,15 +122,14 @@ class MediaArguments(KnownKeywords):
         ValueError: If arguments are out of range. The message names them and the remedy.
     """
 
-    max_tokens_per_microbatch: int | None = None
+    max_tokens_per_microbatch: Annotated[int | None, "[1, inf]"] = None
     freeze: list[str] | None = None
     learning_rates: dict | str | None = None
-    audio_overlong: str = field(default="raise", metadata={"choices": ["raise", "truncate"]})
+    audio_overlong: Literal["raise", "truncate"] = "raise"
     ignored_media_columns: list[str] | None = None
-    special_tokens_in_text: str | None = field(default=None, metadata={"choices": ["allow", "raise", "strip"]})
-    media_prefetch: int = 1
-    on_media_error: str = field(default="raise", metadata={"choices": ["raise", "skip"]})
-    max_skipped_rows: float = 0.1
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
+    media_prefetch: Annotated[int, "[0, inf]"] = 1
+    on_media_error: str = "raise"
     media_rules: dict | str | None = None
     media_dir: str | None = None
     min_pixels: int | None = None
@@ -132,7 +137,7 @@ class MediaArguments(KnownKeywords):
     video_fps: float | None = None
     max_frames: int | None = None
     use_audio_in_video: bool = False
-    max_skipped_updates: int = 5
+    max_skipped_updates: Annotated[int, "[0, inf]"] = 5
     checkpoint_manifest: bool = True
 
     def __post_init__(self):
@@ -142,7 +147,6 @@ class MediaArguments(KnownKeywords):
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]  # which may be JSON
         check_values(self)
-        check_packages(self)
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # which has no effect there but a warning of torch
         has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
@@ -158,17 +162,18 @@ class MediaArguments(KnownKeywords):
             )
         self.freeze = as_names(self.freeze)
         self.learning_rates = as_rates(self.learning_rates)
-        for name in ("audio_overlong", "on_media_error"):
-            check_choice(self, name)
-        if self.special_tokens_in_text is not None:
-            check_choice(self, "special_tokens_in_text")
         check_ignored(self.ignored_media_columns)
-        _ = self.rules  # which checks them
+        _ = self.rules, self.unreadable_rows  # which checks them
 
     @property
     def rules(self) -> MediaRules:
         """Allowed sources and sizes of media, and their budgets."""
         return rules_of(self.media_rules, **{name: getattr(self, name) for name in OWN_NAMES})
+
+    @property
+    def unreadable_rows(self) -> UnreadableRows:
+        """What happens to rows that can't be read."""
+        return unreadable_rows(self.on_media_error)
 
     def __getstate__(self):
         # Saved with the model, and published with it
@@ -230,8 +235,8 @@ class SamplingArguments(MediaArguments):
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
             Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. A server is configured
             separately. `max_model_len` and `vllm_max_model_length` exclude each other.
-        vllm_server_base_urls (`list[str]`, *optional*):
-            Addresses of several servers with `vllm_mode="server"`, instead of `vllm_server_base_url`. Each process
+        vllm_server_base_url (`str`, *optional*):
+            Address of the server with `vllm_mode="server"`, or of several, with commas between them: each process
             asks one of them, in turn, and all get the weights.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets only the LoRA adapter at each sync, rather than all weights with the adapter merged
@@ -243,9 +248,8 @@ class SamplingArguments(MediaArguments):
 
         max_logged_media (`int`, *optional*, defaults to `8`):
             How many prompts have their media in a table of completions, the first ones; `None` means all. Tables are
-            made with `log_completions=True`, and hold text only with `log_multimodal=False`.
-        max_logged_megabytes (`float`, *optional*, defaults to `32.0`):
-            How much the media of a prompt may take in such a table; those that take more are left out.
+            made with `log_completions=True`, and hold text only with `log_multimodal=False`. Media of a prompt that
+            take more than 32 MB are left out.
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
@@ -264,18 +268,26 @@ class SamplingArguments(MediaArguments):
             the remedy.
     """
 
-    packing: str = field(default="prefix", metadata={"choices": ["prefix", "padded"]})
+    packing: Literal["prefix", "padded"] = "prefix"
     keep_groups_together: bool = True
-    max_tool_media: int | None = None
+    max_tool_media: Annotated[int | None, "[0, inf]"] = None
     disable_dropout: bool | None = None
     offload_during_generation: bool = False
     vllm_engine_kwargs: dict | str | None = None
-    vllm_server_base_urls: list[str] | None = None
+    vllm_server_base_url: str | None = None
     vllm_sync_adapter: bool | None = None
-    max_logged_media: int | None = 8
-    max_logged_megabytes: float = 32.0
-    media_contribution_steps: int = 10
+    max_logged_media: Annotated[int | None, "[1, inf]"] = 8
+    media_contribution_steps: Annotated[int, "[0, inf]"] = 10
     self_check: bool = True
+
+    if TYPE_CHECKING:  # of TRL's configs
+        generation_batch_size: int | None = None
+        steps_per_generation: int | None = None
+        use_vllm: bool = False
+        vllm_mode: str = "colocate"
+        vllm_max_model_length: int | None = None
+        generation_kwargs: dict | None = None
+        min_p: float | None = None
 
     needs_rewards = True  # whether something must reward completions
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
@@ -296,39 +308,32 @@ class SamplingArguments(MediaArguments):
             if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
                 check_batches(self, given)
             raise
-        check_choice(self, "packing")
         # vLLM has others
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
-        if self.use_vllm and self.vllm_mode == "server" and self.offload_during_generation:
+        engine = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
+        if not self.use_vllm:
+            return
+        if self.vllm_mode == "server" and self.offload_during_generation:
             raise ValueError(
                 "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
                 "GPUs; remove one of them."
             )
-        if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
+        if self.vllm_mode == "server" and engine:
             raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
-                "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+                f"`vllm_engine_kwargs` ({', '.join(engine)}) are for the trainer's own engine; start the server with "
+                "them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
             )
-        if self.vllm_server_base_urls and not (self.use_vllm and self.vllm_mode == "server"):
-            raise ValueError(
-                "`vllm_server_base_urls` has no effect without `use_vllm=True` and `vllm_mode='server'`; set both."
-            )
-        if self.vllm_server_base_urls and self.vllm_server_base_url:
-            raise ValueError(
-                "`vllm_server_base_urls` and `vllm_server_base_url` both say where vLLM runs; remove one of them."
-            )
-        if self.use_vllm and (self.vllm_engine_kwargs or {}).get("speculative_config"):
-            given = self.generation_kwargs or {}
-            refused = {"min_p": self.min_p, **{name: given[name] for name in ("min_p", "logit_bias") if name in given}}
-            for name in (name for name, value in refused.items() if value):
-                raise ValueError(
-                    f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one of "
-                    "them."
-                )
-        if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
+        if engine.get("speculative_config"):
+            for name, value in {"logit_bias": None, "min_p": self.min_p, **(self.generation_kwargs or {})}.items():
+                if name in ("logit_bias", "min_p") and value:
+                    raise ValueError(
+                        f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one "
+                        "of them."
+                    )
+        if self.vllm_max_model_length and "max_model_len" in engine:
             raise ValueError(
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
-                f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
+                f"({engine['max_model_len']}) both set the engine's length; remove one of them."
             )
 
 
@@ -341,11 +346,9 @@ class MultimodalArguments(SamplingArguments):
     Parameters:
         > Parameters that control which prompts are sampled and trained on
 
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Whether to draw more prompts until the batch is full of groups with different rewards, see
-            [DAPO](https://huggingface.co/papers/2503.14476).
-        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `4`):
-            How often to sample for one batch at most.
+        dynamic_sampling (`int`, *optional*, defaults to `0`):
+            How often to sample for one batch at most, with more prompts each time, until it is full of groups with
+            different rewards, see [DAPO](https://huggingface.co/papers/2503.14476). 0 takes groups as they are.
         dynamic_sampling_range (`list[float]`, *optional*):
             Range (min, max) of a group's mean reward, without its ends, outside of which dynamic sampling and replay
             treat the group as one without different rewards, such as `[0.1, 0.9]` of
@@ -354,10 +357,8 @@ class MultimodalArguments(SamplingArguments):
             Name of the reward function whose mean `dynamic_sampling_range` bounds and `difficulty_sampling` measures.
             By default the range bounds the weighted sum of all, and the difficulty is measured by the first function.
         replay_buffer_size (`int`, *optional*, defaults to `0`):
-            Number of past groups with different rewards that each process keeps, in CPU memory, to stand in for groups
-            without.
-        replay_max_age (`int`, *optional*, defaults to `8`):
-            Number of optimizer steps after which a kept group is dropped.
+            Number of past groups with different rewards that each process keeps, in CPU memory and for 8 optimizer
+            steps, to stand in for groups without.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
             Whether to draw rows more often the closer the share of their right completions, measured in the run
             itself, is to a half, see [`~data.rows.difficulty.DifficultySampler`] and
@@ -407,14 +408,12 @@ class MultimodalArguments(SamplingArguments):
             the remedy.
     """
 
-    dynamic_sampling: bool = False
-    dynamic_sampling_max_rounds: int = 4
-    dynamic_sampling_range: list[float] | None = None
-    dynamic_sampling_reward: str | None = None
-    replay_buffer_size: int = 0
-    replay_max_age: int = 8
+    dynamic_sampling: Annotated[int, "[0, inf]"] = 0
+    dynamic_sampling_range: Annotated[list[float] | None, Needs("dynamic_sampling", "replay_buffer_size")] = None
+    dynamic_sampling_reward: Annotated[str | None, Needs("dynamic_sampling_range", "difficulty_sampling")] = None
+    replay_buffer_size: Annotated[int, "[0, inf]"] = 0
     difficulty_sampling: bool = False
-    max_staleness: int = 0
+    max_staleness: Annotated[int, "[0, inf]"] = 0
     vllm_importance_sampling_mode: str | None = None
     balance_ranks: bool = False
     rollout_view: str | None = None
@@ -450,15 +449,6 @@ class MultimodalArguments(SamplingArguments):
     def _weighs_completions(self) -> bool:
         """Whether the loss takes one weight per completion."""
         return True
-
-
-def check_choice(config, name: str, choices: tuple[str, ...] | None = None) -> None:
-    """Checks an argument that takes one of a few values."""
-    if choices is None:
-        choices = config.__dataclass_fields__[name].metadata["choices"]
-    value = getattr(config, name)
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_range(config, name: str) -> None:
@@ -504,18 +494,6 @@ def check_sampling(config) -> None:
     if config.balance_ranks and not config.keep_groups_together:
         raise ValueError(
             "`balance_ranks` moves whole groups, which `keep_groups_together=False` shuffles; remove one of them."
-        )
-    if config.dynamic_sampling_range is not None and not exchanging:
-        raise ValueError(
-            "`dynamic_sampling_range` has no effect without `dynamic_sampling=True` or `replay_buffer_size`; set one "
-            "of them or remove it."
-        )
-    if config.dynamic_sampling_reward is not None and not (
-        config.dynamic_sampling_range is not None or config.difficulty_sampling
-    ):
-        raise ValueError(
-            "`dynamic_sampling_reward` has no effect without `dynamic_sampling_range` or `difficulty_sampling=True`; "
-            "set one of them or remove it."
         )
     if config.difficulty_sampling and not config.shuffle_dataset:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Annotated
 from transformers import SchedulerType
 
 from ..algorithms.advantages import described
-from ..spelling import read_settings
+from ..spelling import check_choice, read_settings
 from .arguments import check_values, help_from_docstring
 from .grpo_config import MultimodalGRPOConfig
 
@@ -17,7 +17,7 @@ class ValueSchedule:
     """The option `value_lr_scheduler_type`."""
 
     type: str
-    warmup_steps: Annotated[float, "[0, inf]"] | None = None  # by default those of the policy's schedule
+    warmup_steps: Annotated[float | None, "[0, inf]"] = None  # by default those of the policy's schedule
 
 
 @help_from_docstring
@@ -33,11 +33,9 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         > Parameters that control the advantages
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"gae"`):
-            How rewards become advantages. `"gae"` has a critic; the others of [`MultimodalGRPOConfig`] have none.
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount per token.
-        lam (`float`, *optional*, defaults to `0.95`):
-            GAE's $\lambda$.
+            How rewards become advantages. `"gae"` has a critic, and the settings `gamma`, the discount per token, and
+            `lam`, GAE's $\lambda$, as in `"gae(gamma=1.0, lam=0.95)"`, the default. The others of
+            [`MultimodalGRPOConfig`] have no critic.
         bootstrap_truncated (`bool`, *optional*, defaults to `False`):
             Whether the critic's value stands for what would have come after a completion that was cut off at
             `max_completion_length`, on top of its reward. Without it, a cut completion is worth its reward alone.
@@ -85,19 +83,17 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             f"{described(None, 'group')}, or in Python a function."
         },
     )
-    gamma: float = 1.0
-    lam: float = 0.95
     bootstrap_truncated: bool = False
     shared_trunk: bool = False
-    vf_coef: float = 0.1
-    cliprange_value: float | None = 0.2
-    value_learning_rate: float | None = None
+    vf_coef: Annotated[float, "(0, inf)"] = 0.1
+    cliprange_value: Annotated[float | None, "(0, inf]"] = 0.2
+    value_learning_rate: Annotated[float | None, "(0, inf)"] = None
     value_lr_scheduler_type: str | None = None
-    freezing_actor_steps: int = 0
-    num_ppo_epochs: int = 4
-    ema_decay: float | None = None
-    ptx_coef: float = 0.0
-    per_device_ptx_batch_size: int = 1
+    freezing_actor_steps: Annotated[int, "[0, inf]"] = 0
+    num_ppo_epochs: Annotated[int, "[1, inf]"] = 4
+    ema_decay: Annotated[float | None, "(0, 1)"] = None
+    ptx_coef: Annotated[float, "[0, inf)"] = 0.0
+    per_device_ptx_batch_size: Annotated[int, "[1, inf]"] = 1
 
     _has_critic = True
 
@@ -110,12 +106,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
 
-        names = [schedule.value for schedule in SchedulerType]
-        if self.value_schedule.type not in names:
-            raise ValueError(
-                f"`value_lr_scheduler_type` must be one of {', '.join(map(repr, names))}, got "
-                f"{self.value_schedule.type!r}."
-            )
+        schedules = [schedule.value for schedule in SchedulerType]
+        check_choice("`value_lr_scheduler_type`", self.value_schedule.type, schedules)
         if self.ptx_coef > 0 and self.temperature != 1:
             raise ValueError(
                 f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "

@@ -6,19 +6,14 @@ import json
 import textwrap
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from accelerate.utils import extract_model_from_parallel, is_peft_model
+from datasets import Dataset
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Trainer,
-    TrainerCallback,
-)
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -32,7 +27,7 @@ from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
 from ..data.rows.fingerprint import fingerprint
 from ..data.rows.row import EndlessRows
-from ..encoding.supervised import encode_supervised
+from ..encoding.supervised import SupervisedEncoder
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -50,14 +45,10 @@ from .arguments import check_arguments
 from .checkpoint_files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
-from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
+from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
 # Folders in addition to the policy's files, in a checkpoint and in the final model
@@ -156,22 +147,17 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         reward_funcs: RewardFunc | list[RewardFunc],
         args: MultimodalPPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        reward_processing_classes: Processor | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
         value_model: str | PreTrainedModel | Critic | None = None,
         ref_model: PreTrainedModel | None = None,
         ptx_dataset: Dataset | None = None,
@@ -284,7 +270,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         local = local_rows(self.accelerator, rewards, len(rollout))
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
         per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
-        advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
+        advantages, returns = gae(per_token, values, mask, bootstrap=bootstrap, **args.estimator.settings)
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
 
         mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
@@ -375,17 +361,16 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return None
         n = self.args.per_device_ptx_batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
-        prompts, ids, mask = encode_supervised(
-            self._supervised.at(start, n),
+        encoder = SupervisedEncoder(
             self.processing_class,
             self._unwrapped(self.model),
-            self.eos_token_ids,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
             media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
+        prompts, ids, mask = encoder.encode_pairs(self._supervised.at(start, n), self.eos_token_ids)
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 
     def _fingerprints(self):
@@ -395,8 +380,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return {**super()._fingerprints(), "ptx_dataset": own}
 
     def _batches(self) -> dict[str, Any]:
-        args = self.args
-        return {**super()._batches(), "gae": [args.gamma, args.lam, args.bootstrap_truncated]}
+        return {**super()._batches(), "bootstrap_truncated": self.args.bootstrap_truncated}
 
     # Optimizer
 
@@ -414,7 +398,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = two_schedules(self.args, optimizer, self._critic_groups, num_training_steps)
             self._created_lr_scheduler = True
-        check_two_schedules(self.lr_scheduler)
+        if not isinstance(self.lr_scheduler, LambdaLR):  # the user's, or one that DeepSpeed made
+            raise ValueError(
+                f"A {type(self.lr_scheduler).__name__} can't give policy and critic different schedules; remove the "
+                "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
+            )
         return self.lr_scheduler
 
     def _trains(self, part: str) -> bool:
@@ -477,5 +465,5 @@ class _SyncPolicy(SyncRefModelCallback):
     """Leaves the critic out, of which the reference has none."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        policy = policy_alone(self.accelerator.unwrap_model(model))
+        policy = policy_alone(extract_model_from_parallel(model))
         super().on_step_end(args, state, control, model=policy, **kwargs)

@@ -1,12 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the RLOO trainer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from trl import RLOOConfig
 
 from .arguments import check_values, help_from_docstring
-from .multimodal_config import MultimodalArguments, check_choice, check_sampling
+from .multimodal_config import MultimodalArguments, check_sampling
 
 
 @help_from_docstring
@@ -46,9 +47,7 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
     advantage_estimator: str | None = None
     max_tool_calling_iterations: int | None = None
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str | None = field(
-        default=None, metadata={"choices": ["sequence_mask", "sequence_truncate"]}
-    )
+    vllm_importance_sampling_mode: Literal["sequence_mask", "sequence_truncate"] | None = None
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
@@ -65,7 +64,6 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
                 "The loss of `MultimodalRLOOTrainer` takes RLOO's one value per completion, so `advantage_estimator` "
                 "can't be chosen. Use `MultimodalGRPOTrainer`, which has 'rloo' too."
             )
-        check_choice(self, "vllm_importance_sampling_mode")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(

@@ -1,13 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """REINFORCE Leave-One-Out with media."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import BitsAndBytesConfig, TrainerCallback
 from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
@@ -15,7 +13,6 @@ from trl.trainer.rloo_trainer import RewardFunc
 from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ..algorithms.metrics import rank_mean, scored_mean
 from ..forward.scores import Scores
-from ..rollout.groups import group_exchange
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import has_signal, is_std_zero, leave_one_out, weighted_sum
 from ..rollout.rollout import Rollout, known
@@ -24,13 +21,7 @@ from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
 from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
 class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
@@ -86,23 +77,18 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: MultimodalRLOOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        reward_processing_classes: Processor | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
-        tools: "list[Callable] | None" = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+        tools: list[Callable] | None = None,
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         sampler: Sampler | None = None,
@@ -125,24 +111,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             environment_factory=environment_factory,
             sampler=sampler,
         )
-        makes_prompts = rollout_func is not None or environment_factory is not None
-        self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
-        self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
 
     # Rollout
-
-    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        rollout = self._draw(inputs)
-        if self._groups is not None and self.model.training:
-            rollout, _, metrics = self._groups.exchange(rollout, self._draw_extra)
-            self._run.metrics.add(metrics)
-        return rollout
-
-    def _draw_extra(self, n: int) -> Rollout:
-        start = self._n_extra_prompts
-        self._n_extra_prompts += self.accelerator.num_processes * n
-        return self._draw(self._stream.draw(start, n))
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
@@ -151,9 +122,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             self._sample(rollout)
         exchanges = self._groups is not None and self.model.training
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
-            rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
+            rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
-            rollout.ref_per_token_logps = self._score_reference(rollout).logps
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)
@@ -174,6 +145,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
             self._run.metrics.add({"kl": total / max(count, 1.0)})
+            rollout.ref_per_token_logps = None  # which no update reads
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = local_rows(self.accelerator, advantages, n)
         self._rollout_log.add(rollout, rewards, is_std_zero(shaped, self._run.group_size), advantages)
@@ -202,15 +174,3 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             metrics["aux_loss"] = rank_mean(scores.aux_loss)
         metrics["entropy"] = scored_mean(scores.entropies, inputs.scored_mask)
         return LossOutput(loss, metrics)
-
-    # Checkpoints
-
-    def _rollout_state(self) -> dict[str, Any]:
-        groups = None if self._groups is None else self._groups.state_dict()
-        return {**super()._rollout_state(), "groups": groups, "n_extra_prompts": self._n_extra_prompts}
-
-    def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        super()._load_rollout_state(state)
-        if state["batches"] == self._batches() and self._groups is not None and state.get("groups") is not None:
-            self._groups.load_state_dict(state["groups"])
-        self._n_extra_prompts = state.get("n_extra_prompts", 0)

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a trainer logs of a rollout: TRL's metrics and table of completions, media, and the first example."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from ..reporting.console import console_of
 from ..reporting.events import EventPart
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
-from ..reporting.model_card import CardNotes
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import out_of_range, reward_metrics
@@ -37,9 +36,27 @@ class RolloutLog:
     tables: Mapping[str, Any]  # TRL's columns of completions
     extra: dict[str, list[Any]]  # what reward functions passed to `log_extra`
     pending: dict[str, list[float]]  # and to `log_metric`
-    media: MediaLog | None
-    hint: EqualRewardsHint | None
-    callbacks: CallbackHandler | None  # on the main process, where a console may wait for the first example
+    shown_by: CallbackHandler | None  # on the main process, where a console may wait for the first example
+
+    def __post_init__(self):
+        args, self.media, self.hint = self.run.args, None, None
+        if args.log_completions:
+            most = args.max_logged_media if args.log_multimodal else 0
+            self.media = MediaLog(args.generation_batch_size, most, self.run.accelerator)
+        if self.run.rewards.names:
+            self.hint = EqualRewardsHint(grouped=args.compares_groups)
+
+    def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
+        """Those that hint at equal rewards, and log completions with their media, which TRL's scheduler publishes."""
+        if self.hint is not None:
+            yield self.hint
+        if self.media is not None:
+            run = self.run
+            has_tools, columns = bool(run.toolbox.tools), run.notes.columns
+            callback = MediaLogCallback(self.media, run.args, handler, self.tables, columns, has_tools)
+            if scheduler is not None:
+                scheduler.folder_path = (callback.folder / TABLES).resolve()
+            yield callback
 
     def add(
         self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor, advantages: torch.Tensor
@@ -49,7 +66,7 @@ class RolloutLog:
 
         Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, all of all ranks.
         """
-        run, per_func, names = self.run, known(rollout.rewards.per_func), self.run.rewarding.names
+        run, per_func, names = self.run, known(rollout.rewards.per_func), self.run.rewards.names
         run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
         if rollout.source.from_view is not None:
             run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
@@ -67,8 +84,8 @@ class RolloutLog:
             shown = rollout.source.completions if self.run.toolbox.tools else None
             self.media.add(rollout.source.messages, self.run.group_size, shown)
         display = None
-        if self.callbacks is not None and self.run.is_training:
-            display = console_of(self.callbacks.callbacks)
+        if self.shown_by is not None and self.run.is_training:
+            display = console_of(self.shown_by.callbacks)
         if display is not None and display.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
@@ -79,7 +96,7 @@ class RolloutLog:
                 rollout.source.messages[0],
                 ids[mask].tolist(),
                 reference=rollout.source.rows[0].get("solution"),
-                rewards=dict(zip(self.run.rewarding.names, rewards, strict=True)),
+                rewards=dict(zip(self.run.rewards.names, rewards, strict=True)),
             )
 
     def measure_groups(
@@ -94,14 +111,14 @@ class RolloutLog:
         run, per_func, sampler = self.run, known(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if wanted is not None:
-            bounded = rewards if name is None else per_func[:, reward_index(name, run.rewarding.names)]
+            bounded = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
             outside = out_of_range(bounded, group_ids, wanted)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
             self.hint.measure(rewards, live, run.step)
         if sampler is not None and run.is_training:
             numbers = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
-            sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewarding.names)])
+            sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewards.names)])
             known_frac, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
@@ -154,31 +171,3 @@ class ReadMetrics(TrainerCallback):
         self.pending.read()
 
     on_prediction_step = on_step_end
-
-
-def media_log(run: Run) -> MediaLog | None:
-    """What holds the media of completions that are logged, with `log_completions`."""
-    args = run.args
-    if not args.log_completions:
-        return None
-    most = args.max_logged_media if args.log_multimodal else 0
-    return MediaLog(args.generation_batch_size, most, args.max_logged_megabytes, run.accelerator)
-
-
-def media_callback(
-    run: Run,
-    log: MediaLog,
-    handler: CallbackHandler,
-    tables: Mapping[str, Any],
-    notes: CardNotes,
-    scheduler: CommitScheduler | None,
-) -> MediaLogCallback:
-    """What logs completions with their media, and has TRL's scheduler, if there is one, publish them."""
-    callback = MediaLogCallback(log, run.args, handler, tables, notes.columns, bool(run.toolbox.tools))
-    if scheduler is not None:
-        scheduler.folder_path = (callback.folder / TABLES).resolve()
-    return callback
-
-
-def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
-    return EqualRewardsHint(grouped=run.args.compares_groups) if run.rewarding.names else None

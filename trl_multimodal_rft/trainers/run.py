@@ -2,9 +2,10 @@
 """What the stages of a rollout share."""
 
 import functools
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -12,20 +13,29 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerState
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from ..checks.run_checks import Checks
-from ..data.reading.rules import MediaRules
+from ..data.rows.row import Row
+from ..data.rows.unread import check_has_prompt, check_reward_columns
+from ..forward.scores import Scores
+from ..models.parts import same_weights_trained
+from ..models.wrapped import is_unsharded
 from ..policy import PolicyForward
+from ..reporting.model_card import CardNotes
 from ..rewards.checks import missing_instructions
-from ..rollout.collect import collect
+from ..rollout.collect import collect, complete
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.ranks import any_rank
+from ..rollout.ranks import any_rank, arranged, rank_metrics
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
-from ..rollout.stream import EncodedRow, RowStream
+from ..rollout.score import packing_metrics, score_in_batches
+from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
+from .setup import warn_of_unread
 
 
 logger = get_logger(__name__)
@@ -49,39 +59,16 @@ class MetricLog:
 
 
 @dataclass
-class Rewarding:
-    """Calls the reward functions of a run."""
+class RewardFunctions:
+    """The reward functions of a run, to which a trainer may add; of each its name, and the processor of a model."""
 
-    functions: Callable[[], tuple[list[str], list[Any], list[Any]]]  # names, functions, and processors of models
+    names: list[str]
+    functions: list[Any]
+    processors: list[Any]
     template_kwargs: dict[str, Any]
-    media_rules: MediaRules
-    state: Callable[[], TrainerState]
     logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
-    loop: Any  # of asynchronous functions
-    profile: Callable[[str], AbstractContextManager]
-    was_called: bool = False
-
-    def __call__(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> torch.Tensor:
-        """Rewards of this rank's completions, `(N, functions)`; by the first function alone if so wished."""
-        flight = rollout.source.flight
-        early = None if flight is None or only_first else flight.early_rewards
-        names, functions, processors = self.functions()
-        if not self.was_called:
-            self.was_called = True
-            for warning in missing_instructions(functions, names, rollout.source.messages):
-                logger.warning(warning)
-        n = 1 if only_first else None
-        checked = checked_functions(
-            rollout, names[:n], functions[:n], processors[:n], self.template_kwargs, self.media_rules
-        )
-        given = self.logs if logs else dict.fromkeys(self.logs, lambda *values: None)
-        return reward_rollout(
-            rollout, checked, {"trainer_state": self.state(), **given}, self.loop, self.profile, early
-        )
-
-    @property
-    def names(self) -> list[str]:
-        return self.functions()[0]
+    loop: AbstractEventLoop | None  # of asynchronous functions
+    were_called: bool = False
 
 
 @dataclass
@@ -96,24 +83,128 @@ class Run:
     stream: RowStream
     checks: Checks
     metrics: MetricLog
-    rewarding: Rewarding
+    rewards: RewardFunctions
+    notes: CardNotes
+    _: KW_ONLY
     model: Callable[[], nn.Module]  # the policy, as prepared for training
+    wrapped: Callable[[], nn.Module]  # the policy in wrappers of engines
+    reference: Callable[[], nn.Module | None]  # `None` for the policy without its adapter
     state: Callable[[], TrainerState]
+    profile: Callable[[str], AbstractContextManager]
+    ends: Sequence[int]  # tokens that end a text
     group_sizes: tuple[int, int]  # completions of a prompt, in training and in evaluation
-    encodes_text: bool = True  # else a function of the user tokenizes prompts of text
+    encodes_text: bool  # else a function of the user tokenizes prompts of text
+    unseen: set[str]  # datasets whose rows are looked at when the first ones come
+    warned_of_positions: bool = False
+    mode_after_tools: str | None = None  # how generation continues, as it was logged last
 
     def collect(self, rows: Sequence[EncodedRow]) -> Rollout:
         """A rollout of rows, one per completion, with their environments and encoded prompts."""
-        tokenizer = getattr(self.prompts.processor, "tokenizer", self.prompts.processor)
         return collect(
             rows,
             self.prompts,
             self.toolbox,
             encodes_text=self.encodes_text,
             group_size=self.group_size,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             accelerator=self.accelerator,
         )
+
+    def begin(self, inputs: Sequence[Any]) -> Rollout:
+        """[`Run.collect`] for rows that are due, also if no loader has encoded them, and notes for the model card."""
+        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
+        self._check_rows([row.stored for row in rows])
+        rollout = self.collect(rows)
+        prompts, source = rollout.prompts, rollout.source
+        source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
+        rollout.step = self.step
+        self.notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
+        if not self.warned_of_positions:
+            self.warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
+        return rollout
+
+    def _check_rows(self, rows: list[Row]) -> None:
+        """Refuses rows without a prompt, and, of datasets that show them only now, columns that nothing reads."""
+        if not all(isinstance(each, nn.Module) for each in self.rewards.functions):
+            check_reward_columns(rows[0], 0)
+        if self.toolbox:
+            return
+        for row in rows:
+            check_has_prompt(row)
+        name = "train_dataset" if self.is_training else "eval_dataset"
+        if name in self.unseen:
+            self.unseen.remove(name)
+            takes = self.prompts.model.input_modalities
+            warn_of_unread(self.args, {name: [dict(row) for row in rows]}, takes, extent="first")
+
+    def complete(
+        self,
+        rollout: Rollout,
+        ids: list[list[int]],
+        logps: list[list[float | None]] | None,
+        tool_mask: list[list[int]] | None,
+        **options: Any,
+    ) -> None:
+        """Adds completions to a rollout and logs their lengths, with options of [`~rollout.collect.complete`]."""
+        state = self.state()
+        options |= {"ends": self.ends, "accelerator": self.accelerator}
+        metrics, n_tokens = complete(rollout, ids, logps, tool_mask, **options)
+        if self.is_training:
+            state.num_input_tokens_seen += n_tokens
+        self.metrics.now["num_tokens"] = [state.num_input_tokens_seen]
+        self.metrics.add(metrics)
+        # Once, so that old, reference and current log-probabilities agree
+        lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
+        rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, size, self.prompts.model)
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, rollout: Rollout) -> Scores:
+        """Scores of a rollout, or of a part of it, without gradients."""
+        args = self.args
+        size = args.per_device_train_batch_size if self.is_training else args.per_device_eval_batch_size
+        trained: Any = self.model()
+        with disable_gradient_checkpointing(trained, args.gradient_checkpointing_kwargs):
+            return score_in_batches(self.policy, model, rollout, size)
+
+    def score_reference(self, rollout: Rollout) -> Scores:
+        if (reference := self.reference()) is not None:
+            return self.score(reference, rollout)
+        model: Any = self.accelerator.unwrap_model(self.model())
+        with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
+            return self.score(self.model(), rollout)
+
+    def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> torch.Tensor:
+        """Rewards of this rank's completions, `(N, functions)`; by the first function alone if so wished."""
+        flight, rewards = rollout.source.flight, self.rewards
+        early = None if flight is None or only_first else flight.early_rewards
+        if not rewards.were_called:
+            rewards.were_called = True
+            for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
+                logger.warning(warning)
+        n = 1 if only_first else None
+        functions = rewards.names[:n], rewards.functions[:n], rewards.processors[:n]
+        checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.args.rules)
+        arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
+        arguments = {"trainer_state": self.state(), **arguments}
+        return reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+
+    def micro_batches(self, rollout: Rollout, shuffles: bool) -> list[Rollout]:
+        """Parts of a rollout for the update, of about equal length. Unless it shuffles, groups stay together."""
+        if shuffles:
+            rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
+        else:
+            # Engines refuse some mixtures of media that must be forwarded alone, which a move could make
+            may_move = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
+            rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
+            self.metrics.add(metrics)
+        parts = rollout.micro_batches(self.args.steps_per_generation)
+        self.metrics.add(rank_metrics(parts, self.accelerator))
+        self.metrics.add(packing_metrics(self.policy, self.prompts.model, parts))
+        return parts
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.prompts.processor, "tokenizer", self.prompts.processor)
 
     @property
     def step(self) -> int:
@@ -128,25 +219,18 @@ class Run:
     def group_size(self) -> int:
         return self.group_sizes[not self.is_training]
 
-    def tool_loop(
-        self,
-        sampler: Sampler,
-        tools: Sequence[dict[str, Callable]],
-        template_kwargs: dict[str, Any],
-        **options: Any,
-    ) -> ToolLoop:
+    def tool_loop(self, sampler: Sampler, tools: Sequence[dict[str, Callable]], **options: Any) -> ToolLoop:
         """Calls each completion's tools, with further fields of the loop."""
         args = self.args
         anyone = functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool
-        options = {"max_media": args.max_tool_media, "media_rules": args.rules, "anyone": anyone, **options}
-        return ToolLoop(
-            model=self.prompts.model,
-            processor=self.prompts.processor,
-            tools=tools,
-            template_kwargs=template_kwargs,
-            audio_overlong=args.audio_overlong,
-            special_tokens_in_text=args.special_tokens_in_text or "raise",
-            isolate=self.policy.fallbacks.isolate,
-            engine_length=sampler.max_length,
-            **options,
-        )
+        fields: dict[str, Any] = {
+            "encoder": self.prompts,
+            "tools": tools,
+            "max_media": args.max_tool_media,
+            "ends": self.ends,
+            "isolate": self.policy.fallbacks.isolate,
+            "engine_length": sampler.max_length,
+            "anyone": anyone,
+            "loop": self.rewards.loop,
+        }
+        return ToolLoop(**{**fields, **options})

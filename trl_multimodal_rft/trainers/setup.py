@@ -7,7 +7,7 @@ import os
 import reprlib
 import warnings
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -39,8 +39,7 @@ from ..data.reading.refs import iter_refs
 from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
-from ..data.rows.row import Row
-from ..data.rows.unread import check_columns, check_has_prompt, check_reward_columns, lists_columns
+from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
@@ -48,7 +47,6 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
-from ..models.critic import Critic, ValueHead
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
@@ -56,10 +54,10 @@ from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
+from ..rollout.samplers import Sampler
 from ..rollout.view_options import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
 from .configs import SamplingConfig, TrainerConfig, mapping
-from .run import Run
 
 
 if TYPE_CHECKING:
@@ -95,6 +93,7 @@ def ignore_deprecated_names() -> None:
 def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
+    ignore_deprecated_names()
     refuse_classes(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
         raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
@@ -109,19 +108,12 @@ def resolve_config(
             f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
             "of this package."
         )
-    check_output_dir(args.output_dir, args.should_save and args.save_strategy != "no")
+    if args.should_save and args.save_strategy != "no":
+        check_output_dir(str(args.output_dir))
     return args
 
 
 _LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
-
-
-def check_processor_name(
-    model: "PreTrainedModel | PeftModel", processing_class: ProcessorMixin | PreTrainedTokenizerBase | None
-) -> None:
-    """Refuses an instance without a name where its processor would be loaded by that name."""
-    if processing_class is None and not get_config_model_id(model.config):
-        raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
 def needs_reference(args: SamplingConfig) -> bool:
@@ -143,15 +135,6 @@ def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrain
             f"{_LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
         )
-
-
-def check_family(
-    model, processing_class: ProcessorMixin | PreTrainedTokenizerBase, max_completion_length: int | None
-) -> None:
-    """Refuses the families that can't be trained, before anything is sampled."""
-    reason = training_obstacle(model, processing_class, max_completion_length)
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
 
 def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
@@ -243,23 +226,6 @@ def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | Ite
     return any(isinstance(each, IterableDataset) or not lists_columns(each) for each in datasets if each is not None)
 
 
-def check_first_rows(run: Run, rows: list[Row], unread: set[str]) -> None:
-    """
-    Refuses rows without a prompt, and columns that nothing reads, which `unread` datasets, such as streams, show with
-    their first rows.
-    """
-    if not all(isinstance(each, nn.Module) for each in run.rewarding.functions()[1]):
-        check_reward_columns(rows[0], 0)
-    if not run.toolbox:
-        for row in rows:
-            check_has_prompt(row)
-        name = "train_dataset" if run.is_training else "eval_dataset"
-        if name in unread:
-            unread.remove(name)
-            takes = run.prompts.model.input_modalities
-            warn_of_unread(run.args, {name: [dict(row) for row in rows]}, takes, extent="first")
-
-
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
     """The most media that prompts have, which decides how much memory an engine keeps for them."""
     parts = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
@@ -273,7 +239,8 @@ def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
 def check_launch(args: TrainerConfig, model: Any) -> None:
     """
     Refuses launches that Accelerate or `Trainer` would misread silently: processes launched together as separate runs,
-    one process instead of several, several GPUs in one process, and ranks that share rows.
+    one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed configs that step
+    with gradients that aren't finite.
     """
     refuse_separate_runs(
         args.world_size,
@@ -297,12 +264,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             "`CUDA_VISIBLE_DEVICES=0`."
         )
     refuse_split_models(args, model)
-
-
-def check_deepspeed_steps(args: TrainerConfig) -> None:
-    """
-    Refuses DeepSpeed configs without overflow checks: DeepSpeed steps by itself, so only these can skip an update.
-    """
+    # DeepSpeed steps by itself, so that only its checks for overflow can skip an update
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if config.get(section, {}).get(option) is False:
@@ -409,43 +371,58 @@ class Loaded:
     model: Any
     processing_class: Any
     processor_source: dict[str, Any] | None  # how to load the processor again, if it was loaded here
-    ref_model: Any
     revision: str | None
     by_name: bool  # whether the model was loaded here
+    ref_model: Any = None
 
 
 def load_parts(
+    model: Any, args: Any, processing_class: Any, quantization_config: Any, max_completion_length: int | None
+) -> Loaded:
+    """Loads a model and its processor where given by name, and refuses those that can't be trained."""
+    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
+        model = model.model_for(args)
+    by_name = isinstance(model, str)
+    if by_name:
+        model = load_policy(model, args, quantization_config)
+    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
+    source: Any = None
+    if processing_class is None:
+        name = get_config_model_id(model.config)
+        if not name:
+            raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
+        processing_class = load_processor(name, revision, args.trust_remote_code)
+        source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        source["pretrained_model_name_or_path"] = name
+    reason = training_obstacle(model, processing_class, max_completion_length)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
+    check_processor(processing_class)
+    return Loaded(model, processing_class, source, revision, by_name)
+
+
+def load_for_sampling(
     model: Any,
     args: Any,
     processing_class: Any,
     *,
     quantization_config: Any,
     ref_model: Any,
+    sampler: Sampler | None,
     peft_config: Any,
     datasets: list[Any],
     uses_tools: bool,
 ) -> Loaded:
-    """Loads the policy, its processor and its reference where given by name, and refuses unsupported ones."""
-    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
-        model = model.model_for(args)
-    by_name = isinstance(model, str)
-    if by_name:
-        model = load_policy(model, args, quantization_config)
-    check_processor_name(model, processing_class)
+    """[`load_parts`] with a reference if one is needed, of what can sample as the config says."""
+    if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
+        raise ValueError(
+            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
+            "`use_vllm`."
+        )
+    loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
+    model, processing_class = loaded.model, loaded.processing_class
     check_name(model, args, ref_model, peft_config)
-    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
-    source: Any = None
-    if processing_class is None:
-        source = {
-            "pretrained_model_name_or_path": get_config_model_id(model.config),
-            "revision": revision,
-            "trust_remote_code": args.trust_remote_code,
-        }
-        name: Any = source["pretrained_model_name_or_path"]
-        processing_class = load_processor(name, revision, args.trust_remote_code)
-    check_family(model, processing_class, args.max_completion_length)
     check_head_cast(model, args)
-    check_processor(processing_class)
     if uses_tools:
         check_takes_tools(processing_class)
     if args.use_vllm:
@@ -458,7 +435,8 @@ def load_parts(
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
-    return Loaded(model, processing_class, source, ref_model, revision, by_name)
+    loaded.ref_model = ref_model
+    return loaded
 
 
 @contextmanager
@@ -559,7 +537,7 @@ class RewardSources:
     by_name: list[bool]  # whether a reward model is loaded by its name
     of_environments: dict[str, Callable]
 
-    def for_trl(self) -> dict[str, list[Any]]:
+    def for_trl(self) -> dict[str, Any]:
         """Arguments of TRL's constructor; none for a trainer without rewards."""
         # TRL reads texts with processors, and asks for padding, which tokenizers alone have
         tokenizers = [getattr(each, "tokenizer", each) for each in self.processors]
@@ -580,15 +558,17 @@ def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environm
 
 
 def with_media_reader(
-    run: Run,
     reward_func: nn.Module | Callable,
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     by_name: bool,
+    accelerator: Accelerator,
+    args: Any,
+    template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
     """A reward model that gets media through its processor, instead of TRL's text alone; others as they are."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
-    args, model = run.args, unwrapped(run.accelerator, reward_func)
+    model = unwrapped(accelerator, reward_func)
     takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
     if processor is None and takes_media:
         processor = load_processor(
@@ -602,7 +582,7 @@ def with_media_reader(
         reward_func,
         processor,
         batch_size=args.per_device_train_batch_size,
-        template_kwargs=run.rewarding.template_kwargs,
+        template_kwargs=template_kwargs,
         audio_overlong=args.audio_overlong,
     )
 
@@ -649,12 +629,9 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
 
 
-def feature_dtype(
-    policy: nn.Module, reference: nn.Module | None, critic: Critic | ValueHead | None
-) -> torch.dtype | None:
-    """The dtype in which the policy, its reference and its critic take features of media; `None` if they differ."""
-    models = (policy, reference, getattr(critic, "model", None))  # which a value head lacks
-    weights = [model.parameters() for model in models if model is not None]
+def feature_dtype(models: Iterable[nn.Module]) -> torch.dtype | None:
+    """The dtype in which models take features of media; `None` if they differ."""
+    weights = [model.parameters() for model in models]
     dtypes = {next(weight.dtype for weight in each if weight.is_floating_point()) for each in weights}
     return dtypes.pop() if len(dtypes) == 1 else None
 

@@ -2,6 +2,7 @@
 """Arguments of the trainer for supervised rows."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from trl import SFTConfig
 
@@ -61,7 +62,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     """
 
     remove_unused_columns: bool | None = False
-    max_length: int | None = None
+    max_length: Annotated[int | None, "[2, inf]"] = None
     packing: bool = False
     self_check: bool = True
 

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from typing import Any
@@ -21,14 +21,7 @@ from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
-from ..encoding.supervised import (
-    SupervisedSequence,
-    check_answers,
-    encode_sequence,
-    encode_text,
-    row_labels,
-    tokenized_sequence,
-)
+from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ..rollout.stream import EncodedRow
 from .setup import check_media_processor
 
@@ -48,7 +41,15 @@ class SupervisedCollator:
     formatting_func: Callable[[dict], str] | None = None
 
     def __post_init__(self):
-        check_answers(self.processing_class)
+        self.encoder = SupervisedEncoder(
+            self.processing_class,
+            self.model,
+            audio_overlong=self.args.audio_overlong,
+            ignored_media_columns=self.args.ignored_media_columns or (),
+            placeholders=placeholder_tokens(self.model, self.processing_class),
+            media_rules=self.args.rules,
+            special_tokens_in_text=self.args.special_tokens_in_text,
+        )
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
@@ -73,25 +74,15 @@ class SupervisedCollator:
         """A row as a sequence of at most `max_length` tokens."""
         args = self.args
         if row.get("input_ids"):
-            sequence = tokenized_sequence(row, self.processing_class, self.model, args.completion_only_loss)
+            sequence = self.encoder.encode_tokens(row, args.completion_only_loss)
         elif self.formatting_func is not None:
-            sequence = encode_text(self.formatting_func(row), row.row_index, self.processing_class, self.model)
+            sequence = self.encoder.encode_text(self.formatting_func(row), row.row_index)
         elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
-            sequence = encode_text(row[args.dataset_text_field], row.row_index, self.processing_class, self.model)
+            sequence = self.encoder.encode_text(row[args.dataset_text_field], row.row_index)
         else:
-            sequence = encode_sequence(
-                row,
-                self.processing_class,
-                self.model,
-                completion_only=args.completion_only_loss,
-                assistant_only=args.assistant_only_loss,
-                template_kwargs={"chat_template": self.chat_template, **self._template_variables(row)},
-                audio_overlong=args.audio_overlong,
-                ignored_media_columns=args.ignored_media_columns or (),
-                placeholders=self.placeholders,
-                media_rules=args.rules,
-                special_tokens_in_text=args.special_tokens_in_text,
-            )
+            template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
+            encoder = replace(self.encoder, template_kwargs=template_kwargs)
+            sequence = encoder.encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size
         if not 0 <= ids.min() <= ids.max() < n_tokens:
             raise ValueError(
@@ -144,10 +135,6 @@ class SupervisedCollator:
             return get_training_chat_template(self.processing_class)
         except ValueError:  # unknown to TRL
             return None
-
-    @cached_property
-    def placeholders(self) -> list[str]:
-        return placeholder_tokens(self.model, self.processing_class)
 
 
 def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:

@@ -2,58 +2,33 @@
 """Supervised fine-tuning with media."""
 
 import textwrap
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from torch import nn
+from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
 from trl import SFTTrainer
-from trl.trainer.utils import get_config_model_id
 
 from ..checks.run_checks import Checks
-from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
-from ..encoding.processors import check_processor, load_processor
 from ..encoding.supervised import SupervisedSequence
-from ..families import family_of
-from ..forward.attention import install_prefix_attention
-from ..forward.encoders import install_encoder_attention
-from ..forward.head import add_fused_head
-from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
-from ..forward.token_budget import backward_by_parts
-from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
-from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
+from ..rollout.stream import RowStream
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin, checked_settings
 from .optimizer import choose_what_trains
+from .reading import CompletionTrainer, sequence_policy
 from .setup import (
-    check_deepspeed_steps,
-    check_family,
     check_launch,
-    check_processor_name,
     has_unread_rows,
-    ignore_deprecated_names,
-    load_policy,
+    load_parts,
     modalities,
     no_warning_about_init_kwargs,
     options_for_constructor,
@@ -62,14 +37,7 @@ from .setup import (
 )
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator, prepare_rows
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
-
-
-logger = get_logger(__name__)
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
 # Columns of rows, in addition to that of plain text, with `remove_unused_columns`
@@ -77,7 +45,7 @@ _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs",
 _COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
-class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
+class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
@@ -138,36 +106,25 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 booktitle = {Advances in Neural Information Processing Systems 35},
             }"""),
     }
-    # For the evaluator and the model card
-    environment_factories = tools = None
-    use_vllm = False
-    chat_template_kwargs: dict[str, Any] = {}
-    max_completion_length = 256
-    data_collator: Any
-    _warned_of_positions = False
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         args: MultimodalSFTConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Any] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizers: Optimizers = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
         formatting_func: Callable[[dict], str] | None = None,
         compute_loss_func: Callable | None = None,
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
-        if type(args) is TrainingArguments:  # as TRL takes them; `to_dict` hides the token
-            given: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
-            args = MultimodalSFTConfig(**given)
         args = resolve_config(MultimodalSFTConfig, args, model)
-        ignore_deprecated_names()
         check_arguments(
             callbacks=callbacks,
             train_dataset=train_dataset,
@@ -177,30 +134,19 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             peft_config=peft_config,
         )
         check_launch(args, model)
-        check_deepspeed_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         warn_of_unread(args, datasets, modalities(model, args), supervised=True)
         set_seed(args.seed)  # as TRL does before it loads a model
-        loaded_here = isinstance(model, str)
-        if loaded_here:
-            model = load_policy(model, args, quantization_config)
-        check_processor_name(model, processing_class)
-        if processing_class is None:
-            init_kwargs: Any = args.model_init_kwargs or {}
-            revision = init_kwargs.get("revision") if loaded_here else None
-            processing_class = load_processor(get_config_model_id(model.config), revision, args.trust_remote_code)
-        check_family(model, processing_class, max_completion_length=0)
-        check_processor(processing_class)
+        loaded = load_parts(model, args, processing_class, quantization_config, max_completion_length=0)
+        model, processing_class = loaded.model, loaded.processing_class
 
         self.card_notes = CardNotes()
-        # Datasets whose columns are checked with their first batch
-        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
         train_dataset = prepare_rows(train_dataset, "train", collator)
         eval_dataset = prepare_rows(eval_dataset, "eval", collator)
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
-            no_warning_about_init_kwargs(loaded_here),
+            no_warning_about_init_kwargs(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
             # `assistant_only_loss`, and would listen to signals. All three are done here
             options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
@@ -226,7 +172,11 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             )
         choose_what_trains(self.model, args, self.optimizer)
         self.train_dataset: Any = train_dataset
-        self._refuse_unsupported()
+        if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
+            raise ValueError(
+                "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
+                "`max_tokens_per_microbatch`."
+            )
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
@@ -239,80 +189,18 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self._policy = self._make_policy()
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        self._policy = sequence_policy(self.accelerator, self._unwrapped(self.model), self.processing_class, args)
         self.checks = Checks(self._policy, self.accelerator)
-        keep_differentiable(self.model)
-        self._add_checkpoint_callbacks()
-
-    def _refuse_unsupported(self) -> None:
-        args = self.args
-        if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
-            raise ValueError(
-                "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
-                "`max_tokens_per_microbatch`."
-            )
-
-    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
-        return unwrapped(self.accelerator, model)
-
-    def _make_policy(self) -> PolicyForward:
-        args, model = self.args, self._unwrapped(self.model)
-        obstacle, packing = sharing_obstacle(model), args.packing or args.eval_packing
-        has_head = add_fused_head(model, outputs=("log_probs", "entropy", "is_top1"))
-        if obstacle and packing:
-            logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
-        if not has_head:
-            logger.warning(
-                f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-                "log-probabilities are taken from its own logits, which needs more memory."
-            )
-        install_encoder_attention(model)
-        if not obstacle:  # padded rows, too, need what it corrects
-            install_prefix_attention(model)
-        isolate = family_of(model).isolate
-        fallbacks = Fallbacks(packing=not obstacle, isolate=isolate, logits_from_model=not has_head)
-        return PolicyForward(
-            self.accelerator, self.processing_class, fallbacks, max_tokens=args.max_tokens_per_microbatch
-        )
+        self._complete_parts()
 
     # Rows
 
-    def get_train_dataloader(self):
-        args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
-        order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
-        return self._stream.train_loader(
-            self.train_dataset,
-            BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
-            # An update reads its micro-batches before it forwards the first one, to count their labels
-            args.media_prefetch * args.gradient_accumulation_steps,
-            order if args.train_sampling_strategy == "random" else None,
-            collate_fn=partial(self._collate, split="train"),
-        )
+    def _prepare_rows(self, dataset: Any) -> Any:
+        return prepare_rows(dataset, "eval", self.data_collator)
 
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = named_dataset(self.eval_dataset, eval_dataset)
-        if dataset is eval_dataset:  # given to `evaluate`
-            dataset = prepare_rows(dataset, "eval", self.data_collator)
-        collate = partial(self._collate, split="eval")
-        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
-
-    def _collate(self, rows: Sequence[EncodedRow], split: str) -> dict[str, Any]:
-        """A micro-batch. Records what the model card and the console show of it."""
-        batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
-        stored, sequences = [each.stored for each in rows], batch["sequences"]
-        if name in self._unseen:
-            self._unseen.remove(name)
-            first = {name: [dict(row) for row in stored]}
-            warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
-        numbers = [each.row_index for each in rows]
-        self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
-        prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        self.card_notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))
-        if split == "train":
-            self._show_first(stored[0], sequences[0])
-        return batch
-
-    def _show_first(self, row: Row, sequence: SupervisedSequence) -> None:
+    def _show(self, row: Row, sequence: SupervisedSequence) -> None:
+        """Shows the first row of a run on the console, if there is one."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
             messages, args = None, self.args
@@ -359,7 +247,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             return loss
         # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
         divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
-        return backward_by_parts(self.accelerator, model, loss, scores.deferred, divisor)
+        return self._backward_by_parts(model, loss, scores.deferred, divisor)
 
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
         """TRL's metrics of a micro-batch, of all ranks. `mask` `(B, P - 1)` is true on targets that are learned."""
@@ -379,9 +267,6 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             metrics["aux_loss"] += aux_loss
-        if scores.deferred is not None:
-            metrics["token_budget/parts"].append(float(len(scores.deferred.parts)))
-            metrics["token_budget/extra_time"].append(scores.deferred.seconds)
 
     @property
     def _needs_plain_rows(self) -> bool:
@@ -407,23 +292,6 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         return {**{name: values.to(labels.device) for name, values in padded.items()}, "labels": labels}
 
     # Checkpoints and card
-
-    def _rollout_state(self) -> dict[str, Any]:
-        return {
-            "metrics": dict(self._metrics["train"]),
-            "n_skipped": self._n_skipped,
-            "skipped_rows": self._stream.skipped,
-            "num_tokens": self._total_train_tokens,
-            **self.checks.state_dict(),
-            "checked": checked_settings(self._policy, self.model, self.args),
-        }
-
-    def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        self._metrics["train"].update(state["metrics"])
-        self._n_skipped, self._stream.skipped = state["n_skipped"], state["skipped_rows"]
-        self._total_train_tokens = state["num_tokens"]
-        if state.get("checked") == checked_settings(self._policy, self.model, self.args):
-            self.checks.load_state_dict(state)
 
     def _training_lines(self) -> list[tuple[str, str]]:
         args = self.args

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
@@ -47,16 +46,14 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     return Views(seen, contrast, strength)
 
 
-def sample_with_views(
-    run: Run, sampler: Sampler, model: nn.Module, rollout: Rollout, branches: Branches | None
-) -> Samples:
+def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
     """
     Samples a rollout. In training, some of its completions may be sampled from a view, and further ones from another
     as its contrast. The rollout gets which ones, and the contrast.
     """
     views = under_views(run, rollout, run.step)
     # In one call, which ranks make equally often
-    samples = sampler(model, views.prompts(rollout), step=run.step, branches=branches)
+    samples = sampler(run.wrapped(), views.prompts(rollout), step=run.step, branches=branches)
     return take_views(run, rollout, views, *samples)
 
 
@@ -101,7 +98,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         # The function may wait for other ranks, so one without a contrast calls it with a completion of the rollout
         part, places = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
-        rewards = run.rewarding(part, only_first=True, logs=False)[: len(places), 0]
+        rewards = run.reward(part, only_first=True, logs=False)[: len(places), 0]
         found[places] = rewards.to(device)
     found, size = run.accelerator.gather(found), run.group_size
     rewards = known(rollout.rewards.per_func)[:, 0]

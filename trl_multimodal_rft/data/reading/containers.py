@@ -57,7 +57,7 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, and Ogg
     with damaged or missing pages.
 
-    Covers WAV, AIFF, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
+    Covers WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
     Others, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
     """
     size = stream.seek(0, 2)
@@ -146,46 +146,18 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
 
 
 def _boxes(stream: BinaryIO, size: int) -> str | None:
-    """MP4 and related formats: each box is complete, and so are the fragments of an index."""
-    fragments, ends = False, False
-    for kind, begin, end in _box_offsets(stream, stream.tell(), size):
-        if end > size:
-            return _short(begin, end - begin, size)
-        if kind == b"moov":
-            fragments = any(inner == b"mvex" for inner, *_ in _box_offsets(stream, begin + 8, end))
-        if kind == b"sidx" and not ends:
-            stream.seek(begin + 8)
-            sizes = _index(stream.read(min(end - begin - 8, 2**20)))
-            # Each fragment may have its own index
-            ends = len(sizes) > 1
-            if ends and (missing := _short(end, sum(sizes), size)):
-                return missing
-        ends = ends or kind == b"mfra"
-    if fragments and not ends:
-        return "its fragments have no index behind them (`ffmpeg -i FILE -c copy NEW.mp4` repairs a complete file)"
-    return None
-
-
-def _box_offsets(stream: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Type, start and end of each box from an offset on; the last one may exceed the file."""
+    """MP4 and related formats: each box is complete."""
+    offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
         head = stream.read(16)
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
         if offset >= size or length < 8:  # the end, or a box up to the end
-            return
-        yield head[4:8], offset, offset + length
+            break
+        if missing := _short(offset, length, size):
+            return missing
         offset += length
-
-
-def _index(box: bytes) -> list[int]:
-    """The lengths of the segments in a `sidx` box; the first includes what precedes it."""
-    wide = box[:1] != b"\0"
-    first, count = (box[20:28], box[30:32]) if wide else (box[16:20], box[22:24])
-    begin = 32 if wide else 24
-    entries = (box[i : i + 4] for i in range(begin, begin + 12 * int.from_bytes(count, "big"), 12))
-    sizes = [int.from_bytes(entry, "big") & (2**31 - 1) for entry in entries]
-    return [int.from_bytes(first, "big") + sizes[0], *sizes[1:]] if sizes else []
+    return None
 
 
 def _matroska(stream: BinaryIO, size: int) -> str | None:

@@ -114,21 +114,7 @@ LIMIT_NAMES = tuple(each.name for each in fields(MediaRules) if each.name not in
 
 
 def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
-    """
-    Makes the rules of a run from its option `media_rules`, and from the others about media.
-
-    Args:
-        limits (`dict[str, Any]`, *optional*):
-            Sources and sizes by the names of fields of [`MediaRules`].
-        **options:
-            Further fields.
-
-    Returns:
-        [`MediaRules`]: The rules.
-
-    Raises:
-        `ValueError`: If a name is unknown, or a value out of range.
-    """
+    """Makes the rules of a run from its option `media_rules`, and from the others about media."""
     limits = limits or {}
     if isinstance(limits, str):
         raise ValueError(f"`media_rules` must be a dictionary such as {{'max_audio_seconds': 60}}, got {limits!r}.")

@@ -3,7 +3,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,13 +79,8 @@ def load_mmau(
         for row in rows
     ]
 
-    def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str | None]:
-        given, answer = required(row, index, "choices"), row.get("answer") or None
-        choices = without_letters(given)
-        right = None if answer is None else choices[_choice_index(answer, given, index)]
-        return required(row, index, "question", "instruction"), choices, right
-
-    return _assemble(rows, audio, ask, template, ("id", "task", "category", "sub-category", "difficulty", "dataset"))
+    names = ("id", "task", "category", "sub-category", "difficulty", "dataset")
+    return _assemble(rows, audio, template, names, ("question", "instruction"))
 
 
 def load_avqa(
@@ -118,18 +113,10 @@ def load_avqa(
     ```
     """
     rows, audio = _read(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
-
-    def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str]:
-        choices, answer = required(row, index, "multi_choice"), required(row, index, "answer")
-        if not (isinstance(answer, int) and 0 <= answer < len(choices)):
-            raise ValueError(
-                f"row {index}: the answer {shortened(repr(answer))} is no index into the choices "
-                f"{shortened(choices)}; correct it."
-            )
-        return required(row, index, "question_text").replace("video", "audio"), choices, choices[answer]
-
+    for index, row in enumerate(rows):
+        row["question_text"] = required(row, index, "question_text").replace("video", "audio")
     names = ("id", "video_name", "question_relation", "question_type", "dataset_name")
-    return _assemble(rows, audio, ask, template, names)
+    return _assemble(rows, audio, template, names, ("question_text",), "multi_choice")
 
 
 def load_audiomcq(
@@ -179,12 +166,8 @@ def load_audiomcq(
             raise ValueError(f"{path} has no rows with the audio contribution {contribution!r}, only {set(labels)}.")
         rows, audio = [rows[index] for index in kept], audio.select(kept)
 
-    def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str]:
-        choices, answer = required(row, index, "choices"), required(row, index, "answer")
-        return required(row, index, "question"), choices, choices[_choice_index(answer, choices, index)]
-
     names = ("id", "source_dataset", "question_type", "audio-contribution")
-    dataset = _assemble(rows, audio, ask, template, names)
+    dataset = _assemble(rows, audio, template, names, ("question",))
     if task == "rl":
         return dataset
     answers = [[{"role": "assistant", "content": f"<answer>{each}</answer>"}] for each in dataset["solution"]]
@@ -228,26 +211,32 @@ def _read(
     return [rows[index] for index in found], Dataset.from_dict({"audio": list(found.values())})
 
 
-def _choice_index(answer: str, choices: list[str], index: int) -> int:
-    if answer not in choices:
-        raise ValueError(
-            f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(choices)}; correct "
-            "either of them."
-        )
-    return choices.index(answer)
-
-
 def _assemble(
-    rows: list[dict[str, Any]], audio: Dataset, ask: Callable[..., tuple], template: str, names: Sequence[str]
+    rows: list[dict[str, Any]],
+    audio: Dataset,
+    template: str,
+    names: Sequence[str],
+    question: Sequence[str],
+    choices: str = "choices",
 ) -> Dataset:
-    """A dataset of the questions that `ask` makes of rows, their audio and the columns of these names."""
-    questions, choices, solutions = zip(*(ask(row, index) for index, row in enumerate(rows)), strict=True)
-    asked = [
-        template.format(question=question, choices=each) for question, each in zip(questions, choices, strict=True)
-    ]
-    prompts = {"prompt": [[{"role": "user", "content": text}] for text in asked]}
+    """A dataset of the questions of rows, their audio and the columns of these names."""
+    columns: dict[str, list[Any]] = {"prompt": [], "solution": [], "choices": []}
+    for index, row in enumerate(rows):
+        listed, answer = required(row, index, choices), row.get("answer")
+        if isinstance(answer, str) and answer:
+            answer = listed.index(answer) if answer in listed else -1
+        if isinstance(answer, int) and not 0 <= answer < len(listed):
+            raise ValueError(
+                f"row {index}: the answer {shortened(repr(row['answer']))} is none of the choices "
+                f"{shortened(listed)}; correct either of them."
+            )
+        plain = without_letters(listed)
+        asked = template.format(question=required(row, index, *question), choices=plain)
+        columns["prompt"].append([{"role": "user", "content": asked}])
+        columns["solution"].append(plain[answer] if isinstance(answer, int) else None)
+        columns["choices"].append(plain)
+    prompts = {"prompt": columns.pop("prompt")}
     messages = List({"role": Value("string"), "content": Value("string")})
-    columns: dict[str, Any] = {"solution": list(solutions), "choices": list(choices)}
     for name in names:
         if any(name in row for row in rows):
             columns[name.replace("-", "_")] = [row.get(name) for row in rows]

@@ -8,7 +8,7 @@ import mimetypes
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -133,34 +133,21 @@ def rows_to_messages(
             are set, if a singular column holds a list or a plural one doesn't, if placeholders don't match the media
             of their row, if no user message can receive them, or if a message has unread media or an invalid option.
     """
-    indices = [getattr(row, "row_index", i) for i, row in enumerate(rows)]
+    readers = [_RowReader(getattr(row, "row_index", i), rules) for i, row in enumerate(rows)]
     names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
     prompts = [row[name] for name, row in zip(names, rows, strict=True)]
-    for name, index, prompt in zip(names, indices, prompts, strict=True):
-        check_decoded(prompt, name, index)
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            found = (
-                "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
-            )
-            remedy = "give a text or a list of messages, or remove the row"
-            raise MediaError(f"row {index}, column '{name}': is {found}; {remedy}")
-    media = [
-        _column_media({key: value for key, value in row.items() if key not in ignored}, index, prefix)
-        for index, row in zip(indices, rows, strict=True)
-    ]
-    if any(any(by_modality.values()) for by_modality in media) or not all(
-        isinstance(prompt, str) for prompt in prompts
-    ):
-        for index, prompt in enumerate(prompts):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tags = [
-                modality
-                for modality in MODALITIES
-                if not (isinstance(prompt, str) and f"<{modality}>" in placeholders)
-            ]
-            prompts[index] = _put_media(messages, media[index], names[index], indices[index], tags)
+    media = []
+    for reader, name, prompt, row in zip(readers, names, prompts, rows, strict=True):
+        reader.check_prompt(prompt, name)
+        media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
+    if any(any(each.values()) for each in media) or not all(isinstance(prompt, str) for prompt in prompts):
+        for i, prompt in enumerate(prompts):
+            is_text = isinstance(prompt, str)
+            messages = [{"role": "user", "content": prompt}] if is_text else prompt
+            tags = [each for each in MODALITIES if not (is_text and f"<{each}>" in placeholders)]
+            prompts[i] = readers[i].put_media(messages, media[i], names[i], tags)
         if next(iter_refs(prompts), None) is not None:
-            prompts = [[_ruled(_as_blocks(message), rules) for message in messages] for messages in prompts]
+            prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
     return [
         {**{key: value for key, value in row.items() if key not in MEDIA_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts, strict=True)
@@ -171,11 +158,12 @@ def blocks_to_refs(
     blocks: Sequence[Any], path: str, row: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
     """Reads content blocks from outside a dataset, such as a tool's: each medium becomes a [`MediaRef`]."""
-    message = {"content": [_parse_block(block, f"{path}[{b}]", row) for b, block in enumerate(blocks)]}
-    for ref in iter_refs(message):
+    reader = _RowReader(row, rules)
+    parsed = [reader.parse_block(block, f"{path}[{b}]") for b, block in enumerate(blocks)]
+    for ref in iter_refs(parsed):
         if ref.source is None:
             raise ref.error(f"the block has no {ref.modality}; add it under {ref.modality!r}")
-    return _ruled(message, rules)["content"]
+    return parsed
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
@@ -223,7 +211,7 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
         for item in value:
             yield from find_media(item, path)
     elif isinstance(value, dict):
-        held = {key: item for key, item in value.items() if not _absent(item)}
+        held = {key: item for key, item in value.items() if not is_absent(item)}
         modality = block_modality(held.get("type"))
         if "array" in held and "sampling_rate" in held:
             yield path, "audio", value
@@ -271,49 +259,196 @@ def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
     return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
 
 
-def _absent(value: Any) -> bool:
+def is_absent(value: Any) -> bool:
     # Arrow fills keys of other rows with None, and a missing struct with a struct of None
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
-def _column_media(row: dict[str, Any], index: int, prefix: str = "") -> dict[str, list[MediaRef]]:
-    media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
-    replaced = {
-        modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
-    }
-    for name, modality in MEDIA_COLUMNS.items():
-        own = prefix if modality in replaced else ""
-        column, singular = f"{own}{name}", f"{own}{modality}"
-        value = row.get(column)
-        if value is None:
-            continue
-        whole = MediaRef(modality, value, {}, column, index)
-        if _absent(value):
-            raise whole.error(f"{sorted(value)} are all None; set one of them, or the whole column to None")
-        if column == singular:
-            if _holds_several(modality, value):
-                raise whole.error(f"holds a list; rename the column to '{column}s'")
-            refs = [whole]
-        else:
-            if not isinstance(value, (list, tuple)):
-                raise whole.error(f"holds a {type(value).__name__}, not a list; rename the column to '{singular}'")
-            refs = [MediaRef(modality, item, {}, f"{column}[{i}]", index) for i, item in enumerate(value)]
-            for ref in refs:
-                if _absent(ref.source):
-                    raise ref.error("is None; leave it out of the list, or set the whole column to None")
-        if refs and media[modality]:
-            raise whole.error(f"the row also has '{singular}'; set one of the two columns to None")
-        media[modality] += refs
-    return media
+@dataclass(frozen=True)
+class _RowReader:
+    """Reads the prompt and the media of a row, which errors name."""
+
+    index: int
+    rules: MediaRules
+
+    def error(self, path: str, message: str) -> MediaError:
+        return MediaError(f"row {self.index}, column '{path}': {message}")
+
+    def ref(self, modality: str, source: Any, path: str, options: dict[str, Any] | None = None) -> MediaRef:
+        return MediaRef(modality, source, options or {}, path, self.index, self.rules)
+
+    def check_prompt(self, prompt: Any, name: str) -> None:
+        check_decoded(prompt, name, self.index)
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
+            found = "None" if prompt is None else f"of type {type(prompt).__name__}"
+            found = "an empty list" if prompt == [] else found
+            raise self.error(name, f"is {found}; give a text or a list of messages, or remove the row")
+
+    def column_media(self, row: dict[str, Any], prefix: str) -> dict[str, list[MediaRef]]:
+        media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
+        replaced = {
+            modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
+        }
+        for name, modality in MEDIA_COLUMNS.items():
+            own = prefix if modality in replaced else ""
+            column, singular = f"{own}{name}", f"{own}{modality}"
+            value = row.get(column)
+            if value is None:
+                continue
+            if is_absent(value):
+                raise self.error(column, f"{sorted(value)} are all None; set one of them, or the whole column to None")
+            if column == singular:
+                if holds_several(modality, value):
+                    raise self.error(column, f"holds a list; rename the column to '{column}s'")
+                refs = [self.ref(modality, value, column)]
+            else:
+                if not isinstance(value, (list, tuple)):
+                    found = f"holds a {type(value).__name__}, not a list"
+                    raise self.error(column, f"{found}; rename the column to '{singular}'")
+                refs = [self.ref(modality, item, f"{column}[{i}]") for i, item in enumerate(value)]
+                for ref in refs:
+                    if is_absent(ref.source):
+                        raise ref.error("is None; leave it out of the list, or set the whole column to None")
+            if refs and media[modality]:
+                raise self.error(column, f"the row also has '{singular}'; set one of the two columns to None")
+            media[modality] += refs
+        return media
+
+    def put_media(
+        self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tags: list[str]
+    ) -> list[dict[str, Any]]:
+        """Copies messages of the column `name` and puts the media of other columns into them."""
+        messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
+        placeholders = _placeholders(messages)
+        tags = [modality for modality in tags if media[modality] and not placeholders[modality]]
+        if tags:
+            for m, message in enumerate(messages):
+                self.open_tags(message, tags, f"{name}[{m}].content")
+            placeholders = _placeholders(messages)
+
+        unplaced = []
+        for modality in MODALITIES:
+            blocks, refs = placeholders[modality], media[modality]
+            if blocks and not refs:
+                raise blocks[0][modality].error(
+                    f"placeholder without {modality}; add the {modality} inline, or in column '{modality}s'"
+                )
+            if blocks and len(blocks) != len(refs):
+                block = f"{{'type': '{modality}'}}"
+                found = f"{modality} placeholders in the prompt; write one {block} block for each, or none at all"
+                if modality in tags:
+                    found = (
+                        f"'<{modality}>' in the text of the prompt; write one for each, or {block} blocks, which make "
+                        f"'<{modality}>' plain text"
+                    )
+                raise self.error(refs[0].column.split("[")[0], f"{len(refs)} for {len(blocks)} {found}")
+            for block, ref in zip(blocks, refs, strict=False):
+                block[modality] = replace(ref, options=block[modality].options)
+            if not blocks:
+                unplaced += [{"type": modality, modality: ref} for ref in refs]
+
+        if unplaced:
+            user = next((message for message in messages if message["role"] == "user"), None)
+            if user is None:
+                raise next(iter_refs(unplaced)).error("no user message to put it in; add one, or a placeholder block")
+            user["content"] = unplaced + (_as_blocks(user).get("content") or [])
+        return messages
+
+    def open_tags(self, message: dict[str, Any], modalities: list[str], path: str) -> None:
+        """Turns literal texts such as `"<image>"` into placeholders."""
+        if message["role"] in ("assistant", "tool"):
+            return
+        tag, blocks = re.compile(f"<({'|'.join(modalities)})>"), []
+        for block in _as_blocks(message).get("content") or []:
+            if block["type"] != "text" or not tag.search(block.get("text", "")):
+                blocks.append(block)
+                continue
+            for i, part in enumerate(tag.split(block["text"])):  # text and modality alternate
+                if i % 2:
+                    blocks.append({"type": part, part: self.ref(part, None, path)})
+                elif part:
+                    blocks.append({**block, "text": part})
+        if any(block["type"] != "text" for block in blocks):
+            message["content"] = blocks
+
+    def parse_message(self, message: dict[str, Any], path: str) -> dict[str, Any]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
+            is_sharegpt = isinstance(message, dict) and "from" in message
+            remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
+            raise self.error(path, f"a message must be a dictionary with 'role' and 'content', got {found}; {remedy}")
+        if message["role"] in ("human", "gpt"):
+            raise self.error(path, f"the role is {message['role']!r}; {_SHAREGPT}")
+        message = {key: item for key, item in message.items() if item is not None or key == "content"}
+        content = message.get("content")
+        stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
+        if isinstance(content, list):
+            message["content"] = [self.parse_block(block, f"{path}.content[{b}]") for b, block in enumerate(content)]
+        elif not isinstance(content, str) and next(find_media(content), None) is not None:
+            stray = "content"
+        elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
+            found = "no content" if content is None else f"content of type {type(content).__name__}"
+            raise self.error(
+                path,
+                f"the message has {found}; give a text or a list of blocks, such as {{'type': 'text', 'text': ...}}, "
+                "or remove the row",
+            )
+        if stray is not None:
+            raise self.error(
+                path,
+                f"nothing reads the media in '{stray}' of a message; move each to a block of 'content', such as "
+                "{'type': 'image', 'image': ...}, or to a media column",
+            )
+        return message
+
+    def parse_block(self, block: dict[str, Any], path: str) -> dict[str, Any]:
+        """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with no source if absent."""
+        if not isinstance(block, dict) or "type" not in block:
+            raise self.error(path, "a content block must be a dictionary with a 'type'")
+        block = {key: item for key, item in block.items() if not is_absent(item)}
+        name = block.pop("type", None)
+        words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
+        if not isinstance(name, str) or not isinstance(words, str):
+            found = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
+            raise self.error(path, f"the block has {found}; write {{'type': 'text', 'text': '...'}}, or a media type")
+        modality = block_modality(name)
+        sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
+        # Of the remaining keys only text and options are read, which hold no media
+        words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
+        stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
+        if stray is not None or (modality is not None and name != modality and block and not sources):
+            raise self.error(
+                path,
+                f"nothing reads '{stray or next(iter(block))}' of a block of type '{name}', so the model would not "
+                f"get it; known types are {KNOWN_TYPES}; write one block per medium, such as "
+                "{'type': 'audio', 'audio': ...}",
+            )
+        if modality is not None:
+            options = {key: item for key, item in block.items() if key not in _HINTS}
+            options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
+            ref = self.ref(modality, sources[0] if sources else None, path, options)
+            _check_options(ref)
+            return {"type": modality, modality: ref}
+        if name not in _TEXT_KEYS:
+            return {"type": name, **block}
+        empty = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
+        held = [key for key in block if key not in _TEXT_HINTS and key not in empty]
+        if _TEXT_KEYS[name] not in block or not {*held} <= {_TEXT_KEYS[name]}:
+            raise self.error(
+                path,
+                f"a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing else, got {held}; rename "
+                "the key of the text, and remove other keys",
+            )
+        return {"type": "text", "text": block[_TEXT_KEYS[name]]}
 
 
-def _holds_several(modality: str, value: Any) -> bool:
+def holds_several(modality: str, value: Any) -> bool:
     """Returns whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
     if not isinstance(value, (list, tuple)):
         return False
     if modality == "image":
         return not (value and isinstance(value[0], list))
-    first = next((item for item in value if not _absent(item)), None)
+    first = next((item for item in value if not is_absent(item)), None)
     if modality == "audio":
         return isinstance(first, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(first, "get_all_samples")
     if isinstance(first, dict):
@@ -341,48 +476,6 @@ def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
         return
 
 
-def _put_media(
-    messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, row: int, tags: list[str]
-) -> list[dict[str, Any]]:
-    """Copies messages of the column `name` and puts the media of other columns into them."""
-    messages = [_parse_message(message, f"{name}[{m}]", row) for m, message in enumerate(messages)]
-    placeholders = _placeholders(messages)
-    tags = [modality for modality in tags if media[modality] and not placeholders[modality]]
-    if tags:
-        for m, message in enumerate(messages):
-            _open_tags(message, tags, f"{name}[{m}].content", row)
-        placeholders = _placeholders(messages)
-
-    unplaced = []
-    for modality in MODALITIES:
-        blocks, refs = placeholders[modality], media[modality]
-        if blocks and not refs:
-            raise blocks[0][modality].error(
-                f"placeholder without {modality}; add the {modality} inline, or in column '{modality}s'"
-            )
-        if blocks and len(blocks) != len(refs):
-            column = refs[0].column.split("[")[0]
-            block = f"{{'type': '{modality}'}}"
-            found = f"{modality} placeholders in the prompt; write one {block} block for each, or none at all"
-            if modality in tags:
-                found = (
-                    f"'<{modality}>' in the text of the prompt; write one for each, or {block} blocks, which make "
-                    f"'<{modality}>' plain text"
-                )
-            raise MediaError(f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {found}")
-        for block, ref in zip(blocks, refs, strict=False):
-            block[modality] = replace(ref, options=block[modality].options)
-        if not blocks:
-            unplaced += [{"type": modality, modality: ref} for ref in refs]
-
-    if unplaced:
-        user = next((message for message in messages if message["role"] == "user"), None)
-        if user is None:
-            raise next(iter_refs(unplaced)).error("no user message to put it in; add one, or a placeholder block")
-        user["content"] = unplaced + (_as_blocks(user).get("content") or [])
-    return messages
-
-
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     placeholders = {modality: [] for modality in MODALITIES}
     for message in messages:
@@ -391,98 +484,6 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
                 if ref.source is None:
                     placeholders[ref.modality].append(block)
     return placeholders
-
-
-def _open_tags(message: dict[str, Any], modalities: list[str], path: str, row: int) -> None:
-    """Turns literal texts such as `"<image>"` into placeholders."""
-    if message["role"] in ("assistant", "tool"):
-        return
-    tag, blocks = re.compile(f"<({'|'.join(modalities)})>"), []
-    for block in _as_blocks(message).get("content") or []:
-        if block["type"] != "text" or not tag.search(block.get("text", "")):
-            blocks.append(block)
-            continue
-        for i, part in enumerate(tag.split(block["text"])):  # text and modality alternate
-            if i % 2:
-                blocks.append({"type": part, part: MediaRef(part, None, {}, path, row)})
-            elif part:
-                blocks.append({**block, "text": part})
-    if any(block["type"] != "text" for block in blocks):
-        message["content"] = blocks
-
-
-def _parse_message(message: dict[str, Any], path: str, row: int) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
-        is_sharegpt = isinstance(message, dict) and "from" in message
-        remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
-        raise MediaError(
-            f"row {row}, column '{path}': a message must be a dictionary with 'role' and 'content', got {found}; "
-            f"{remedy}"
-        )
-    if message["role"] in ("human", "gpt"):
-        raise MediaError(f"row {row}, column '{path}': the role is {message['role']!r}; {_SHAREGPT}")
-    message = {key: item for key, item in message.items() if item is not None or key == "content"}
-    content = message.get("content")
-    stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
-    if isinstance(content, list):
-        message["content"] = [_parse_block(block, f"{path}.content[{b}]", row) for b, block in enumerate(content)]
-    elif not isinstance(content, str) and next(find_media(content), None) is not None:
-        stray = "content"
-    elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
-        found = "no content" if content is None else f"content of type {type(content).__name__}"
-        raise MediaError(
-            f"row {row}, column '{path}': the message has {found}; give a text or a list of blocks, such as "
-            "{'type': 'text', 'text': ...}, or remove the row"
-        )
-    if stray is not None:
-        raise MediaError(
-            f"row {row}, column '{path}': nothing reads the media in '{stray}' of a message; move each to a block "
-            "of 'content', such as {'type': 'image', 'image': ...}, or to a media column"
-        )
-    return message
-
-
-def _parse_block(block: dict[str, Any], path: str, row: int) -> dict[str, Any]:
-    """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with no source if absent."""
-    if not isinstance(block, dict) or "type" not in block:
-        raise MediaError(f"row {row}, column '{path}': a content block must be a dictionary with a 'type'")
-    block = {key: item for key, item in block.items() if not _absent(item)}
-    name = block.pop("type", None)
-    words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
-    if not isinstance(name, str) or not isinstance(words, str):
-        found = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
-        raise MediaError(
-            f"row {row}, column '{path}': the block has {found}; write {{'type': 'text', 'text': '...'}}, or a "
-            "media type"
-        )
-    modality = block_modality(name)
-    sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
-    # Of the remaining keys only text and options are read, which hold no media
-    words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
-    stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
-    if stray is not None or (modality is not None and name != modality and block and not sources):
-        raise MediaError(
-            f"row {row}, column '{path}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', "
-            f"so the model would not get it; known types are {KNOWN_TYPES}; write one block per medium, such as "
-            "{'type': 'audio', 'audio': ...}"
-        )
-    if modality is not None:
-        options = {key: item for key, item in block.items() if key not in _HINTS}
-        options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
-        ref = MediaRef(modality, sources[0] if sources else None, options, path, row)
-        _check_options(ref)
-        return {"type": modality, modality: ref}
-    if name not in _TEXT_KEYS:
-        return {"type": name, **block}
-    empty = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
-    held = [key for key in block if key not in _TEXT_HINTS and key not in empty]
-    if _TEXT_KEYS[name] not in block or not {*held} <= {_TEXT_KEYS[name]}:
-        raise MediaError(
-            f"row {row}, column '{path}': a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing "
-            f"else, got {held}; rename the key of the text, and remove other keys"
-        )
-    return {"type": "text", "text": block[_TEXT_KEYS[name]]}
 
 
 def _check_options(ref: MediaRef) -> None:
@@ -531,14 +532,3 @@ def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(message.get("content"), str):
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
     return {**message}
-
-
-def _ruled(message: dict[str, Any], rules: MediaRules) -> dict[str, Any]:
-    """Copies a message of blocks and sets the rules of its media."""
-    if not isinstance(message.get("content"), list):
-        return message
-    blocks = [
-        {key: replace(item, rules=rules) if isinstance(item, MediaRef) else item for key, item in block.items()}
-        for block in message["content"]
-    ]
-    return {**message, "content": blocks}

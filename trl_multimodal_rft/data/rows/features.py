@@ -23,21 +23,21 @@ from .nested import feature_leaves, is_media_feature, map_features, map_items
 D = TypeVar("D")
 
 
-class _Stored:
-    """A feature that stores media without torchcodec."""
-
+class _StoredAudio(Audio):
     def encode_example(self, value):
-        if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
-            return value
-        return {"bytes": None, "path": value} if isinstance(value, str) else super().encode_example(value)
+        return _file_entry(value) or super().encode_example(value)
 
 
-class _StoredAudio(_Stored, Audio):
-    pass
+class _StoredVideo(Video):
+    def encode_example(self, value):
+        return _file_entry(value) or super().encode_example(value)
 
 
-class _StoredVideo(_Stored, Video):
-    pass
+def _file_entry(value: Any) -> dict[str, Any] | None:
+    """What a feature stores of a file, without torchcodec, which encodes other values."""
+    if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
+        return value
+    return {"bytes": None, "path": value} if isinstance(value, str) else None
 
 
 _STORED = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
@@ -175,11 +175,8 @@ def _media(decoded: Decoded) -> Any:
     ref = _ref(decoded)
     with decoding(ref):
         file = fetch_file(ref, encoded_source(ref))
-        with open_file(ref, file) as stream:
+        with open_file(file) as stream:
             check_file(ref, stream)
-            if ref.rules.allowed_media_folders is not None:  # the feature would open the name again
-                stream.seek(0)
-                file = stream.read()
         value, feature = ref.source.value, ref.source.feature
         if not isinstance(feature, Image) and not is_torchcodec_usable():
             name = type(feature).__name__

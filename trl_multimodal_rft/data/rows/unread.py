@@ -11,7 +11,7 @@ from datasets.features.features import FeatureType
 
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, shown_url
-from .columns import MEDIA_COLUMNS, _absent, _holds_several, block_modality, find_media
+from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent
 from .nested import Rows, feature_leaves
 
 
@@ -92,14 +92,12 @@ def check_columns(
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
-    if needs_prompt and columns and "prompt" not in columns:
-        raise ValueError(f"{name} {_no_prompt(columns, sample)}")
-    if "solution" not in columns and other_layout(sample) == "verl":
-        raise ValueError(f"{name} {_VERL}")
+    if columns:
+        _check_names(name, columns, sample, needs_prompt)
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
-        if modality not in ignored and (lists or any(_holds_several(modality, row.get(modality)) for row in rows)):
+        if modality not in ignored and (lists or any(holds_several(modality, row.get(modality)) for row in rows)):
             raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
@@ -124,11 +122,7 @@ def check_columns(
 
 
 def check_has_prompt(row: Mapping[str, Any], index: int | None = None) -> None:
-    row_index = getattr(row, "row_index", index)
-    if "prompt" not in row:
-        raise ValueError(f"row {row_index} {_no_prompt(row, row)}")
-    if "solution" not in row and other_layout(row) == "verl":
-        raise ValueError(f"row {row_index} {_VERL}")
+    _check_names(f"row {getattr(row, 'row_index', index)}", row, row)
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
@@ -156,13 +150,15 @@ def prepared(layout: str, options: str = "") -> str:
     return f"convert the {layout} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
 
-_VERL = (
-    f"has no column 'solution', and its answers are in 'reward_model'; {prepared('verl')}, or add 'solution' for "
-    "reward functions."
-)
-
-
-def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
+def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
+    """Raises where columns have the names of another layout."""
+    if "prompt" in columns or not needs_prompt:
+        if "solution" not in columns and other_layout(row) == "verl":
+            raise ValueError(
+                f"{name} has no column 'solution', and its answers are in 'reward_model'; {prepared('verl')}, or add "
+                "'solution' for reward functions."
+            )
+        return
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
     if likely == "messages":  # which may hold the answer
@@ -172,7 +168,7 @@ def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
         options = " --task rl" if layout in ("ms-swift", "sharegpt") else ""
         alternative = "" if likely is None or layout == "sharegpt" else f"{remedy}, or "
         remedy = alternative + prepared(layout, options)
-    return f"has no column 'prompt', only {sorted(columns)}; {remedy}."
+    raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
@@ -219,7 +215,7 @@ def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unrea
     for path, modality, evidence in _in_feature(feature, column):
         return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
     media = [[*find_media(value, column)] for value in values]
-    everywhere = all(each or _absent(value) or not value for each, value in zip(media, values, strict=True))
+    everywhere = all(each or is_absent(value) or not value for each, value in zip(media, values, strict=True))
     found = [(isinstance(values[i], (list, tuple)), *one) for i, each in enumerate(media) for one in each]
     for several, path, modality, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, Encoded):
@@ -256,6 +252,6 @@ def _holds_text(feature: FeatureType) -> bool:
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
     columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
-    if any(not _absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
+    if any(not is_absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
         return True
     return any(not isinstance(row.get(c), str) and next(find_media(row.get(c)), None) is not None for c in reads)

@@ -2,7 +2,7 @@
 """Options of the experience maker."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -11,9 +11,9 @@ from transformers import GenerationConfig
 from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.rows.unread import check_ignored
-from ...spelling import split_settings
-from ...trainers.multimodal_config import check_choice, check_range
-from ...trainers.ppo_config import MultimodalPPOConfig
+from ...spelling import check_choice, split_settings
+from ...trainers.arguments import check_values
+from ...trainers.multimodal_config import check_range
 
 
 @dataclass
@@ -67,11 +67,9 @@ class ExperienceConfig:
     def __post_init__(self):
         name = split_settings(self.advantage_estimator)[0]
         if ALIASES.get(name, name) not in ESTIMATORS:
-            check_choice(self, "advantage_estimator", tuple(ESTIMATORS))
+            check_choice("`advantage_estimator`", self.advantage_estimator, ESTIMATORS)
         self.advantage_estimator = self.estimator.spelling
-        for each in fields(MultimodalPPOConfig):
-            if hasattr(self, each.name) and "choices" in each.metadata:
-                check_choice(self, each.name, each.metadata["choices"])
+        check_values(self)
         for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")

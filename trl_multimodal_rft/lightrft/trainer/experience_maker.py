@@ -34,13 +34,14 @@ from .experience import (  # noqa: F401  some of them only for users of LightRFT
     ExperienceVL,
     Samples,
     clip_filter_like_weight_func,
+    info_of,
     pin_memory,
     to,
 )
 from .experience_config import ExperienceConfig, check_options
 from .replay_buffer_utils import set_media
 from .reward_sources import RewardSources
-from .rollout_advantages import RolloutAdvantages, penalize_length
+from .rollout_advantages import RolloutAdvantages
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
@@ -213,7 +214,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 See [`generate_samples`].
             generate_kwargs:
                 Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
-                and `"reinforce"`.
+                and `"reinforce"`, by default those of the estimator.
 
         Returns:
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
@@ -222,13 +223,17 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
                 or a reward is invalid.
         """
-        gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
+        own = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
+        gamma, lambd = generate_kwargs.pop("gamma", own["gamma"]), generate_kwargs.pop("lambd", own["lam"])
         length_penalty = self._length_penalty(generate_kwargs)
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))
         experiences = [self.make_experience(each) for each in bar]
         if length_penalty is not None:
-            penalize_length(experiences, length_penalty)
+            for info in map(info_of, experiences):
+                completions = [range(n) for n in info["response_length"].long().tolist()]
+                info["soft_overlong_punishment"] = info["reward"].new_tensor(length_penalty(completions))
+                info["reward"] = info["reward"] + info["soft_overlong_punishment"]
         experiences, rewards = self.process_experiences(experiences)
         self._set_advantages(experiences, rewards, gamma, lambd)
         return experiences
@@ -479,6 +484,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         if most is None:
             raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass it.")
         return get_soft_overlong_punishment(most, self.strategy.soft_overlong_cache)
+
+    @property
+    def _is_main(self) -> bool:
+        accelerator = self.strategy.accelerator
+        return accelerator is None or accelerator.is_main_process
 
     def _autocast(self):
         """The precision of the accelerator's updates."""

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...data.rows.row import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout import groups
-from ...rollout.rollout import Rewards, Rollout, TokenChoice, known
+from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, known
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -55,17 +55,6 @@ _OF_ACTIONS = (
     "ratio/mean",
 )
 _OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
-
-# Fields of actions, and their names in a rollout
-_COLUMNS = {
-    "action_mask": "tool_mask",
-    "action_log_probs": "old_per_token_logps",
-    "advantages": "advantages",
-    "base_action_log_probs": "ref_per_token_logps",
-    "returns": "values.returns",
-    "values": "values.old",
-    "action_entropy": "tokens.entropies",
-}
 
 # Entries of `info` that are logged
 _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
@@ -288,12 +277,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             values = pad_sequence(rows, batch_first=True, padding_value=padding)
             return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
-        columns = {name: [row for item in items if (row := getattr(item, name)) is not None] for name in _COLUMNS}
-        needs = dict.fromkeys(("action_mask", "action_log_probs", "advantages"), True)
+        needs = {"action_mask": True, "action_log_probs": True, "advantages": True}
         needs |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
-        needs |= dict.fromkeys(("returns", "values"), self.critic is not None)
-        for name in (name for name, is_needed in needs.items() if is_needed):
-            if len(columns[name]) < len(items):
+        needs |= {"returns": self.critic is not None, "values": self.critic is not None}
+        columns: dict[str, torch.Tensor] = {}
+        for name, is_needed in needs.items():
+            rows = [row.float() for item in items if (row := getattr(item, name)) is not None]
+            if len(rows) == len(items):
+                columns[name] = placed(rows)
+            elif is_needed:
                 raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
         for index, item in enumerate(items):
             if item.attention_mask is not None and not item.attention_mask.all():
@@ -302,26 +294,25 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         prompts = [self._prompt_of(item, alike[tuple(item.prompt_ids.tolist())]) for item in items]
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.prompt_ids) :] for item in items]
-        mask = placed([row.long() for row in columns.pop("action_mask")])
-        rollout = Rollout(
+        mask = columns["action_mask"].long()
+        return Rollout(
             prompts,
             torch.arange(len(prompts), device=device),  # a loss compares no groups
             self._tokenizer.pad_token_id,
             completion_ids=placed(actions, self._tokenizer.pad_token_id),
             completion_mask=placed([torch.ones_like(ids) for ids in actions]),
             tool_mask=mask,  # masked actions stay in the context
+            old_per_token_logps=columns["action_log_probs"],
+            ref_per_token_logps=columns.get("base_action_log_probs"),
+            advantages=columns["advantages"],
+            values=Values(old=columns.get("values"), returns=columns.get("returns")),
             # Of a generation batch, as in the trainer
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
             rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
-            tokens=TokenChoice(weights=torch.ones_like(mask, dtype=torch.float32)),
+            tokens=TokenChoice(columns.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,
         )
-        for name, rows in columns.items():
-            if len(rows) == len(items):
-                part, _, field = _COLUMNS[name].rpartition(".")
-                setattr(getattr(rollout, part) if part else rollout, field, placed([row.float() for row in rows]))
-        return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """
@@ -375,9 +366,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         }
         statistics = {}
         for name, values in columns.items():
-            of_values = {"mean": values.mean, "std": lambda of=values: of.std(correction=0)}
-            of_values |= {"min": values.min, "max": values.max}
-            statistics |= {f"{name}_{key}": function().item() for key, function in of_values.items() if len(values)}
+            if len(values):
+                std, mean = torch.std_mean(values, correction=0)
+                numbers = {"mean": mean, "std": std, "min": values.min(), "max": values.max()}
+                statistics |= {f"{name}_{key}": number.item() for key, number in numbers.items()}
         divergences = [item.kl for item in items if item.kl is not None]
         if divergences:
             statistics["kl"] = of_ranks(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
@@ -417,22 +409,18 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
                 "or a divisor of it."
             )
-        strategy = ExperienceConfig(
-            args.advantage_estimator,
-            n_samples_per_prompt=args.num_generations,
-            micro_rollout_batch_size=size,
-            kl_estimator="k1",
-            kl_in_reward=bool(args.kl_in_reward),
-            soft_overlong_cache=args.soft_overlong_cache,
-            reward_running_scale=args.reward_running_scale,
-            reward_clip_range=args.reward_clip_range,
-            bootstrap_truncated=args.bootstrap_truncated,
-            audio_overlong=args.audio_overlong,
-            progress=not args.disable_tqdm,
-            accelerator=self.accelerator,
-            ignored_media_columns=args.ignored_media_columns or (),
-            media_rules=args.rules,
-        )
+        shared = [each.name for each in fields(ExperienceConfig) if hasattr(args, each.name)]
+        options = {name: getattr(args, name) for name in shared} | {
+            "n_samples_per_prompt": args.num_generations,
+            "micro_rollout_batch_size": size,
+            "kl_estimator": "k1",
+            "kl_in_reward": bool(args.kl_in_reward),
+            "progress": not args.disable_tqdm,
+            "accelerator": self.accelerator,
+            "ignored_media_columns": args.ignored_media_columns or (),
+            "media_rules": args.rules,
+        }
+        strategy = ExperienceConfig(**options)
         maker = NaiveExperienceMaker(
             self.actor, self.critic, kl_controller=self._kl_controller, strategy=strategy, **arguments
         )
@@ -507,20 +495,11 @@ def evaluation_logs(
     maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
 ) -> dict[str, float]:
     """Means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
-    n = maker.strategy.n_samples_per_prompt
     values: dict[str, list[float]] = {"reward": [], "response_length": []}
-    for rows in batches:
-        rewards: list[float] = []
-        for samples in maker.generate_samples(rows, **options):
-            scored, metrics = maker.rewards(samples)
-            rewards += scored.tolist()
-            values["response_length"] += samples.response_length.tolist()
-            for name, numbers in metrics.items():
-                values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
-        values["reward"] += rewards
-        for start in range(0, len(rewards) if n > 1 else 0, n):
-            scorable = [reward for reward in rewards[start : start + n] if not math.isnan(reward)]
-            values.setdefault("reward_best", []).append(max(scorable, default=math.nan))
+    for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
+        rewards, metrics = maker.rewards(samples)
+        for name, numbers in {"reward": rewards, "response_length": samples.response_length, **metrics}.items():
+            values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
     values = of_all_ranks(values)
     results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
     return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...spelling import spelled
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import Actor
 from .experience_config import check_options
@@ -84,8 +85,7 @@ def config_of(
     **options,
 ) -> MultimodalPPOConfig:
     """
-    A copy of the strategy with the options of [`PPOTrainerVL`], all of them checked. Pops `gamma` and `lambd` from
-    `generate_kwargs`.
+    A copy of the strategy with the options of [`PPOTrainerVL`], all of them checked.
     """
     check_strategy(strategy, actor, critic)
     for name, least, value in (
@@ -98,11 +98,11 @@ def config_of(
         if options["kl_target"]:
             raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
         options |= {"beta": 0.0, "kl_estimator": None, "kl_in_reward": None}
-    options |= {
-        "gamma": generate_kwargs.pop("gamma", strategy.gamma),
-        "lam": generate_kwargs.pop("lambd", strategy.lam),
-    }
-    check_options(generate_kwargs)
+    discounts = {"gamma": "gamma", "lam": "lambd"}
+    if strategy.estimator.name == "gae":
+        given = {name: generate_kwargs[own] for name, own in discounts.items() if own in generate_kwargs}
+        options["advantage_estimator"] = spelled("gae", {**strategy.estimator.settings, **given})
+    check_options({name: value for name, value in generate_kwargs.items() if name not in discounts.values()})
     # Unlike `dataclasses.replace`, this doesn't set up devices and processes again
     config = copy.copy(strategy)
     vars(config).update(
@@ -134,7 +134,7 @@ def joined_optimizers(
 ) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
     """One optimizer and one schedule from those of policy and critic, `None` without any."""
     optimizers, schedulers = {"actor_optim": actor_optim}, {"actor_scheduler": actor_scheduler}
-    if config.advantage_estimator == "gae":
+    if config.estimator.name == "gae":
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
     elif critic_optim is not None or critic_scheduler is not None:
         raise ValueError(

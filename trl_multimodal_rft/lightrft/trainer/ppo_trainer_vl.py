@@ -91,7 +91,7 @@ class PPOTrainerVL:
             Whether checkpoints hold the models alone, so that no run can resume from them.
         generate_kwargs:
             Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and
-            `lambd` (default to those of `strategy`).
+            `lambd` (default to `gamma` and `lam` of the estimator of `strategy`).
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
@@ -169,7 +169,6 @@ class PPOTrainerVL:
         reference = initial_model if config.beta > 0 else None
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
-        self.generate_kwargs |= {"gamma": config.gamma, "lambd": config.lam}
         self.save_hf_ckpt = save_hf_ckpt
         self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload, seed=config.seed)
         self.trainer = ExperienceTrainer(
@@ -362,45 +361,26 @@ class PPOTrainerVL:
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"critic"})
 
     @torch.no_grad()
-    def evaluate(
-        self, eval_dataloader: Iterable, global_step: int, greedy: bool = True, n_samples_per_prompt: int = 1
-    ) -> dict[str, float]:
+    def evaluate(self, eval_dataloader: Iterable, global_step: int) -> dict[str, float]:
         """
-        Rewards of completions of other prompts, for batches see [`fit`]. Ranks take turns, so that each prompt counts
-        once. Weights, running statistics and random states stay unchanged.
+        Rewards of greedy completions of other prompts, for batches see [`fit`]. Ranks take turns, so that each prompt
+        counts once. Weights, running statistics and random states stay unchanged.
 
         Args:
             global_step (`int`):
                 Optimizer steps so far, for the log.
-            greedy (`bool`, *optional*, defaults to `True`):
-                Whether to take the likeliest tokens, or to sample as in training.
-            n_samples_per_prompt (`int`, *optional*, defaults to `1`):
-                Completions of each prompt, when sampling.
 
         Returns:
-            `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples`, the means of the
-            metrics of `reward_fn`, and with several samples `reward_best_mean`, the mean of the best completion of
-            each prompt. Unscorable completions count in `num_samples` alone.
-
-        Raises:
-            `ValueError`: With several greedy completions of a prompt, which would be equal.
+            `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples` and the means of the
+            metrics of `reward_fn`. Unscorable completions count in `num_samples` alone.
         """
-        if greedy and n_samples_per_prompt > 1:
-            raise ValueError("Greedy completions of a prompt are all the same; set `greedy=False`.")
-        accelerator = self.trainer.accelerator
-        unwanted = ("gamma", "lambd", *(OF_SAMPLING if greedy else ()))
+        accelerator, unwanted = self.trainer.accelerator, ("gamma", "lambd", *OF_SAMPLING)
         options = {name: value for name, value in self.generate_kwargs.items() if name not in unwanted}
-        if greedy:
-            options["do_sample"] = False
         maker = copy.copy(self.experience_maker)
-        maker.strategy = replace(
-            maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=n_samples_per_prompt, progress=False
-        )
-        rank = accelerator.process_index
+        maker.strategy = replace(maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=1)
         with kept_random_state():
-            torch.manual_seed(self.strategy.seed + rank)
-            batches = islice(eval_dataloader, rank, None, accelerator.num_processes)
-            return evaluation_logs(maker, map(self._rows, batches), options)
+            batches = islice(eval_dataloader, accelerator.process_index, None, accelerator.num_processes)
+            return evaluation_logs(maker, map(self._rows, batches), {**options, "do_sample": False})
 
     def save_logs_and_checkpoints(
         self,

@@ -11,13 +11,9 @@ from ...algorithms.advantages import estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
-from ...rollout.ranks import gather_rows
+from ...rollout.ranks import gather_rows, local_rows
 from .experience import Experience, Tokens, info_of
 from .experience_config import ExperienceConfig
-
-
-_MASK = "action_mask"
-_LOGPS = ("action_log_probs", "base_action_log_probs")
 
 
 class RolloutAdvantages:
@@ -31,11 +27,6 @@ class RolloutAdvantages:
         self.reward_scale = RunningScale()
         self._has_reference = has_reference
 
-    @property
-    def _kl_coef(self) -> float:
-        """Coefficient of the KL divergence in the rewards."""
-        return self.kl_ctl.value if self.strategy.kl_in_reward and self._has_reference else 0.0
-
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
@@ -43,15 +34,15 @@ class RolloutAdvantages:
 
         Shapes: returns `(B,)`.
         """
-        args, accelerator = self.strategy, self.strategy.accelerator
-        sizes, infos = [len(each.sequences) for each in experiences], [info_of(each) for each in experiences]
+        args, infos = self.strategy, [info_of(each) for each in experiences]
+        sizes = [len(each.sequences) for each in experiences]
         in_groups = args.estimator.needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
                 f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
                 "experiences of a rollout."
             )
-        if accelerator is not None:
+        if (accelerator := args.accelerator) is not None:
             counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
             if (counts != counts[0]).any():
                 raise ValueError(f"Ranks have {counts.tolist()} samples; pass as many prompts on each.")
@@ -61,36 +52,36 @@ class RolloutAdvantages:
             rewards = rewards / self.reward_scale.std
         if args.reward_clip_range is not None:
             rewards = rewards.clamp(*args.reward_clip_range)
-        for info, part in zip(infos, self._local(rewards).split(sizes), strict=True):
+        for info, part in zip(infos, self._local(rewards, sum(sizes)).split(sizes), strict=True):
             if args.reward_running_scale or args.reward_clip_range is not None:
                 info["raw_reward"] = info["reward"]
             info["reward"] = part
         if in_groups:
-            logps = [self._gather(_joined(experiences, name)) for name in (_LOGPS if self._kl_coef else ())]
-            old_logps, ref_logps = logps or (None, None)
+            logps, kl_coef = self._logps(experiences)
+            old_logps, ref_logps = map(self._gather, logps) if logps else (None, None)
             rewards = estimate_advantages(
                 args.advantage_estimator,
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather(_joined(experiences, _MASK).int()),
-                kl_coef=self._kl_coef,
+                mask=self._gather(_joined(experiences, "action_mask").int()),
+                kl_coef=kl_coef,
                 old_logps=old_logps,
                 ref_logps=ref_logps,
             )
-        return experiences, list(self._local(rewards).split(sizes))
+        return experiences, list(self._local(rewards, sum(sizes)).split(sizes))
 
     def _set_advantages(
         self, experiences: list[Experience], shaped: list[torch.Tensor], gamma: float, lambd: float
     ) -> None:
         """Advantages and returns of all experiences from the results of [`process_experiences`]."""
-        infos, rewards, mask = [info_of(each) for each in experiences], torch.cat(shaped), _joined(experiences, _MASK)
+        infos, rewards, mask = list(map(info_of, experiences)), torch.cat(shaped), _joined(experiences, "action_mask")
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
         else:
-            logps = [_joined(experiences, name) for name in (_LOGPS if self._kl_coef else ())]
-            per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
+            logps, kl_coef = self._logps(experiences)
+            per_token = token_rewards(rewards, mask, *logps, kl_coef=kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
             if self.strategy.estimator.name == "gae":
                 values, bootstrap = _joined(experiences, "values"), None
@@ -100,10 +91,9 @@ class RolloutAdvantages:
                 returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
             else:
                 advantages = returns = cumulative_returns(per_token, mask, gamma)
-            advantages = self._local(whiten(self._gather(advantages), self._gather(scorable.int())))
-            sums = per_token.sum(1)
-        sizes = [len(each.sequences) for each in experiences]
-        columns = (column.split(sizes) for column in (advantages, returns, sums))
+            advantages = whiten(self._gather(advantages), self._gather(scorable.int()))
+            advantages, sums = self._local(advantages, len(rewards)), per_token.sum(1)
+        columns = (column.split([len(part) for part in shaped]) for column in (advantages, returns, sums))
         for each, info, *parts in zip(experiences, infos, *columns, strict=True):
             each.advantages, each.returns = (part[:, : info["num_actions"]] for part in parts[:2])
             info["return"] = parts[2]
@@ -129,30 +119,24 @@ class RolloutAdvantages:
         """
         return _padded(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
-    # Ranks
+    def _logps(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
+        """Log-probabilities under policy and reference, and the coefficient, where their divergence is a penalty."""
+        if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
+            return [], 0.0
+        names = ("action_log_probs", "base_action_log_probs")
+        return [_joined(experiences, name) for name in names], self.kl_ctl.value
 
-    @property
-    def _is_main(self) -> bool:
-        accelerator = self.strategy.accelerator
-        return accelerator is None or accelerator.is_main_process
+    # Ranks
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks, padded on the right."""
         accelerator = self.strategy.accelerator
         return values if accelerator is None else gather_rows(accelerator, values)
 
-    def _local(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of those of all ranks."""
+    def _local(self, values: torch.Tensor, n: int) -> torch.Tensor:
+        """This rank's `n` rows of those of all ranks."""
         accelerator = self.strategy.accelerator
-        return values if accelerator is None else values.chunk(accelerator.num_processes)[accelerator.process_index]
-
-
-def penalize_length(experiences: list[Experience], penalty: Callable) -> None:
-    """Adds a length penalty to rewards."""
-    for info in map(info_of, experiences):
-        lengths = info["response_length"].long().tolist()
-        info["soft_overlong_punishment"] = info["reward"].new_tensor(penalty([range(n) for n in lengths]))
-        info["reward"] = info["reward"] + info["soft_overlong_punishment"]
+        return values if accelerator is None else local_rows(accelerator, values, n)
 
 
 def _joined(experiences: list[Experience], field: str) -> torch.Tensor:

@@ -1,0 +1,122 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from transformers import PreTrainedModel
+
+from ..data.rows.batches import BatchShape, seeded_order
+from ..data.rows.row import Row
+from ..encoding.prompts import EncodedPrompt
+from ..families import family_of
+from ..forward.attention import install_prefix_attention
+from ..forward.encoders import install_encoder_attention
+from ..forward.head import add_fused_head
+from ..forward.masks import sharing_obstacle
+from ..policy import Fallbacks, PolicyForward
+from ..rollout.stream import EncodedRow, named_dataset, warn_of_positions
+from .checkpoints import CheckpointMixin
+from .setup import modalities, warn_of_unread
+from .sft_config import MultimodalSFTConfig
+from .signatures import Processor
+
+
+logger = get_logger(__name__)
+
+
+class Collator(Protocol):
+    """Encodes rows, and makes micro-batches whose `sequences` are prompts, completions included."""
+
+    model: PreTrainedModel
+
+    def encode(self, row: Row) -> EncodedPrompt: ...
+
+    def __call__(self, rows: Sequence[EncodedRow]) -> dict[str, Any]: ...
+
+
+class CompletionTrainer(CheckpointMixin):
+    """
+    Base of the trainers that read completions. A subclass sets `_stream`, and as TRL's `data_collator` a [`Collator`].
+    """
+
+    data_collator: Any
+    _unseen: set[str]  # datasets whose columns are checked with their first batch
+    _warned_of_positions = False
+    # For the evaluator and the model card
+    environment_factories = tools = None
+    use_vllm = False
+    chat_template_kwargs: dict[str, Any] = {}
+    max_completion_length = 256
+
+    def get_train_dataloader(self):
+        args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
+        order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
+        return self._stream.train_loader(
+            self.train_dataset,
+            BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
+            # An update reads its micro-batches before it forwards the first one, to count their labels
+            args.media_prefetch * args.gradient_accumulation_steps,
+            order if args.train_sampling_strategy == "random" else None,
+            collate_fn=partial(self._collate, split="train"),
+        )
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        if dataset is eval_dataset:  # given to `evaluate`
+            dataset = self._prepare_rows(dataset)
+        collate = partial(self._collate, split="eval")
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
+
+    def _prepare_rows(self, dataset: Any) -> Any:
+        """A dataset that the collator can encode, as those that the constructor got."""
+        raise NotImplementedError
+
+    def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
+        """A micro-batch. Notes what the model card says of it."""
+        batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
+        stored, sequences = [each.stored for each in rows], batch["sequences"]
+        if name in self._unseen:
+            self._unseen.remove(name)
+            first = {name: [dict(row) for row in stored]}
+            warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
+        if not self._warned_of_positions:
+            self._warned_of_positions = warn_of_positions(sequences, [each.row_index for each in rows], model)
+        prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
+        self.card_notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))
+        if split == "train":
+            self._show(stored[0], sequences[0])
+        return batch
+
+    def _show(self, row: Row, sequence: Any) -> None:
+        """Gets the first row of each micro-batch of training, and its sequence, for the console."""
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        self._total_train_tokens = state["num_tokens"]
+
+
+def sequence_policy(
+    accelerator: Accelerator, model: PreTrainedModel, processor: Processor, args: MultimodalSFTConfig
+) -> PolicyForward:
+    """What scores whole sequences of a model, packed if the config says so and the model allows it."""
+    obstacle = sharing_obstacle(model)
+    has_head = add_fused_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    if obstacle and (args.packing or args.eval_packing):
+        logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
+    if not has_head:
+        logger.warning(
+            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+            "log-probabilities are taken from its own logits, which needs more memory."
+        )
+    install_encoder_attention(model)
+    if not obstacle:  # padded rows, too, need what it corrects
+        install_prefix_attention(model)
+    fallbacks = Fallbacks(not obstacle, family_of(model).isolate, logits_from_model=not has_head)
+    return PolicyForward(accelerator, processor, fallbacks, max_tokens=args.max_tokens_per_microbatch)
