@@ -99,6 +99,7 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
+    _trains_on_reference = True  # else rewards alone depend on it
     # Attributes of TRL's trainers, whose types TRL leaves open
     reward_funcs: Any = ()
     reward_processing_classes: Any = ()
@@ -332,7 +333,8 @@ class MultimodalTrainer(CheckpointMixin):
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
-            if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
+            if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
+                # The reference may have moved since
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
