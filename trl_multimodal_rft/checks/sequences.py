@@ -4,7 +4,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -21,6 +21,8 @@ from .targets import choose, traits_of
 
 
 _LAST = 256  # tokens of a row that are compared, for whose logits there is memory
+
+Encoded = TypeVar("Encoded", bound=EncodedPrompt)
 
 
 def check_sequences(
@@ -50,14 +52,14 @@ def check_sequences(
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
 
-    def own() -> torch.Tensor:
+    def by_model() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
     def score(packed: bool) -> torch.Tensor:
         options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
         return policy.score(model, rows, ids, mask.long(), **options).logps
 
-    return _compare(measure, own, score, mask, packs)
+    return _compare(measure, by_model, score, mask, packs)
 
 
 def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> SelfCheck:
@@ -71,9 +73,9 @@ def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[Prefere
     completions = [row.input_ids[row.learned] for row in rows]
     ids = pad_sequence(completions, batch_first=True).to(measure.device)
     mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True).to(measure.device)
-    compared = mask.bool() & (torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST)
+    last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
 
-    def own() -> torch.Tensor:
+    def by_model() -> torch.Tensor:
         each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
         return pad_sequence(each, batch_first=True)
 
@@ -81,48 +83,46 @@ def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[Prefere
         prompts = [pair for pair in chosen for _ in range(2)]
         return policy.score(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).logps
 
-    return _compare(measure, own, score, compared, packs)
+    return _compare(measure, by_model, score, mask.bool() & last, packs)
 
 
 def _compare(
     measure: Measure,
-    own: Callable[[], torch.Tensor],
+    by_model: Callable[[], torch.Tensor],
     score: Callable[[bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
 ) -> SelfCheck:
-    """The differences of scores, padded and packed, from those of the model's `own` forward where the mask is true."""
+    """Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true."""
     fallbacks = measure.fallbacks
-    splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
-    splits = splits[splits.index(fallbacks.isolate) :]
 
     def compared(packed: bool) -> tuple[float, bool]:
         scored = measure.attempt("scoring rows", functools.partial(score, packed))
         return measure.compare(scored, truth, mask, noise)
 
     with measuring(measure.prepared, measure.device):
-        truth = measure.require("the model's forward", own)
-        noise = functools.cache(lambda: measure.noise(own, mask))
-        padded, is_exact = compared(packed=False)
-        for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), splits):
+        truth = measure.require("the model's forward", by_model)
+        noise = functools.cache(lambda: measure.noise(by_model, mask))
+        differences: list[float] = []
+        for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), measure.splits()):
+            fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate
+            difference, is_exact = compared(packed=False)
+            differences.append(difference)
             if is_exact:
                 break
-            fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate
-            found, (padded, is_exact) = padded, compared(packed=False)
-            if is_exact:
-                how = "the model's own logits" if from_model else f"one forward per {isolate}"
-                measure.warn(f"log-probabilities of padded rows differ by {found:.0e}", how)
-        if not is_exact:
-            raise measure.inexact(f"log-probabilities of padded rows differ by {padded:.0e} from the model's forward")
+        else:
+            found = f"log-probabilities of padded rows differ by {differences[-1]:.0e} from the model's forward"
+            raise measure.inexact(found)
+        if len(differences) > 1:
+            how = "the model's own logits" if fallbacks.logits_from_model else f"one forward per {fallbacks.isolate}"
+            measure.fall_back(f"log-probabilities of padded rows differ by {differences[0]:.0e}", how)
         packed = None
         if packs and fallbacks.packing:
-            packed, fallbacks.packing = compared(packed=True)
-            if not fallbacks.packing:
-                measure.warn(f"log-probabilities of packed rows differ by {packed:.0e}", "padded rows")
-    return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
-
-
-Encoded = TypeVar("Encoded", bound=EncodedPrompt)
+            packed, is_exact = compared(packed=True)
+            if not is_exact:
+                found = f"log-probabilities of packed rows differ by {packed:.0e}"
+                measure.fall_back(found, "padded rows", packing=False)
+    return SelfCheck(padded=differences[-1], packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
 
 
 def _chosen(measure: Measure, sequences: Sequence[Encoded]) -> list[Encoded]:

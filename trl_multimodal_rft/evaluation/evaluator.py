@@ -25,6 +25,7 @@ from ..families import family_of
 from ..forward.encoders import install_encoder_attention
 from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos
+from ..models.modes import kept_random_state
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..rewards.checks import distinct_names
@@ -34,7 +35,6 @@ from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.samplers import Sampler
 from ..rollout.turns import ToolLoop
 from ..trainers.configs import SamplingConfig
-from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
@@ -148,18 +148,7 @@ def _add_tools(policy: Policy, isolate: str | None) -> None:
     check_takes_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
     policy.encoder = replace(encoder, template_kwargs={**template_kwargs, "tools": policy.toolbox.tools or None})
-    policy.tool_loop = functools.partial(
-        ToolLoop,
-        model=encoder.model,
-        processor=encoder.processor,
-        max_turns=math.inf,
-        max_media=None,
-        template_kwargs=template_kwargs,
-        audio_overlong=encoder.audio_overlong,
-        media_rules=encoder.media_rules,
-        special_tokens_in_text=encoder.special_tokens_in_text or "raise",
-        isolate=isolate,
-    )
+    policy.tool_loop = functools.partial(ToolLoop, max_turns=math.inf, max_media=None, isolate=isolate)
 
 
 def _complete(
@@ -275,7 +264,6 @@ def check_samples(evaluated: SamplingTrainer) -> None:
 
 
 def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
-    """Reward functions by the names of their metrics."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
         raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")

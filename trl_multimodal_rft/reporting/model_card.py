@@ -10,8 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate.utils import is_peft_model
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment
 from torch import nn
 from transformers import (
@@ -38,9 +40,9 @@ from ..models.wrapped import unwrapped
 from ..rollout.view_options import sigmoid
 from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
-from .origins import base_metadata, is_hub_name
 
 
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {
@@ -80,9 +82,6 @@ PAPERS: dict[str, Any] = {
 }
 
 
-# The interval of the held-out accuracy in a log
-_INTERVAL = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
-
 # Options that are named where they are on, and where they are set
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
 _IF_ON += ("dynamic_sampling_range", "difficulty_sampling", "rollout_view", "contrast_view")
@@ -110,6 +109,27 @@ def linked_repository(name: str, kind: str = "") -> str:
     return in_text(os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name)
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether a name is `owner/name` of a repository on the Hub, and no local path, which takes precedence."""
+    return _REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def base_metadata(name: str) -> dict[str, str]:
+    """
+    Metadata of the base model for a model card: its name on the Hub and its license, from the model's card in its
+    folder or in the Hub's cache, without requests. In a folder that this package wrote, the card names the base.
+    """
+    on_hub = is_hub_name(name)
+    path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")
+    try:
+        card = metadata_load(path) or {} if isinstance(path, str) and os.path.isfile(path) else {}
+    except (ValueError, yaml.YAMLError):  # not written by this package
+        card = {}
+    base = name if on_hub else card.get("base_model") if "trl-multimodal-rft" in (card.get("tags") or ()) else None
+    known = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}
+    return {key: value for key, value in known.items() if isinstance(value, str)}
+
+
 def task_of(kinds: set[str]) -> str | None:
     """Task of a model on the Hub, `None` for text alone."""
     return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
@@ -132,7 +152,6 @@ class CardNotes:
 
 
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """The roles and texts of a prompt, without its media."""
     if isinstance(prompt, str):
         return (("user", prompt),)
     contents = [(message["role"], message.get("content") or "") for message in prompt]
@@ -148,27 +167,12 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not measured:
         return []
     first, last = measured[0], measured[-1]
-    interval = f" ({_INTERVAL})".format(**last) if "eval_accuracy_low" in last else ""
+    interval = ""
+    if "eval_accuracy_low" in last:
+        ends = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
+        interval = f" ({ends})".format(**last)
     before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
     return [("Held-out accuracy", f"{last['eval_accuracy']:.1%}{interval}{before}")]
-
-
-def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
-    """The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
-    last = next((logs for logs in reversed(history) if "eval_accuracy" in logs), None)
-    if last is None:
-        return None
-    interval = f", confidence interval {_INTERVAL}".format(**last) if "eval_accuracy_low" in last else ""
-    return [
-        EvalResult(
-            task_type=task or "text-generation",
-            dataset_type=dataset or "custom",
-            dataset_name=dataset or "held-out rows",
-            metric_type="accuracy",
-            metric_name=f"Held-out accuracy{interval}",
-            metric_value=round(last["eval_accuracy"], 4),
-        )
-    ]
 
 
 def quick_start(
@@ -192,8 +196,6 @@ def quick_start(
 
 @dataclass
 class CardRun:
-    """The facts of a run that its model card tells."""
-
     args: TrainingArguments
     state: TrainerState
     model: nn.Module  # with its adapter
@@ -218,13 +220,11 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     data = ModelCard.load(path).data
     assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
+    data.pop("model_name", None)  # which only results need
     # Names that the Hub resolves
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     data.pipeline_tag = data.pipeline_tag or task_of(kinds)
-    data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
-    named = model_name is not None or data.eval_results is not None  # results need a name
-    data.model_name = (name if in_text(name) == name else "model") if named else None
     adapter = is_peft_model(run.model)
     if adapter:
         data.library_name = "peft"

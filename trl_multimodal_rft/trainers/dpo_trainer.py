@@ -22,13 +22,12 @@ from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, unwrapped
 from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import RowStream, named_dataset
+from ..rollout.stream import RowStream
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin
 from .dpo_config import MultimodalDPOConfig
 from .optimizer import choose_what_trains
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
-from .reading import CompletionReader, reading_policy
+from .reading import CompletionTrainer, reading_policy
 from .setup import (
     check_launch,
     has_unread_rows,
@@ -47,7 +46,7 @@ from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 _OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
 
 
-class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
+class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     """
     Trainer for Direct Preference Optimization (DPO) of models that see and hear, see
     [Direct Preference Optimization](https://huggingface.co/papers/2305.18290).
@@ -98,12 +97,6 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
                 booktitle = {Advances in Neural Information Processing Systems 36},
             }"""),
     }
-    # For the evaluator and the model card
-    environment_factories = tools = None
-    use_vllm = False
-    chat_template_kwargs: dict[str, Any] = {}
-    max_completion_length = 256
-    data_collator: Any
 
     def __init__(
         self,
@@ -175,15 +168,13 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        parts = args, self.accelerator, self._stream, collator, self.card_notes, unseen
-        self._reader = CompletionReader(*parts, show=self._show)
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
         outputs = (*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS
         self._policy = reading_policy(
             self.accelerator, models, processing_class, args, packs=args.packing == "prefix", outputs=outputs
         )
-        self.checks = Checks(self._policy, self.accelerator, bool)
+        self.checks = Checks(self._policy, self.accelerator)
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
@@ -192,13 +183,9 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
 
     # Rows
 
-    def get_train_dataloader(self):
-        return self._reader.train_loader(self.train_dataset)
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = named_dataset(self.eval_dataset, eval_dataset)
+    def _prepare_rows(self, dataset: Any) -> Any:
         check_preferences(dataset, "eval", self.data_collator)
-        return self._reader.eval_loader(dataset, self._get_eval_sampler)
+        return dataset
 
     def _show(self, row: Row, pair: PreferencePair) -> None:
         """Shows the first row of a run on the console, if there is one."""
@@ -233,7 +220,7 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
         was_training, found = self.model.training, []
         self.model.eval()
-        for batch in self._reader.eval_loader(dataset, self._get_eval_sampler):
+        for batch in self.get_eval_dataloader(dataset):
             logps = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
             found.append(self.accelerator.gather_for_metrics(torch.stack(logps, dim=1)).cpu())
         self.model.train(was_training)
@@ -297,14 +284,7 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
             return loss
         return self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)
 
-    # Checkpoints and card
-
-    def _rollout_state(self) -> dict[str, Any]:
-        return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
-
-    def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        super()._load_rollout_state(state)
-        self._total_train_tokens = state["num_tokens"]
+    # Card
 
     def _training_lines(self) -> list[tuple[str, str]]:
         losses = " + ".join(

@@ -2,9 +2,9 @@
 """What samples for a trainer, with its arguments."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
-from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
+from ..rollout.turns import ENDS, ToolLoop, first_turns, run_turns, with_results
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -44,6 +44,13 @@ from .setup import media_limits, sampling_changes
 
 
 logger = get_logger(__name__)
+
+# Arguments of the engine that options of the config are for, the former with `vllm_` before their names
+_ENGINE_OPTIONS = ("mode", "structured_outputs_regex", "server_base_url", "server_host", "server_port", "group_port")
+_ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length")
+_ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
+_SAMPLING_OPTIONS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+_SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
 
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
@@ -84,6 +91,8 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
+        if (args.vllm_engine_kwargs or {}).get("speculative_config"):
+            engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
 
     def without_weights() -> AbstractContextManager[None]:
         memory = host_memory()
@@ -93,30 +102,13 @@ def make_engine(
         model=model,
         accelerator=accelerator,
         processing_class=run.prompts.processor,
-        mode=args.vllm_mode,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        group_port=args.vllm_group_port,
-        server_timeout=args.vllm_server_timeout,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
         max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        enable_sleep_mode=args.vllm_enable_sleep_mode,
-        model_impl=args.vllm_model_impl,
-        trust_remote_code=args.trust_remote_code,
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_completion_length=args.max_completion_length,
+        **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
+        **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
         generation_kwargs=generation_kwargs,
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
-        max_staleness=args.max_staleness,
+        placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=without_weights,
     )
@@ -284,8 +276,15 @@ def continue_after_tools(
 
     tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
     first = first_turns(rollout, samples[0], run.prompts.processor, run.toolbox)
-    ids, logps, mask, counts = take_turns(rollout, *samples, first, make_loop(tools, complete=sample))
-    if sampler.samples_policy and counts["turns_taken"]:
+    loop = make_loop(tools, complete=sample)
+    trajectories = run_turns(rollout, *samples, first, loop)
+    for each in trajectories:
+        each.prompt.decoded = ()  # the engine has processed the last turn
+    rollout.prompts = with_results(loop.encoder.model, trajectories)
+    rollout.source.completions = [each.messages for each in trajectories]
+    ids, mask = [each.ids for each in trajectories], [each.mask for each in trajectories]
+    logps = None if samples[1] is None else [each.logps or [] for each in trajectories]
+    if sampler.samples_policy and any(each.turns for each in trajectories):
         why = branches.obstacle
         mode = f"prefills the conversation again: {why}" if why else "continues from its cache"
         if mode != run.mode_after_tools:
@@ -296,7 +295,12 @@ def continue_after_tools(
         flight.versions[called, 1] = known(rollout.source.batch_index)
     if run.is_training:
         run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
-    run.metrics.add(turn_metrics(counts, len(ids), partial(sum_over_ranks, run.accelerator)))
+    counts = sum((each.counts for each in trajectories), Counter())
+    counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
+    *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)
+    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ended, strict=True)})
+    failed = failures / calls if calls else 0.0
+    run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failed})
     return ids, logps, mask
 
 
