@@ -37,7 +37,6 @@ from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler
 from ..rollout.score import (
@@ -162,7 +161,7 @@ class MultimodalTrainer(CheckpointMixin):
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
-        self.checks = Checks(self._policy, self.accelerator, functools.partial(any_rank, self.accelerator))
+        self.checks = Checks(self._policy, self.accelerator)
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
         self._set_tools(sources.of_environments)
         self.prompts = PromptEncoder(

@@ -194,7 +194,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         )
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         self._policy = sequence_policy(self.accelerator, self._unwrapped(self.model), self.processing_class, args)
-        self.checks = Checks(self._policy, self.accelerator, bool)
+        self.checks = Checks(self._policy, self.accelerator)
         self._complete_parts()
 
     # Rows

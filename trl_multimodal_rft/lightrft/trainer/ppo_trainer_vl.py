@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ...models.modes import kept_random_state
 from ...trainers.ppo_config import MultimodalPPOConfig
-from ...trainers.random_state import kept_random_state
 from ..models.actor_vl import ActorVL
 from ..models.critic import Critic
 from .experience import Experience
