@@ -317,21 +317,23 @@ def test_other_families(family, tmp_path, capsys):
     assert "excludes media encoders" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("family", "medium"),
-    slow_but([("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")], ("qwen2_5_omni", "--audio_seconds")),
-)
-def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
-    """A file with a config has no processor. The tower runs on patches or frames of the config's sizes."""
-    config = ["--model_name_or_path", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]
-    config += ["--images", "0", "--device", "cpu", "--no-bf16"]
-    said, without = (estimate.measure(parse(*config, medium, n)) for n in (1, 0))
+def test_config_alone_counts_the_encoder(folder, small_tile, capsys):
+    """A file with a config has no processor. The tower runs on patches of the config's sizes."""
+    config = ["--model_name_or_path", folder / "config.json", *TINY, "--num_generations", "2"]
+    config += ["--device", "cpu", "--no-bf16", "--images"]
+    said, without = (estimate.measure(parse(*config, n)) for n in (1, 0))
     assert said.held > without.held
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "FakeFloats", nullcontext)
-        measured = estimate.measure(parse(*config, medium, 1))
+        measured = estimate.measure(parse(*config, 1))
     assert said.held == pytest.approx(measured.held, rel=0.03)
     assert said.operations == pytest.approx(measured.operations, rel=0.01)
+
+
+def test_config_alone_of_other_encoders_is_said_to_exclude_them(tmp_path, capsys):
+    config = FAMILIES["qwen2_audio"].save(tmp_path) / "config.json"
+    main(["estimate", "--model_name_or_path", str(config), "--prompt_tokens", "60", "--completion_tokens", "24"])
+    assert "The estimate excludes media encoders" in capsys.readouterr().out
 
 
 def test_errors(folder, capsys):

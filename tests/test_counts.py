@@ -60,11 +60,6 @@ CASES = {
         {**TEXT, "audios": List(Value("string")), "video": Value("string")},
         {"audio": 2, "video": 1},
     ),
-    "frames": (
-        [{"prompt": "a", "video": ["a.png", "b.png", "c.png"]}],
-        {**TEXT, "video": List(Value("string"))},
-        {"video": 1},
-    ),
     "both_columns": (
         [{"prompt": "a", "image": PICTURE, "images": None}, {"prompt": "a", "image": None, "images": [PICTURE] * 2}],
         {**TEXT, "image": Image(), "images": List(Image())},

@@ -144,22 +144,6 @@ def test_average_is_that_of_the_weights_after_each_update(name, trained):
     assert max((expected[n] - last[n]).abs().max() for n in last) > 1e-3
 
 
-def test_average_is_of_the_policy_alone(trained):
-    assert not any("critic" in name for name in trained("audio").ema._average)
-    adapters = trained("adapter").ema._average
-    assert adapters and all("lora_" in name for name in adapters)
-
-
-def test_average_of_bf16_weights_in_the_trainer(tmp_path):
-    model, processor = load("qwen2_audio")
-    objects = {"model": model.bfloat16(), "processing_class": processor}
-    trainer = make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, objects=objects, **OPTIONS)
-    trainer.train()
-    assert all(value.dtype == torch.bfloat16 for value in trainer.seen[-1].values())
-    assert all(value.dtype == torch.float32 for value in trainer.ema._average.values())
-    assert_close(trainer.ema._average, average_of(trainer.seen))
-
-
 @pytest.mark.parametrize("name", ["audio", "tied", "adapter"])
 def test_weights_are_back_bit_for_bit(name, trained):
     trainer = trained(name)
@@ -174,22 +158,6 @@ def test_weights_are_back_bit_for_bit(name, trained):
     with pytest.raises(KeyError, match="out of the context"), trainer.ema_weights():
         raise KeyError("out of the context")
     assert all(torch.equal(before[n], value) for n, value in trainer.model.state_dict().items())
-
-
-def test_evaluation_with_the_average(trained):
-    """The average's log-probabilities equal those of a model with these weights."""
-    trainer = trained("audio")
-    ids = torch.arange(60, 75)[None]
-    trained_logits = trainer.model(input_ids=ids).logits
-    with trainer.ema_weights():
-        logits = trainer.model(input_ids=ids).logits
-    model, _ = load("qwen2_audio")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(average_of(trainer.seen)[name])
-    expected = model(input_ids=ids).logits
-    assert (logits - expected).abs().max() <= 1e-3
-    assert (trained_logits - expected).abs().max() > 0.1
 
 
 # Saved files
@@ -223,15 +191,6 @@ def test_folder_of_the_average_of_an_adapter(trained, tmp_path):
     saved = [load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "ema")]
     assert saved[0].keys() == saved[1].keys()
     assert any(not torch.equal(saved[0][n], saved[1][n]) for n in saved[0])
-
-
-def test_checkpoint_holds_the_average_in_a_file(tmp_path):
-    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 2}
-    trainer = make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, **options)
-    trainer.train()
-    saved = load_file(tmp_path / "checkpoint-2" / "ema.safetensors")
-    assert_close(saved, average_of(trainer.seen[:3]))
-    assert not (tmp_path / "checkpoint-2" / "ema").exists()
 
 
 def test_no_average_without_a_decay(tmp_path):

@@ -77,20 +77,6 @@ def test_pass_at_k_is_the_share_of_sets_of_samples_with_a_right_one():
 
 
 @pytest.mark.parametrize(
-    ("n", "c", "k", "message"),
-    [
-        (4, 1, 5, "`k` is 5"),
-        ([4, 2], 1, 3, "`k` is 3"),
-        (4, 1, 0, "`k` is 0"),
-        ([4, 4], [1, 5], 2, "between 0 and `n`"),
-    ],
-)
-def test_pass_at_k_refuses_what_can_not_be(n, c, k, message):
-    with pytest.raises(ValueError, match=message):
-        pass_at_k(n, c, k)
-
-
-@pytest.mark.parametrize(
     ("answers", "correct", "k", "share"),
     [
         ("aab", [1, 1, 0], 3, 1),
@@ -107,13 +93,9 @@ def test_majority(answers, correct, k, share):
     assert majority_at_k([answers], [correct], k) == pytest.approx([share])
 
 
-def test_majority_of_several_rows_its_errors_and_its_default():
+def test_majority_of_several_rows_and_its_default():
     answers, correct = [list("aab"), list("abc")], [[False, False, True], [True, False, False]]
     assert majority_at_k(answers, correct, 3).tolist() == [0.0, 1.0]
-    with pytest.raises(ValueError, match="row 1 has 2 answers"):
-        majority_at_k(["aab", "ab"], [[1, 1, 0], [1, 0]], 3)
-    with pytest.raises(ValueError, match="row 0 has 3 answers and 2 values"):
-        majority_at_k(["aab"], [[1, 1]], 2)
     config = EvaluationConfig(num_samples=4, temperature=1.0, pass_at=[1, 2, 4])
     assert config.majority_at == [2, 4]
 
@@ -130,29 +112,32 @@ def test_intervals():
         expected = [(-b + sign * math.sqrt(b**2 - 4 * a * c)) / (2 * a) for sign in (-1, 1)]
         assert wilson_interval(successes, n, confidence) == pytest.approx(expected, abs=1e-8)
     assert wilson_interval(0, 5)[0] == 0 and wilson_interval(5, 5)[1] == 1
-    with pytest.raises(ValueError, match="3 of 2"):
-        wilson_interval(3, 2)
     low, high = mean_interval([0.0, 0.5, 1.0, 0.5])  # standard deviation sqrt(1/6), standard error sqrt(1/24)
     assert (low, high) == pytest.approx((0.5 - 1.959964 / math.sqrt(24), 0.5 + 1.959964 / math.sqrt(24)), abs=1e-6)
     assert np.isnan(mean_interval([0.5])).all()
-    with pytest.raises(ValueError, match="`confidence` is 95"):
-        mean_interval([0.0, 1.0], 95)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("call", "message"),
     [
-        ({"num_samples": 4}, "greedy decoding gives the same completion"),
-        ({"pass_at": [2]}, "`pass_at` has 2"),
-        ({"num_samples": 2, "temperature": 1.0, "majority_at": [3]}, "`majority_at` has 3"),
-        ({"temperature": -1.0}, "`temperature` is -1.0"),
-        ({"batch_size": 0}, "`batch_size` is 0"),
-        ({"confidence": 95}, "`confidence` is 95"),
+        (lambda: pass_at_k(4, 1, 5), "`k` is 5"),
+        (lambda: pass_at_k([4, 2], 1, 3), "`k` is 3"),
+        (lambda: pass_at_k([4, 4], [1, 5], 2), "between 0 and `n`"),
+        (lambda: majority_at_k(["aab", "ab"], [[1, 1, 0], [1, 0]], 3), "row 1 has 2 answers"),
+        (lambda: majority_at_k(["aab"], [[1, 1]], 2), "row 0 has 3 answers and 2 values"),
+        (lambda: wilson_interval(3, 2), "3 of 2"),
+        (lambda: mean_interval([0.0, 1.0], 95), "`confidence` is 95"),
+        (lambda: EvaluationConfig(num_samples=4), "greedy decoding gives the same completion"),
+        (lambda: EvaluationConfig(pass_at=[2]), "`pass_at` has 2"),
+        (lambda: EvaluationConfig(num_samples=2, temperature=1.0, majority_at=[3]), "`majority_at` has 3"),
+        (lambda: EvaluationConfig(temperature=-1.0), "`temperature` is -1.0"),
+        (lambda: EvaluationConfig(batch_size=0), "`batch_size` is 0"),
+        (lambda: EvaluationConfig(confidence=95), "`confidence` is 95"),
     ],
 )
-def test_options_that_make_no_sense(options, message):
+def test_what_makes_no_sense(call, message):
     with pytest.raises(ValueError, match=message):
-        EvaluationConfig(**options)
+        call()
 
 
 # Answers
@@ -209,19 +194,21 @@ def test_greedy_answers_are_those_of_generate(family, make):
     assert found["completion_length"] == np.mean(lengths) and set(lengths) <= set(range(1, 7))
 
 
+def completions_of(model, processor, rows, config=None, reward=format_reward) -> list[list[str]]:
+    return [row["completions"] for row in evaluate(model, processor, rows, reward, config).rows]
+
+
 def test_actors_and_adapters_answer_as_their_models():
-    rows = audio_rows(3)
+    rows, config = audio_rows(3), EvaluationConfig(max_completion_length=6)
     model, processor = load("qwen2_audio")
-    config = EvaluationConfig(max_completion_length=6)
-    expected = [row["completions"] for row in evaluate(model, processor, rows, format_reward, config).rows]
-    actor = ActorAL(load("qwen2_audio")[0], bf16=False)
-    assert [row["completions"] for row in evaluate(actor, processor, rows, format_reward, config).rows] == expected
+    expected = completions_of(model, processor, rows, config)
+    assert completions_of(ActorAL(load("qwen2_audio")[0], bf16=False), processor, rows, config) == expected
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=True))
-    assert [row["completions"] for row in evaluate(adapted, processor, rows, format_reward, config).rows] == expected
+    assert completions_of(adapted, processor, rows, config) == expected
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
-    assert [row["completions"] for row in evaluate(adapted, processor, rows, format_reward, config).rows] != expected
+    assert completions_of(adapted, processor, rows, config) != expected
 
 
 def test_rows_with_and_without_media_mix():
@@ -244,8 +231,7 @@ def test_prompts_whose_media_must_not_join_are_answered_apart(family, make):
     model, processor = FAMILIES[family].build()
     config = {"max_completion_length": 12, "num_samples": 2, "temperature": 1e-4, "top_k": 1}
     together, alone = (
-        [row["completions"] for row in evaluate(model, processor, make(6), format_reward, args).rows]
-        for args in (EvaluationConfig(**config, batch_size=12), EvaluationConfig(**config, batch_size=2))
+        completions_of(model, processor, make(6), EvaluationConfig(**config, batch_size=size)) for size in (12, 2)
     )
     assert together == alone and len({tuple(row) for row in alone}) > 1
 
@@ -294,8 +280,7 @@ def test_samples_depend_on_the_seed_and_on_nothing_else():
     dataset = audio_rows(3)
 
     def completions(**options):
-        result = evaluate(model, processor, dataset, format_reward, sampled(batch_size=4, **options))
-        return [row["completions"] for row in result.rows]
+        return completions_of(model, processor, dataset, sampled(batch_size=4, **options))
 
     first = completions()
     torch.rand(7), np.random.rand(3)
@@ -306,33 +291,23 @@ def test_samples_depend_on_the_seed_and_on_nothing_else():
     assert len({tuple(row) for row in completions()}) == 2
 
 
-def test_samples_that_do_not_fit_a_batch_are_drawn_in_turns(monkeypatch):
+def test_samples_are_drawn_in_turns_with_media_encoded_once(monkeypatch):
     model, processor = load("qwen2_audio")
-    sizes = []
-    generate = type(model).generate
-    monkeypatch.setattr(
-        type(model),
-        "generate",
-        lambda self, **kwargs: sizes.append(len(kwargs["input_ids"])) or generate(self, **kwargs),
-    )
+    sizes, extracted, forwards = [], [], []
+
+    def counting(owner, name, note):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *args, **kw: note(kw) or function(self, *args, **kw))
+
+    counting(type(model), "generate", lambda kwargs: sizes.append(len(kwargs["input_ids"])))
+    counting(type(processor.feature_extractor), "__call__", lambda kwargs: extracted.append(1))
     result = evaluate(model, processor, audio_rows(2), format_reward, sampled(num_samples=5, batch_size=2))
     assert sizes == [2, 2, 1] * 2
     assert [len(set(row["completions"])) for row in result.rows] == [5, 5]
-
-
-def test_media_are_encoded_once_for_all_samples(monkeypatch):
-    model, processor = load("qwen2_audio")
-    calls = []
-    extract = type(processor.feature_extractor).__call__
-    monkeypatch.setattr(
-        type(processor.feature_extractor),
-        "__call__",
-        lambda self, *args, **kwargs: calls.append(1) or extract(self, *args, **kwargs),
-    )
-    forwards = []
     model.get_encoder(modality="audio").register_forward_hook(lambda module, args, output: forwards.append(1))
+    extracted.clear()
     evaluate(model, processor, audio_rows(3), format_reward, sampled(batch_size=12))
-    assert (len(calls), len(forwards)) == (3, 1)
+    assert (len(extracted), len(forwards)) == (3, 1)
 
 
 def test_placeholders_are_never_sampled():
@@ -350,10 +325,10 @@ def test_placeholders_are_never_sampled():
 
 def test_recommendations_of_the_checkpoint_do_not_count():
     model, processor = load("qwen2_audio")
-    expected = evaluate(model, processor, audio_rows(2), format_reward, sampled()).rows
-    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1, min_p=0.9, typical_p=0.1)
+    expected = completions_of(model, processor, audio_rows(2), sampled())
     own = model.generation_config
-    assert evaluate(model, processor, audio_rows(2), format_reward, sampled()).rows == expected
+    own.update(repetition_penalty=9.0, no_repeat_ngram_size=1, min_p=0.9, typical_p=0.1)
+    assert completions_of(model, processor, audio_rows(2), sampled()) == expected
     assert model.generation_config is own
 
 
@@ -391,36 +366,25 @@ def test_nothing_is_left_behind():
 
 
 def test_reward_functions_get_what_the_trainers_give(tmp_path):
-    seen = {}
+    seen = []
 
-    def spying(name):
-        def spy(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
-            seen[name] = {"prompts": prompts, "completions": completions, "columns": columns}
-            seen[name]["ids"] = [all(isinstance(i, int) for i in ids) for ids in completion_ids]
-            seen[name]["state"] = type(trainer_state)
-            return [0.0] * len(completions)
-
-        return spy
+    def spy(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+        columns["audio"] = [audio["array"].tolist() for audio in columns["audio"]]
+        prompts = [(text["type"], text["text"], audio["type"]) for [p] in prompts for audio, text in [p["content"]]]
+        completions = [[message.keys() for message in completion] for completion in completions]
+        assert all(isinstance(i, int) for ids in completion_ids for i in ids)
+        rows = zip(prompts, completions, columns["audio"], columns["solution"], columns["index"], strict=True)
+        seen.append((columns.keys(), type(trainer_state), sorted(rows, key=lambda row: row[-1])))
+        return [0.0] * len(completions)
 
     dataset = audio_rows(2).add_column("solution", ["cat", "dog"])
-    trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, reward=spying("trainer"), max_steps=1,
-        per_device_train_batch_size=4, num_generations=2, self_check=False,
-    )  # fmt: skip
-    trainer.train()
-    evaluate(*load("qwen2_audio"), dataset, spying("evaluation"), sampled(num_samples=2, batch_size=4))
-    ours, theirs = seen["evaluation"], seen["trainer"]
-    assert ours["columns"].keys() == theirs["columns"].keys() == {"audio", "group_ids", "index", "solution"}
-    assert ours["state"] is theirs["state"] and ours["ids"] == theirs["ids"] == [True] * 4
-    order = [theirs["columns"]["index"].index(i) for i in (0, 1)]
-    for i, place in enumerate(order):
-        assert ours["columns"]["solution"][2 * i] == theirs["columns"]["solution"][place]
-        (mine,), (other,) = ours["prompts"][2 * i], theirs["prompts"][place]
-        assert mine["role"] == other["role"] and [b["type"] for b in mine["content"]] == ["audio", "text"]
-        assert mine["content"][1] == other["content"][1]
-        for prompt in (mine, other):
-            np.testing.assert_array_equal(prompt["content"][0]["audio"]["array"], sound(0.3 + 0.2 * i, i)["array"])
-        assert [m.keys() for m in ours["completions"][i]] == [m.keys() for m in theirs["completions"][i]]
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "self_check": False}
+    make_trainer(MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, reward=spy, **options).train()
+    evaluate(*load("qwen2_audio"), dataset, spy, sampled(num_samples=2, batch_size=4))
+    theirs, ours = seen
+    assert ours == theirs
+    assert ours[0] == {"audio", "group_ids", "index", "solution"} and [row[-1] for row in ours[2]] == [0, 0, 1, 1]
+    assert ours[2][2][2] == sound(0.5, 1)["array"].tolist()
 
 
 async def waiting_reward(completions, **kwargs):
@@ -618,11 +582,10 @@ def test_training_does_not_notice(trainer_class, options, tmp_path):
         "freq": 1,
     }
     options = {"max_steps": 2, **options}
-    runs = [
+    (plain, update), (watched, same) = (
         trained(trainer_class, "qwen2_5_vl", image_rows(), tmp_path / str(i), kwargs, **options)
         for i, kwargs in enumerate((None, evaluated))
-    ]
-    (plain, update), (watched, same) = runs
+    )
     assert norm(update) > 0.01
     assert update.keys() == same.keys() and all(torch.equal(update[name], same[name]) for name in update)
     expected, actual = (without_evaluation(trainer.state.log_history) for trainer in (plain, watched))

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The cost of decoding, whatever a file claims. Decoding in pieces equals decoding the whole."""
 
+import contextlib
 import io
 import re
 import struct
@@ -41,7 +42,7 @@ from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, MediaRules
 RATE = 16000
 
 
-def noise(seconds, rate, channels=2):
+def noise(seconds, rate=RATE, channels=2):
     return np.random.default_rng(0).uniform(-0.5, 0.5, (int(seconds * rate), channels)).astype(np.float32)
 
 
@@ -90,6 +91,13 @@ def test_pieces_are_the_whole(name, rate):
         found = load_audio(ref("audio", data), RATE, window, overlong)
         np.testing.assert_allclose(found, expected, rtol=0, atol=rounding)
     np.testing.assert_allclose(read_audio(ref("audio", data))[0], whole.mean(axis=1), rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("channels", [3, 8, 12])
+def test_many_channels_are_averaged(channels):
+    samples = noise(0.5, channels=channels)
+    found, _ = read_audio(ref("audio", sound_file(samples, RATE, "WAV", subtype="FLOAT")))
+    np.testing.assert_array_equal(found, samples.mean(axis=1))
 
 
 @pytest.mark.parametrize(("name", "codec"), [("mp4", "aac"), ("matroska", "pcm_s16le"), ("mpegts", "aac")])
@@ -311,6 +319,19 @@ def test_a_document_starts_no_program(tmp_path, monkeypatch):
     assert load_image(ref("image", Image.open(tmp_path / "i.pcx"))).size == (6, 4)
 
 
+@pytest.mark.filterwarnings("ignore:Image size")
+@pytest.mark.parametrize("size", [(1, 99_000_000), (1_000_001, 1)])
+def test_images_of_too_many_rows_are_refused_by_their_header(size):
+    """Pillow needs 32 bytes for a row of one pixel."""
+    assert load_image(ref("image", image_file(Image.new("1", (1, 1_000_000))))).height == 1_000_000
+    header = struct.pack(">I4sIIBBBBB", 13, b"IHDR", *size, 8, 0, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + header + struct.pack(">I", zlib.crc32(header[4:])) + struct.pack(">I4s", 0, b"IDAT")
+    with pytest.raises(
+        MediaError, match=f"row 3, column 'image': {size[0]} x {size[1]} pixels exceed 1,000,000 on an edge"
+    ):
+        load_image(ref("image", data + bytes(4)))
+
+
 # Compressed files, and files of another type
 
 
@@ -524,6 +545,89 @@ def test_sounds_that_may_be_half_in_silence_are_refused(name):
     message = "this is no file of audio that can be read, it starts with .*; convert it to WAV"
     with pytest.raises(MediaError, match=message):
         load_audio(ref("audio", sound_file(noise(1.0, rate, 1), rate, name, subtype=subtype)), RATE)
+
+
+def heard(data):
+    """All samples of FFmpeg, averaged over channels, and their rate. As the program, it skips what isn't a frame."""
+    frames, floats = [], av.AudioResampler(format="fltp")
+    with av.open(io.BytesIO(data)) as container:
+        for packet in container.demux(audio=0):
+            with contextlib.suppress(av.error.InvalidDataError):
+                frames += [piece for frame in packet.decode() for piece in floats.resample(frame)]
+    return np.concatenate([frame.to_ndarray().mean(0, dtype=np.float32) for frame in frames]), frames[0].sample_rate
+
+
+def mp3(seconds, **options):
+    return sound_file(noise(seconds, channels=1), RATE, "MP3", **options)
+
+
+def bare(seconds):
+    """An MP3 without LAME's header, which is in the first frame; the frames have several sizes."""
+    data = mp3(seconds)
+    return data[data.index(b"\xff\xf3", 4) :]
+
+
+ID3V1 = b"TAG" + bytes(125)
+JOINED = {
+    "two": lambda: mp3(1.5) + mp3(1.0),
+    "a short second": lambda: mp3(1.5) + mp3(0.05),
+    "a tag with a cover between": lambda: mp3(1.5) + b"ID3\4\0\0\0\0\1\0" + bytes(range(128)) + mp3(1.0),
+    "a tag between": lambda: mp3(1.5) + ID3V1 + mp3(1.0) + ID3V1,
+    "two by FFmpeg": lambda: 2 * av_sound("mp3", "libmp3lame", 1.5),
+    "no header": lambda: bare(1.5),
+    "no header, and one": lambda: bare(1.5) + mp3(1.0),
+    "one": lambda: mp3(1.5) + ID3V1,
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_all_of_an_mp3_is_heard(name):
+    data = JOINED[name]()
+    samples, rate = read_audio(ref("audio", data))
+    expected, expected_rate = heard(data)
+    assert rate == expected_rate == RATE
+    np.testing.assert_allclose(samples, expected, atol=1e-4)
+
+
+def pages(data):
+    return [found.start() for found in re.finditer(b"OggS", data)]
+
+
+DAMAGES = {
+    "a sample": lambda page: page[:60] + bytes([page[60] ^ 255]) + page[61:],
+    "its sum": lambda page: page[:22] + bytes([page[22] ^ 1]) + page[23:],
+    "its start": lambda page: b"Oggs" + page[4:],
+    "all of it": lambda page: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_a_damaged_page_is_named(subtype, damage):
+    data = sound_file(noise(6.0, channels=1), RATE, "OGG", subtype=subtype)
+    start, end = pages(data)[3:5]
+    assert len(load(ref("audio", data))) == pytest.approx(6 * RATE, abs=2)
+    with pytest.raises(
+        MediaError, match="row 3, column 'audio': the file is damaged or cut off: page 3 is (damaged|missing)"
+    ):
+        load(ref("audio", data[:start] + DAMAGES[damage](data[start:end]) + data[end:]))
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 24000, 48000])
+@pytest.mark.parametrize("application", ["voip", "lowdelay"])
+@pytest.mark.parametrize("name", ["ogg", "webm", "matroska"])
+def test_opus_starts_and_ends_as_it_was_recorded(name, application, rate):
+    """FFmpeg writes and reads it; the recording says where it starts."""
+    times = np.arange(2 * rate) / rate
+    sound = (0.4 * np.sin(2 * np.pi * (200 * times + 300 * times**2))).astype(np.float32) * (times > 0.25)
+    data = files.sound_by_ffmpeg(sound[:, None], rate, name, "libopus", application=application)
+    samples, found_rate = read_audio(ref("audio", data))
+    expected, _ = heard(data)
+    assert found_rate == 48000
+    np.testing.assert_array_equal(samples, expected)
+    recorded = soxr.resample(sound, rate, 48000)
+    lags = [np.dot(recorded[500:-500], samples[500 + lag : len(recorded) - 500 + lag]) for lag in range(-400, 401)]
+    assert len(samples) == len(recorded) and abs(np.argmax(lags) - 400) < 4
 
 
 def test_streams_without_a_length_and_damaged_files():

@@ -2,6 +2,7 @@
 """Decodes real files in every accepted form, and checks the error of every unusable medium."""
 
 import base64
+import io
 import sys
 from dataclasses import replace
 
@@ -443,6 +444,55 @@ def test_frames_are_whole_whichever_is_asked_for(codec, container, decoder):
     for chosen in (list(range(60)), [0, 10, 21], [14, 25, 59], *([i] for i in range(12, 60, 3))):
         found = load_video(ref("video", data), lambda metadata: chosen)[0]  # noqa: B023
         np.testing.assert_array_equal(found, expected[chosen])
+
+
+MATRICES = [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)]
+MATRICES += [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]  # as in a mirror
+
+
+@pytest.mark.parametrize("matrix", MATRICES, ids=str)
+def test_frames_are_shown_as_their_matrix_says(matrix, decoder):
+    """As ISO 14496-12 has it, a pixel at (x, y) is shown at (a x + c y, b x + d y)."""
+    a, b, c, d = matrix
+    data = clips.encoded("H.264")
+    stored = clips.shown(data)[[0, 20, 40]]
+    y, x = np.mgrid[: clips.HEIGHT, : clips.WIDTH]
+    across, down = a * x + c * y, b * x + d * y
+    across, down = across - across.min(), down - down.min()
+    expected = np.zeros((3, down.max() + 1, across.max() + 1, 3), np.uint8)
+    expected[:, down, across] = stored
+    np.testing.assert_array_equal(load_video(ref("video", clips.placed(data, matrix), nframes=3))[0], expected)
+
+
+def videos(sizes, name, default=None):
+    """A file with a video of each size, of which the number is the brightness."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=name) as container:
+        streams = [container.add_stream("mpeg4", rate=10, width=width, height=height) for width, height in sizes]
+        for number, stream in enumerate(streams):
+            stream.disposition = av.stream.Disposition.default if number == default else av.stream.Disposition(0)
+        for _ in range(8):
+            for number, stream in enumerate(streams):
+                picture = np.full((stream.height, stream.width, 3), 60 * number + 40, np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+        for stream in streams:
+            container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+SMALL, LARGE = (32, 32), (96, 64)
+
+
+SEVERAL = [((SMALL, LARGE), 1), ((LARGE, SMALL), 0), ((SMALL, LARGE, LARGE), 1), ((SMALL, (64, 96), SMALL), 1)]
+SEVERAL = [(name, *each, None) for name in ("matroska", "mpegts", "avi") for each in SEVERAL]
+
+
+@pytest.mark.parametrize(("name", "sizes", "chosen", "default"), [*SEVERAL, ("matroska", (LARGE, SMALL), 1, 1)])
+def test_the_largest_of_several_videos_is_shown(name, sizes, chosen, default, decoder):
+    """The program `ffmpeg` takes most pixels, and before them a stream that its file marks as the default."""
+    frames, metadata = load_video(ref("video", videos(sizes, name, default)))
+    assert frames.shape == (8, *sizes[chosen][::-1], 3) and metadata["total_num_frames"] == 8
+    assert abs(float(frames.mean()) - 60 * chosen - 40) < 4
 
 
 @needs_torchcodec

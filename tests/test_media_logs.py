@@ -365,68 +365,66 @@ def assert_close(shown, source):
     assert np.abs(shown.astype(int) - source.astype(int)).mean() < 20
 
 
+def shown_as(picture) -> np.ndarray:
+    return np.asarray(PIL.Image.open(picture).convert("RGB"))
+
+
+def assert_shown(step, heard, pictures):
+    """Compares a sound and pictures with those of the step's rows. Returns the clip."""
+    audio, images, clip = (mixed_rows()[4 * (step - 1) + i][k] for i, k in enumerate(("audio", "images", "video")))
+    samples, rate = soundfile.read(heard)
+    assert rate == audio["sampling_rate"] and np.abs(samples - audio["array"]).max() <= 1e-4
+    for shown, picture in zip(pictures, images, strict=True):
+        assert np.array_equal(shown_as(shown), picture)
+    return clip
+
+
 @pytest.mark.slow
 def test_trackio(boards):
     logs = json.loads((boards / "trackio.json").read_text())
     tables = [entry for entry in logs if "completions" in entry]
     assert len(tables) == 2  # training doesn't end with a third
     media = boards / "trackio" / "media"
-    sources = mixed_rows()
     for step, entry in enumerate(tables, 1):
-        audio, images, clip = (sources[4 * (step - 1) + i][k] for i, k in enumerate(("audio", "images", "video")))
         rows = entry["completions"]["_value"]
         assert len(rows) == 16 and {row["step"] for row in rows} == {step}
-        assert [row["prompt"] for row in rows] == [
-            *["<audio>What is it?"] * 4,
-            *["<image>" * step + "What is it?"] * 4,
-            *["<video>What is it?"] * 4,
-            *["What is it?"] * 4,
-        ]
+        tags = ["<audio>", "<image>" * step, "<video>", ""]
+        assert [row["prompt"] for row in rows] == [f"{tag}What is it?" for tag in tags for _ in range(4)]
         assert all(isinstance(row["completion"], str) and isinstance(row["length_and_sum"], float) for row in rows)
         held = {(i, key) for i, row in enumerate(rows) for key in ("audio", "images", "video") if row[key] is not None}
         assert held == {(0, "audio"), (4, "images"), (8, "video")}
 
         assert {key for key in entry if "/" in key} == {"completions/audio/0", "completions/video/2"}
         assert rows[0]["audio"] == "completions/audio/0"
-        assert entry["completions/audio/0"]["_type"] == "trackio.audio"
-        heard, rate = soundfile.read(media / entry["completions/audio/0"]["file_path"])
-        assert rate == audio["sampling_rate"] and np.abs(heard - audio["array"]).max() <= HALF_STEP
-        assert len(rows[4]["images"]) == step
-        for cell, picture in zip(rows[4]["images"], images, strict=True):
-            assert cell["_type"] == "trackio.image"
-            assert np.array_equal(PIL.Image.open(media / cell["file_path"]).convert("RGB"), picture)
+        sound, film = entry["completions/audio/0"], entry["completions/video/2"]
+        assert (sound["_type"], film["_type"]) == ("trackio.audio", "trackio.video")
+        assert all(cell["_type"] == "trackio.image" for cell in rows[4]["images"])
+        pictures = [media / cell["file_path"] for cell in rows[4]["images"]]
+        clip = assert_shown(step, media / sound["file_path"], pictures)
         for cell, frame in zip(rows[8]["video"], clip, strict=True):
-            assert_close(np.asarray(PIL.Image.open(media / cell["file_path"]).convert("RGB")), frame)
-        assert entry["completions/video/2"]["_type"] == "trackio.video"
-        shown, _ = load_video(ref("video", str(media / entry["completions/video/2"]["file_path"])))
-        assert_close(shown, clip)
+            assert_close(shown_as(media / cell["file_path"]), frame)
+        assert_close(load_video(ref("video", str(media / film["file_path"])))[0], clip)
 
 
 @pytest.mark.slow
 def test_tensorboard(boards):
     events = EventAccumulator(str(boards / "tensorboard"), size_guidance={"audio": 0, "images": 0, "tensors": 0})
     events.Reload()
-    sources = mixed_rows()
     tags = events.Tags()
     assert sorted(tags["audio"]) == ["completions/audio/0"]
     pictures = ["completions/images/1", "completions/images/1.0", "completions/images/1.1", "completions/video/2"]
     assert sorted(tags["images"]) == pictures
     heard = events.Audio("completions/audio/0")
     assert [event.step for event in heard] == [1, 2]
-    for event, row in zip(heard, (sources[0], sources[4]), strict=True):
-        samples, rate = soundfile.read(io.BytesIO(event.encoded_audio_string))
-        assert rate == event.sample_rate == row["audio"]["sampling_rate"]
-        assert np.abs(samples - row["audio"]["array"]).max() <= 1e-4
 
     def picture(tag, step):
         (event,) = (event for event in events.Images(tag) if event.step == step)
-        return np.asarray(PIL.Image.open(io.BytesIO(event.encoded_image_string)))
+        return io.BytesIO(event.encoded_image_string)
 
-    assert np.array_equal(picture("completions/images/1", 1), sources[1]["images"][0])
-    for i in range(2):
-        assert np.array_equal(picture(f"completions/images/1.{i}", 2), sources[5]["images"][i])
-    assert_close(picture("completions/video/2", 1), np.concatenate(sources[2]["video"], axis=1))
-    assert_close(picture("completions/video/2", 2), np.concatenate(sources[6]["video"], axis=1))
+    for event, names in zip(heard, (pictures[:1], pictures[1:3]), strict=True):
+        shown = [picture(name, event.step) for name in names]
+        clip = assert_shown(event.step, io.BytesIO(event.encoded_audio_string), shown)
+        assert_close(shown_as(picture("completions/video/2", event.step)), np.concatenate(clip, axis=1))
 
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary")]
     assert len(texts) == 2
@@ -448,7 +446,6 @@ def test_wandb(boards):
     tables = [json.loads(data) for data in staged if data.startswith(b'{"_type": "table"')]
     tables = {found["data"][0][found["columns"].index("step")]: found for found in tables}
     assert sorted(tables) == [1, 2]
-    sources = mixed_rows()
     for step, found in tables.items():
         rows = [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
         names = [f"images_{i}" for i in range(step)]
@@ -460,11 +457,7 @@ def test_wandb(boards):
             assert [i for i, row in enumerate(rows) if row[name] is not None] == [place]
             assert rows[place][name]["_type"] == kind
             files[name] = by_hash[rows[place][name]["sha256"]]
-        audio, images, clip = (sources[4 * (step - 1) + i][k] for i, k in enumerate(("audio", "images", "video")))
-        heard, rate = soundfile.read(io.BytesIO(files["audio"]))
-        assert rate == audio["sampling_rate"] and np.abs(heard - audio["array"]).max() <= HALF_STEP
-        for name, picture in zip(names, images, strict=True):
-            assert np.array_equal(PIL.Image.open(io.BytesIO(files[name])), picture)
+        clip = assert_shown(step, io.BytesIO(files["audio"]), [io.BytesIO(files[name]) for name in names])
         assert_close(load_video(ref("video", files["video"]))[0], clip)
 
 

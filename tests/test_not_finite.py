@@ -12,7 +12,7 @@ from helpers.trainer_utils import InjectedOurs as InjectedGRPO
 from helpers.trainer_utils import InjectedPPO, image_rows, logged, make_trainer, run
 from transformers import TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig
+from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
 TRAINERS = {"grpo": InjectedGRPO, "rloo": InjectedRLOO, "ppo": InjectedPPO}
@@ -136,14 +136,6 @@ def test_updates_that_were_skipped_count_after_a_resume(tmp_path):
     again = make_trainer(trainer_class, "qwen2_5_vl", image_rows(), tmp_path, **options)
     with pytest.raises(FloatingPointError, match="3 updates in a row"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-@pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig])
-def test_option(config_class, tmp_path):
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    assert config_class(**options).max_skipped_updates == 5
-    with pytest.raises(ValueError, match="`max_skipped_updates` must be at least 0, got -1"):
-        config_class(**options, max_skipped_updates=-1)
 
 
 # A scaled loss

@@ -22,12 +22,10 @@ from helpers.resumed_runs import (
     stops_of,
     straight_runs,
 )
-from helpers.trainer_utils import audio_rows, image_rows, make_trainer
+from helpers.trainer_utils import audio_rows, image_rows
 from peft import LoraConfig
-from safetensors.torch import load_file
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
+from trl_multimodal_rft import MultimodalPPOTrainer
 
 
 class RecordingPPO(Recording, MultimodalPPOTrainer):
@@ -166,14 +164,6 @@ def test_checkpoint_without_an_average(copied, straight, tmp_path):
     assert same_weights(resumed, straight("audio"))  # the average doesn't affect it
 
 
-def test_checkpoint_of_another_trainer(tmp_path):
-    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(5), tmp_path, **options).train()
-    trainer = make_trainer(MultimodalPPOTrainer, "qwen2_audio", audio_rows(5), tmp_path / "ppo", max_steps=2)
-    with pytest.raises(ValueError, match="has no critic"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"num_ppo_epochs": 3}, {"advantage_estimator": "gae(gamma=0.9)"}]
@@ -185,16 +175,6 @@ def test_other_returns_discard_completions(changes, straight, tmp_path, caplog):
         resumed = CASES["audio"].resume(folder, tmp_path, **changes)
     assert "Batches have changed" in caplog.text
     assert resumed.trained_on != rest_of(straight("audio"), 3)
-
-
-def test_what_a_checkpoint_holds(straight):
-    """The critic and the average have separate files, and the policy is a plain model."""
-    folder = Path(checkpoint(straight("audio"), 3))
-    assert {path.name for path in (folder / "critic").iterdir()} >= {"config.json", "value_head.safetensors"}
-    assert not any("critic" in name for name in load_file(folder / "model.safetensors"))
-    assert load_rollout_state(folder, 0)["n_skipped"] == 0
-    head = Path(checkpoint(straight("shared trunk"), 3), "critic")
-    assert [path.name for path in head.iterdir()] == ["value_head.safetensors"]
 
 
 def test_best_model_is_loaded_with_its_critic(tmp_path):

@@ -21,6 +21,7 @@ from helpers.resumed_runs import REUSED, STEPS_PER_EPOCH, logged, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers import signals
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
@@ -184,34 +185,7 @@ def test_in_a_thread_it_warns_that_signals_are_not_handled(tmp_path, caplog):
     assert trainer.state.global_step == 1
 
 
-LAUNCHER = """
-import subprocess, sys, time
-launched = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
-print(launched.stdout.readline(), flush=True)
-time.sleep(600)
-"""
-LAUNCHED = """
-import signal, sys, time
-from trl_multimodal_rft.trainers.signals import end_with_launcher
-end_with_launcher()
-signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", file=sys.stderr, flush=True), sys.exit()))
-print("trains", flush=True)
-time.sleep({seconds})
-print("trained on", file=sys.stderr, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
-def test_it_ends_with_its_launcher_but_not_with_a_shell(tmp_path):
-    started = []
-    for name, seconds in (("accelerate", 600), ("my_script.py", 1)):
-        (tmp_path / name).write_text(LAUNCHER)
-        command = python_command([tmp_path / name, LAUNCHED.format(seconds=seconds)])
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=python_environment(), **pipes))
-    for process, end in zip(started, ("asked to end", "trained on"), strict=True):
-        with process:
-            assert process.stdout.readline() == "trains\n"
-            process.kill()
-            assert process.stderr.read().splitlines()[-1] == end  # the output ends with the orphaned process
+def test_it_does_not_end_with_a_shell(monkeypatch):
+    """With a launcher, it does: `distributed/test_killed.py`."""
+    monkeypatch.setattr(signals, "_prctl_pr_set_pdeathsig", lambda number: pytest.fail("ends with a shell"))
+    signals.end_with_launcher()

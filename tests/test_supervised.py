@@ -271,13 +271,6 @@ def test_template_that_writes_the_prompt_otherwise(kind):
         encoded(rows, FAMILY[kind], template_kwargs={"chat_template": template})
 
 
-def test_processor_without_a_template():
-    model, processor = FAMILIES["voxtral"].build()
-    message = "VoxtralProcessor can't encode supervised rows: mistral-common writes prompts for an answer, and no"
-    with pytest.raises(ValueError, match=message):
-        SupervisedEncoder(processor, model)
-
-
 # Selection of rows
 
 

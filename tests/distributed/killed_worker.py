@@ -123,10 +123,8 @@ class Mortal:
 
     def save_model(self, output_dir=None, _internal_call=False):
         if self._due("disk full"):
-            rank = self.accelerator.process_index
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            file = Path(output_dir, f"rollout_state_{rank}.pt" if rank else "optimizer.pt")
-            file.symlink_to("/dev/full")
+            Path(output_dir, f"rollout_state_{self.accelerator.process_index}.pt").symlink_to("/dev/full")
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir):
@@ -195,11 +193,8 @@ def train(job: dict) -> None:
     trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
     if job["algorithm"] == "ahead":
         trainer.sampler = Ahead(trainer, send=partial(ask, options["vllm_server_base_url"]))
-    trainer.death, trainer.request, trainer.resumed = (
-        job["death"],
-        job["request"],
-        Path(job["folder"], f"resumed-{rank}.json"),
-    )
+    trainer.death, trainer.request = job["death"], job["request"]
+    trainer.resumed = Path(job["folder"], f"resumed-{rank}.json")
     checkpoint = output.is_dir() and get_last_checkpoint(output) is not None
     trainer.train(resume_from_checkpoint=str(output / job["resume"]) if job["resume"] else checkpoint)
     state = {
@@ -208,7 +203,6 @@ def train(job: dict) -> None:
         "scheduler": trainer.lr_scheduler.state_dict(),
         "rollouts": trainer._rollout_state(),
         "history": trainer.state.log_history,
-        "step": trainer.state.global_step,
     }
     assert any(isinstance(each, DTensor) for each in state["weights"].values()) == (job["engine"] == "fsdp2")
     state = tree_map_only(DTensor, DTensor.to_local, state)
@@ -290,9 +284,8 @@ def inspect(job: dict) -> None:
     found = {"last": last and Path(last).name, "checkpoints": {}, "others": [], "final": []}
     for path in folders:
         if path.name.startswith("checkpoint-"):
-            found["checkpoints"][path.name] = verify_checkpoint(path) + differing_files(
-                path, straight / "output" / path.name
-            )
+            differing = differing_files(path, straight / "output" / path.name)
+            found["checkpoints"][path.name] = verify_checkpoint(path) + differing
         else:
             found["others"].append(path.name)
     if job["final"] is not None:

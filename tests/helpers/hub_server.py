@@ -11,9 +11,10 @@ import hashlib
 import json
 import re
 import threading
+import uuid
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
@@ -36,7 +37,7 @@ class Blob:
 
     @property
     def sha(self) -> str:
-        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
+        return hashlib.sha1(self.content).hexdigest()
 
 
 @dataclass
@@ -65,13 +66,10 @@ class Repo:
         return set(self.files) - {".gitattributes"}
 
     def commit(self, message: str, files: dict[str, Blob]) -> Commit:
-        """Adds a commit."""
-        seed = json.dumps([len(self.commits), message, sorted((path, blob.sha) for path, blob in files.items())])
-        self.commits.append(Commit(hashlib.sha1(seed.encode()).hexdigest(), message, files))
+        self.commits.append(Commit(uuid.uuid4().hex, message, files))
         return self.commits[-1]
 
     def at(self, revision: str) -> Commit | None:
-        """Returns the commit of a revision."""
         if revision == "main":
             return self.commits[-1]
         return next((commit for commit in self.commits if commit.sha == revision), None)
@@ -83,7 +81,6 @@ class HubServer:
     def __init__(self, tokens: dict[str, Token]):
         self.tokens = tokens
         self.repos: dict[tuple[str, str], Repo] = {}
-        self.requests: list[tuple[str, str, int]] = []
         self.lock = threading.Lock()
         self.released = threading.Event()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -130,8 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.body = b"".join(iter(self._chunk, b""))
         else:
             self.body = self.rfile.read(length)
-        self.path, query = urlsplit(self.path).path, urlsplit(self.path).query
-        self.query = {name: values[0] for name, values in parse_qs(query).items()}
+        self.path = urlsplit(self.path).path
         token = self.hub.tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
         if "/commit/" in self.path and token is not None and token.held:
             self.hub.released.wait(300)
@@ -147,11 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(404, f"{self.command} {self.path} isn't served")
             self._answer(*answered)
         except _Refused as refusal:
-            headers = {"X-Error-Message": refusal.message}
-            if refusal.code is not None:
-                headers["X-Error-Code"] = refusal.code
-            if refusal.commit is not None:
-                headers["X-Repo-Commit"] = refusal.commit.sha
+            commit = refusal.commit and refusal.commit.sha
+            headers = {"X-Error-Message": refusal.message, "X-Error-Code": refusal.code, "X-Repo-Commit": commit}
+            headers = {name: value for name, value in headers.items() if value is not None}
             self._answer(refusal.status, headers, json.dumps({"error": refusal.message}).encode())
 
     def _chunk(self) -> bytes:
@@ -160,7 +154,6 @@ class _Handler(BaseHTTPRequestHandler):
         return chunk
 
     def _answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
-        self.hub.requests.append((self.command, self.path, status))
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -246,16 +239,10 @@ class _Handler(BaseHTTPRequestHandler):
         below = {path: blob for path, blob in commit.files.items() if path.startswith(prefix)}
         if not below:
             raise _Refused(404, f"{folder} does not exist", "EntryNotFound", commit)
-        entries, recursive = {}, self.query.get("recursive", "").lower() == "true"
-        for path, blob in sorted(below.items()):
-            parts = path.removeprefix(prefix).split("/")
-            for depth in range(1, len(parts)):
-                parent = prefix + "/".join(parts[:depth])
-                if recursive or depth == 1:
-                    entries[parent] = {"type": "directory", "path": parent, "oid": "0" * 40, "size": 0}
-            if recursive or len(parts) == 1:
-                entries[path] = _entry(path, blob)
-        return self._json(list(entries.values()))
+        entries = [
+            {"type": "file", "path": path, "oid": blob.sha, "size": len(blob.content)} for path, blob in below.items()
+        ]
+        return self._json(entries)  # directories don't count
 
     def validate_yaml(self):
         parts = json.loads(self.body)["content"].split("---\n")
@@ -272,12 +259,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, kind: str, repo: str, revision: str):
         self._writer(repo.split("/")[0])
-        commit, files = self._at(kind, repo, revision), []
-        for file in json.loads(self.body)["files"]:
-            present = commit.files.get(file["path"])
-            oid = present.sha if present else None
-            files.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": oid})
-        return self._json({"files": files})
+        self._at(kind, repo, revision)
+        more = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+        return self._json({"files": [{"path": file["path"], **more} for file in json.loads(self.body)["files"]]})
 
     def commit(self, kind: str, repo: str, revision: str):
         token = self._writer(repo.split("/")[0])
@@ -306,10 +290,6 @@ class _Handler(BaseHTTPRequestHandler):
         if blob is None:
             raise _Refused(404, "Entry not found", "EntryNotFound", commit)
         return 200, {"X-Repo-Commit": commit.sha, "ETag": f'"{blob.sha}"'}, blob.content
-
-
-def _entry(path: str, blob: Blob) -> dict:
-    return {"type": "file", "path": path, "oid": blob.sha, "size": len(blob.content)}
 
 
 _API = r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+)"

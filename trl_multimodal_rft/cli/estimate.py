@@ -396,7 +396,7 @@ def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
         text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
     except RuntimeError as error:
         raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
-    return text_only, f"The estimate excludes media encoders, which don't run on fake tensors: {reason}"
+    return text_only, f"The estimate excludes media encoders: {reason}."
 
 
 def run(args: argparse.Namespace) -> None:

@@ -20,20 +20,20 @@ from ..data.reading.rules import MediaRules
 from ..encoding.budgets import budgeted_size
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt, encode_prompt
-from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
+from ..families import AUDIO_EXTRACTORS, family_of
 
 
-# By modality, for a model without a processor; the prompt's length includes the features
-EncoderInputs = dict[str, dict[str, torch.Tensor]]
+# Of images, for a model without a processor; the prompt's length includes the features
+EncoderInputs = dict[str, torch.Tensor]
 
 
 def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, prompts: int) -> Iterator[torch.Tensor]:
-    """Runs the encoders for a number of prompts."""
-    for modality, one in inputs.items():
-        encode = getattr(model, f"get_{modality}_features", None) or model.get_encoder(modality=modality)
+    """Runs the encoder of images for a number of prompts."""
+    if inputs:
+        encode: Any = getattr(model, "get_image_features", None)
         several = {
             name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
-            for name, value in one.items()
+            for name, value in inputs.items()
         }
         yield from _tensors(encode(**several))
 
@@ -61,7 +61,7 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
             limits = {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
             given = {name: limit for name, limit in limits.items() if limit is not None}
             side, _ = budgeted_size(args.image_size, args.image_size, given)
-            encoders = _from_config(model, images, side, seconds)
+            encoders = _from_config(model, 0 if seconds else images, side)
         else:
             prompt = _encoded(model, processor, images, args.image_size, seconds, rules)
     return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
@@ -113,33 +113,16 @@ def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> 
     )
 
 
-def _from_config(model: PreTrainedModel, images: int, size: int, seconds: float) -> EncoderInputs:
-    """Inputs of encoders by their configs, for the usual kinds of encoders."""
-    inputs = EncoderInputs()
-    if images:
-        vision = model.config.vision_config
-        encode: Any = model.get_image_features
-        names = inspect.signature(encode).parameters
-        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-        if "image_grid_thw" in names:  # patches in a row
-            cell = vision.patch_size * vision.spatial_merge_size
-            side = max(round(size / cell), 1) * vision.spatial_merge_size
-            width = channels * vision.temporal_patch_size * vision.patch_size**2
-            inputs["image"] = {
-                "pixel_values": torch.zeros(images * side * side, width),
-                "image_grid_thw": torch.tensor([[1, side, side]] * images),
-            }
-        else:
-            edges = vision.image_size
-            height, width = (edges, edges) if isinstance(edges, int) else edges
-            inputs["image"] = {"pixel_values": torch.zeros(images, channels, height, width)}
-    if seconds:
-        config = model.config.audio_config
-        frames = 2 * config.max_source_positions  # of 10 ms, as Whisper has them
-        windows = max(round(seconds * 100 / frames + 0.5), 1)
-        inputs["audio"] = {"input_features": torch.zeros(windows, config.num_mel_bins, frames)}
-        encode = getattr(model, "get_audio_features", None)
-        names = inspect.signature(encode).parameters if encode else {}
-        for name in set(AUDIO_MASKS) & set(names):
-            inputs["audio"][name] = torch.ones(windows, frames, dtype=torch.long)
-    return inputs
+def _from_config(model: PreTrainedModel, images: int, size: int) -> EncoderInputs:
+    """Inputs of an encoder by its config alone, where images are patches in a row, as with Qwen-VL."""
+    encode: Any = getattr(model, "get_image_features", None)
+    if not images or "image_grid_thw" not in inspect.signature(encode).parameters:
+        raise RuntimeError("its config doesn't say what its encoders take, and there is no processor")
+    vision = model.config.vision_config
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    side = max(round(size / (vision.patch_size * vision.spatial_merge_size)), 1) * vision.spatial_merge_size
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "pixel_values": torch.zeros(images * side * side, width),
+        "image_grid_thw": torch.tensor([[1, side, side]] * images),
+    }

@@ -328,12 +328,12 @@ class Evaluation:
         ids = policy.complete(rollout.prompts, config, branches)
         limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
         loop = policy.tool_loop(
+            encoder=self.encoder,
             tools=[self.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)],
             complete=complete,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,
             loop=self.loop,
-            media_rules=self.encoder.media_rules,
             **{name: limit for name, limit in limits.items() if limit is not None},
         )
         return run_turns(rollout, ids, None, first_turns(rollout, ids, self.encoder.processor, self.toolbox), loop)

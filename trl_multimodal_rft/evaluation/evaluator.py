@@ -148,18 +148,7 @@ def _add_tools(policy: Policy, isolate: str | None) -> None:
     check_takes_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
     policy.encoder = replace(encoder, template_kwargs={**template_kwargs, "tools": policy.toolbox.tools or None})
-    policy.tool_loop = functools.partial(
-        ToolLoop,
-        model=encoder.model,
-        processor=encoder.processor,
-        max_turns=math.inf,
-        max_media=None,
-        template_kwargs=template_kwargs,
-        audio_overlong=encoder.audio_overlong,
-        media_rules=encoder.media_rules,
-        special_tokens_in_text=encoder.special_tokens_in_text or "raise",
-        isolate=isolate,
-    )
+    policy.tool_loop = functools.partial(ToolLoop, max_turns=math.inf, max_media=None, isolate=isolate)
 
 
 def _complete(

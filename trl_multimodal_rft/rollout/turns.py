@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -23,6 +23,7 @@ from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
 from .environments import Environments
+from .prompt_encoder import PromptEncoder
 from .rollout import Rollout
 
 
@@ -71,8 +72,7 @@ class Trajectory:
 class ToolLoop:
     """Calls tools and samples the next turn, until no completion ends with a call."""
 
-    model: PreTrainedModel  # unwrapped model
-    processor: ProcessorMixin | PreTrainedTokenizerBase  # what encodes prompts
+    encoder: PromptEncoder  # of the prompts, whose rules results follow; unless it says otherwise, control tokens fail
     # Samples what follows prompts: takes the prompts, for each the index of its completion and the last result, and
     # the tokens left for each; returns ids and log-probabilities, if any
     complete: Callable[
@@ -84,11 +84,6 @@ class ToolLoop:
     max_turns: float  # how often a completion's calls are answered at most
     max_media: int | None  # media in a completion at most
     ends: Collection[int]  # ids that end a turn
-    template_kwargs: dict[str, Any]  # arguments for `apply_chat_template`
-    audio_overlong: Literal["raise", "truncate"]  # what happens to audio longer than the model's window
-    media_rules: MediaRules  # from where media may come, and how large they may be
-    # What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`
-    special_tokens_in_text: Literal["allow", "raise", "strip"] = "raise"
     isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
     # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
     engine_length: int | None = None
@@ -111,11 +106,11 @@ class ToolLoop:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
+        return getattr(self.encoder.processor, "tokenizer", self.encoder.processor)
 
     @property
     def _text_config(self):
-        return self.model.config.get_text_config(decoder=True)
+        return self.encoder.model.config.get_text_config(decoder=True)
 
     def _answer(self, index: int, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit."""
@@ -134,9 +129,9 @@ class ToolLoop:
         trajectory.history += [normalize_tool_calls(results), *results]
         trajectory.messages += results
         trajectory.append(turn.input_ids.tolist(), None, sampled=False)
-        engine_positions = {} if self.engine_length is None else {"processor": self.processor}
+        engine_positions = {} if self.engine_length is None else {"processor": self.encoder.processor}
         trajectory.whole = encode_prefix(
-            trajectory.prompt, trajectory.ids, trajectory.turns, self.model, **engine_positions
+            trajectory.prompt, trajectory.ids, trajectory.turns, self.encoder.model, **engine_positions
         )
         return True
 
@@ -163,10 +158,12 @@ class ToolLoop:
         row = index if trajectory.prompt.row is None else trajectory.prompt.row
         messages = []
         for name, result in results:
-            failed, content = isinstance(result, Exception), _content(name, result, row, self.media_rules)
+            failed, content = isinstance(result, Exception), _content(name, result, row, self.encoder.media_rules)
             try:
                 place = f"row {row}, column '{FROM_TOOL}{name!r}'"
-                content = checked_texts(content, self.processor, self.special_tokens_in_text, place)
+                content = checked_texts(
+                    content, self.encoder.processor, self.encoder.special_tokens_in_text or "raise", place
+                )
             except MediaError as error:
                 failed, content = True, self._failure(error)
             trajectory.counts["failures"] += failed
@@ -177,9 +174,9 @@ class ToolLoop:
         """The error message for a result that can't be encoded, without the result's control tokens."""
         logger.warning_once(f"Tool result could not be encoded; the model received an error message instead: {error}")
         reason = str(error).encode(errors="replace").decode()
-        for token in placeholder_tokens(self.model, self.processor):
+        for token in placeholder_tokens(self.encoder.model, self.encoder.processor):
             reason = reason.replace(token, "")
-        return str({"error": checked_texts(reason, self.processor, "strip", "")})
+        return str({"error": checked_texts(reason, self.encoder.processor, "strip", "")})
 
     def _encode_results(
         self, trajectory: Trajectory, results: list[dict[str, Any]]
@@ -188,13 +185,13 @@ class ToolLoop:
         ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
         options = {
             "ends": [end for end in ends if end is not None],
-            "template_kwargs": self.template_kwargs,
-            "audio_overlong": self.audio_overlong,
+            "template_kwargs": {k: v for k, v in self.encoder.template_kwargs.items() if k != "tools"},
+            "audio_overlong": self.encoder.audio_overlong,
             "keep_decoded": self.engine_length is not None,
             "row": trajectory.prompt.row,
         }
         try:
-            turn = encode_turn(trajectory.history, results, self.processor, self.model, **options)
+            turn = encode_turn(trajectory.history, results, self.encoder.processor, self.encoder.model, **options)
             self._check_joins(trajectory, turn)
         except MediaError as error:
             with_media = [message for message in results if next(iter_refs(message), None) is not None]
@@ -202,12 +199,12 @@ class ToolLoop:
             trajectory.counts["failures"] += len(failed)
             content = self._failure(error)
             results = [{**message, "content": content} if message in failed else message for message in results]
-            turn = encode_turn(trajectory.history, results, self.processor, self.model, **options)
+            turn = encode_turn(trajectory.history, results, self.encoder.processor, self.encoder.model, **options)
         return turn, results
 
     def _check_joins(self, trajectory: Trajectory, turn: EncodedPrompt) -> None:
         """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
-        if (self.isolate or family_of(self.model).isolate) is None or not turn.media:
+        if (self.isolate or family_of(self.encoder.model).isolate) is None or not turn.media:
             return
         for before in (trajectory.prompt, *trajectory.media):
             for name in before.media.keys() & turn.media.keys():
@@ -323,7 +320,7 @@ def take_turns(
     trajectories = run_turns(rollout, ids, logps, first, loop)
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
-    rollout.prompts = with_results(loop.model, trajectories)
+    rollout.prompts = with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [each.messages for each in trajectories]
     return (
         [each.ids for each in trajectories],

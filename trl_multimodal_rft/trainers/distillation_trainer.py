@@ -28,7 +28,6 @@ from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 from .teacher import (
     Teacher,
-    check_own_teacher,
     check_teacher,
     load_teacher,
     prompts_under,
@@ -172,8 +171,14 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
-        if self.teacher_model is None and self.teacher_server is None:
-            check_own_teacher(self.args, rows[0].stored)
+        teaches_itself = self.teacher_model is None and self.teacher_server is None
+        sees_more = self.args.teacher_view or self.args.student_view
+        if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
+            raise ValueError(
+                "There is no teacher but the student itself, which sees the same, so that it would learn nothing; "
+                "pass `teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' "
+                "or 'teacher_image'."
+            )
         rollout = self._collect(rows)
         read, server = teacher_prompts(self._run, rollout, rows), self.teacher_server
         requests = None if server is None else server.read(read)

@@ -45,6 +45,13 @@ from .setup import media_limits, sampling_changes
 
 logger = get_logger(__name__)
 
+# Arguments of the engine that options of the config are for, the former with `vllm_` before their names
+_ENGINE_OPTIONS = ("mode", "structured_outputs_regex", "server_base_url", "server_host", "server_port", "group_port")
+_ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length")
+_ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
+_SAMPLING_OPTIONS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+_SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
+
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
     """What the engine adds to logits: a sampled placeholder would stand for media that don't exist."""
@@ -93,30 +100,12 @@ def make_engine(
         model=model,
         accelerator=accelerator,
         processing_class=run.prompts.processor,
-        mode=args.vllm_mode,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        group_port=args.vllm_group_port,
-        server_timeout=args.vllm_server_timeout,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
         max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        enable_sleep_mode=args.vllm_enable_sleep_mode,
-        model_impl=args.vllm_model_impl,
-        trust_remote_code=args.trust_remote_code,
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_completion_length=args.max_completion_length,
+        **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
+        **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
         generation_kwargs=generation_kwargs,
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
-        max_staleness=args.max_staleness,
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=without_weights,
     )

@@ -205,15 +205,6 @@ def two_schedules(
     return LambdaLR(optimizer, [critic if is_critic else thawed for is_critic in of_critic])
 
 
-def check_two_schedules(scheduler: LRScheduler) -> None:
-    """Refuses a scheduler that was passed, or that DeepSpeed made, with one schedule for all groups."""
-    if not isinstance(scheduler, LambdaLR):
-        raise ValueError(
-            f"A {type(scheduler).__name__} can't give policy and critic different schedules; remove the "
-            "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
-        )
-
-
 def _schedule(
     args: MultimodalPPOConfig, name: str, warmup_steps: float, n_steps: int, rate: float
 ) -> Callable[[int], float]:

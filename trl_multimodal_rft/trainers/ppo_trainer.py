@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
 from datasets import Dataset
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
@@ -44,7 +45,7 @@ from .arguments import check_arguments
 from .checkpoint_files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
-from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
+from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -397,7 +398,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = two_schedules(self.args, optimizer, self._critic_groups, num_training_steps)
             self._created_lr_scheduler = True
-        check_two_schedules(self.lr_scheduler)
+        if not isinstance(self.lr_scheduler, LambdaLR):  # the user's, or one that DeepSpeed made
+            raise ValueError(
+                f"A {type(self.lr_scheduler).__name__} can't give policy and critic different schedules; remove the "
+                "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
+            )
         return self.lr_scheduler
 
     def _trains(self, part: str) -> bool:

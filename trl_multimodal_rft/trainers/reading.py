@@ -1,14 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel
 
 from ..data.rows.batches import BatchShape, seeded_order
@@ -20,8 +18,8 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..policy import Fallbacks, PolicyForward
-from ..reporting.model_card import CardNotes
-from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
+from ..rollout.stream import EncodedRow, named_dataset, warn_of_positions
+from .checkpoints import CheckpointMixin
 from .setup import modalities, warn_of_unread
 from .sft_config import MultimodalSFTConfig
 from .signatures import Processor
@@ -40,24 +38,25 @@ class Collator(Protocol):
     def __call__(self, rows: Sequence[EncodedRow]) -> dict[str, Any]: ...
 
 
-@dataclass
-class CompletionReader:
-    """Rows with completions, from datasets to micro-batches, and what the model card says of them."""
+class CompletionTrainer(CheckpointMixin):
+    """
+    Base of the trainers that read completions. A subclass sets `_stream`, and as TRL's `data_collator` a [`Collator`].
+    """
 
-    args: MultimodalSFTConfig
-    accelerator: Accelerator
-    stream: RowStream
-    collator: Collator
-    notes: CardNotes
-    unseen: set[str]  # datasets whose columns are checked with their first batch
-    show: Callable[[Row, Any], None]  # gets the first row of each micro-batch of training, and its sequence
-    warned_of_positions: bool = False
+    data_collator: Any
+    _unseen: set[str]  # datasets whose columns are checked with their first batch
+    _warned_of_positions = False
+    # For the evaluator and the model card
+    environment_factories = tools = None
+    use_vllm = False
+    chat_template_kwargs: dict[str, Any] = {}
+    max_completion_length = 256
 
-    def train_loader(self, dataset: Any) -> DataLoader:
+    def get_train_dataloader(self):
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
         order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
-        return self.stream.train_loader(
-            dataset,
+        return self._stream.train_loader(
+            self.train_dataset,
             BatchShape(args.per_device_train_batch_size, 1, 1, *ranks, drop_last=args.dataloader_drop_last),
             # An update reads its micro-batches before it forwards the first one, to count their labels
             args.media_prefetch * args.gradient_accumulation_steps,
@@ -65,23 +64,42 @@ class CompletionReader:
             collate_fn=partial(self._collate, split="train"),
         )
 
-    def eval_loader(self, dataset: Any, make_sampler: Callable[[Any], Sampler | None]) -> DataLoader:
-        return self.stream.eval_loader(dataset, 1, make_sampler, collate_fn=partial(self._collate, split="eval"))
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        if dataset is eval_dataset:  # given to `evaluate`
+            dataset = self._prepare_rows(dataset)
+        collate = partial(self._collate, split="eval")
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
+
+    def _prepare_rows(self, dataset: Any) -> Any:
+        """A dataset that the collator can encode, as those that the constructor got."""
+        raise NotImplementedError
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
-        batch, name, model = self.collator(rows), f"{split}_dataset", self.collator.model
+        """A micro-batch. Notes what the model card says of it."""
+        batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
         stored, sequences = [each.stored for each in rows], batch["sequences"]
-        if name in self.unseen:
-            self.unseen.remove(name)
+        if name in self._unseen:
+            self._unseen.remove(name)
             first = {name: [dict(row) for row in stored]}
             warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
-        if not self.warned_of_positions:
-            self.warned_of_positions = warn_of_positions(sequences, [each.row_index for each in rows], model)
+        if not self._warned_of_positions:
+            self._warned_of_positions = warn_of_positions(sequences, [each.row_index for each in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        self.notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))
+        self.card_notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))
         if split == "train":
-            self.show(stored[0], sequences[0])
+            self._show(stored[0], sequences[0])
         return batch
+
+    def _show(self, row: Row, sequence: Any) -> None:
+        """Gets the first row of each micro-batch of training, and its sequence, for the console."""
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        self._total_train_tokens = state["num_tokens"]
 
 
 def sequence_policy(

@@ -223,17 +223,14 @@ class Run:
         """Calls each completion's tools, with further fields of the loop."""
         args = self.args
         anyone = functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool
-        template_kwargs = {name: value for name, value in self.prompts.template_kwargs.items() if name != "tools"}
         fields: dict[str, Any] = {
+            "encoder": self.prompts,
+            "tools": tools,
             "max_media": args.max_tool_media,
             "ends": self.ends,
-            "template_kwargs": template_kwargs,
-            "audio_overlong": args.audio_overlong,
-            "media_rules": args.rules,
-            "special_tokens_in_text": args.special_tokens_in_text or "raise",
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
             "anyone": anyone,
             "loop": self.rewards.loop,
         }
-        return ToolLoop(self.prompts.model, self.prompts.processor, tools=tools, **{**fields, **options})
+        return ToolLoop(**{**fields, **options})

@@ -21,11 +21,10 @@ from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import RowStream, named_dataset
+from ..rollout.stream import RowStream
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin
 from .optimizer import choose_what_trains
-from .reading import CompletionReader, sequence_policy
+from .reading import CompletionTrainer, sequence_policy
 from .setup import (
     check_launch,
     has_unread_rows,
@@ -46,7 +45,7 @@ _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs",
 _COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
-class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
+class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
@@ -107,12 +106,6 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 booktitle = {Advances in Neural Information Processing Systems 35},
             }"""),
     }
-    # For the evaluator and the model card
-    environment_factories = tools = None
-    use_vllm = False
-    chat_template_kwargs: dict[str, Any] = {}
-    max_completion_length = 256
-    data_collator: Any
 
     def __init__(
         self,
@@ -196,23 +189,15 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        parts = args, self.accelerator, self._stream, collator, self.card_notes, unseen
-        self._reader = CompletionReader(*parts, show=self._show)
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         self._policy = sequence_policy(self.accelerator, self._unwrapped(self.model), self.processing_class, args)
         self.checks = Checks(self._policy, self.accelerator, bool)
         self._complete_parts()
 
     # Rows
 
-    def get_train_dataloader(self):
-        return self._reader.train_loader(self.train_dataset)
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = named_dataset(self.eval_dataset, eval_dataset)
-        if dataset is eval_dataset:  # given to `evaluate`
-            dataset = prepare_rows(dataset, "eval", self.data_collator)
-        return self._reader.eval_loader(dataset, self._get_eval_sampler)
+    def _prepare_rows(self, dataset: Any) -> Any:
+        return prepare_rows(dataset, "eval", self.data_collator)
 
     def _show(self, row: Row, sequence: SupervisedSequence) -> None:
         """Shows the first row of a run on the console, if there is one."""
@@ -307,13 +292,6 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         return {**{name: values.to(labels.device) for name, values in padded.items()}, "labels": labels}
 
     # Checkpoints and card
-
-    def _rollout_state(self) -> dict[str, Any]:
-        return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
-
-    def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        super()._load_rollout_state(state)
-        self._total_train_tokens = state["num_tokens"]
 
     def _training_lines(self) -> list[tuple[str, str]]:
         args = self.args

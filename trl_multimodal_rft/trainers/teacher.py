@@ -14,7 +14,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
-from ..data.rows.row import Row
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
@@ -138,9 +137,10 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
     apart = [reads_apart(row.stored) for row in rows]
     if any(apart):
         if run.toolbox.tools:
+            column = next(name for name in TEACHER_COLUMNS if name in rows[apart.index(True)].stored)
             raise ValueError(
                 "Results of tools would follow prompts of another length, so columns of the teacher such as "
-                f"{_own_columns(rows[apart.index(True)].stored)[0]!r} can't be used with `tools`; remove one of them."
+                f"{column!r} can't be used with `tools`; remove one of them."
             )
         placed, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
         students = rollout.source.messages
@@ -162,20 +162,6 @@ def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedP
     if view is None:
         return rollout.prompts
     return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts, run.toolbox)
-
-
-def check_own_teacher(args: MultimodalDistillationConfig, row: Row) -> None:
-    """Refuses a student that would be its own teacher of what it sees itself."""
-    if args.teacher_view is None and args.student_view is None and not _own_columns(row):
-        raise ValueError(
-            "There is no teacher but the student itself, which sees the same, so that it would learn nothing; pass "
-            "`teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' or "
-            "'teacher_image'."
-        )
-
-
-def _own_columns(row: Row) -> list[str]:
-    return [name for name in TEACHER_COLUMNS if name in row]
 
 
 def server_teacher(

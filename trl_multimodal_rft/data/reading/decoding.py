@@ -357,7 +357,7 @@ def encoded_source(ref: MediaRef) -> Any:
 
 
 def open_source(ref: MediaRef) -> BinaryIO:
-    return open_file(ref, fetch_file(ref, encoded_source(ref)))
+    return open_file(fetch_file(ref, encoded_source(ref)))
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
@@ -463,13 +463,13 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         declared = round((sound.duration or 0) * sound.time_base * sound.rate)
         if declared and container.format.name in _DECLARED:
             check(declared, sound.rate)
-        floats, count = av.AudioResampler(format="fltp"), 0
+        floats, count = av.AudioResampler(format="flt"), 0  # not by planes, of which PyAV reads at most seven
         for packet in container.demux(sound):
             if container.format.name == "mp3" and packet.size and bytes(packet)[0] != 0xFF:
                 continue  # a tag, such as that of a second file
             for piece in itertools.chain.from_iterable(map(floats.resample, packet.decode())):
                 count += piece.samples
-                yield piece.to_ndarray().T, piece.sample_rate
+                yield piece.to_ndarray().reshape(piece.samples, -1), piece.sample_rate
         if declared and container.format.name in _COUNTED and count != declared:
             raise ref.error(
                 f"the file is damaged or cut off: {count} of {declared} samples; fetch it again or remove the row"

@@ -211,7 +211,7 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
         for item in value:
             yield from find_media(item, path)
     elif isinstance(value, dict):
-        held = {key: item for key, item in value.items() if not _absent(item)}
+        held = {key: item for key, item in value.items() if not is_absent(item)}
         modality = block_modality(held.get("type"))
         if "array" in held and "sampling_rate" in held:
             yield path, "audio", value
@@ -259,7 +259,7 @@ def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
     return "\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
 
 
-def _absent(value: Any) -> bool:
+def is_absent(value: Any) -> bool:
     # Arrow fills keys of other rows with None, and a missing struct with a struct of None
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
@@ -295,10 +295,10 @@ class _RowReader:
             value = row.get(column)
             if value is None:
                 continue
-            if _absent(value):
+            if is_absent(value):
                 raise self.error(column, f"{sorted(value)} are all None; set one of them, or the whole column to None")
             if column == singular:
-                if _holds_several(modality, value):
+                if holds_several(modality, value):
                     raise self.error(column, f"holds a list; rename the column to '{column}s'")
                 refs = [self.ref(modality, value, column)]
             else:
@@ -307,7 +307,7 @@ class _RowReader:
                     raise self.error(column, f"{found}; rename the column to '{singular}'")
                 refs = [self.ref(modality, item, f"{column}[{i}]") for i, item in enumerate(value)]
                 for ref in refs:
-                    if _absent(ref.source):
+                    if is_absent(ref.source):
                         raise ref.error("is None; leave it out of the list, or set the whole column to None")
             if refs and media[modality]:
                 raise self.error(column, f"the row also has '{singular}'; set one of the two columns to None")
@@ -405,7 +405,7 @@ class _RowReader:
         """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with no source if absent."""
         if not isinstance(block, dict) or "type" not in block:
             raise self.error(path, "a content block must be a dictionary with a 'type'")
-        block = {key: item for key, item in block.items() if not _absent(item)}
+        block = {key: item for key, item in block.items() if not is_absent(item)}
         name = block.pop("type", None)
         words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
         if not isinstance(name, str) or not isinstance(words, str):
@@ -442,13 +442,13 @@ class _RowReader:
         return {"type": "text", "text": block[_TEXT_KEYS[name]]}
 
 
-def _holds_several(modality: str, value: Any) -> bool:
+def holds_several(modality: str, value: Any) -> bool:
     """Returns whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
     if not isinstance(value, (list, tuple)):
         return False
     if modality == "image":
         return not (value and isinstance(value[0], list))
-    first = next((item for item in value if not _absent(item)), None)
+    first = next((item for item in value if not is_absent(item)), None)
     if modality == "audio":
         return isinstance(first, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(first, "get_all_samples")
     if isinstance(first, dict):

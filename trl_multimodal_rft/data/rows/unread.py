@@ -11,7 +11,7 @@ from datasets.features.features import FeatureType
 
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, shown_url
-from .columns import MEDIA_COLUMNS, _absent, _holds_several, block_modality, find_media
+from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent
 from .nested import Rows, feature_leaves
 
 
@@ -97,7 +97,7 @@ def check_columns(
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
-        if modality not in ignored and (lists or any(_holds_several(modality, row.get(modality)) for row in rows)):
+        if modality not in ignored and (lists or any(holds_several(modality, row.get(modality)) for row in rows)):
             raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
@@ -215,7 +215,7 @@ def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unrea
     for path, modality, evidence in _in_feature(feature, column):
         return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
     media = [[*find_media(value, column)] for value in values]
-    everywhere = all(each or _absent(value) or not value for each, value in zip(media, values, strict=True))
+    everywhere = all(each or is_absent(value) or not value for each, value in zip(media, values, strict=True))
     found = [(isinstance(values[i], (list, tuple)), *one) for i, each in enumerate(media) for one in each]
     for several, path, modality, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, Encoded):
@@ -252,6 +252,6 @@ def _holds_text(feature: FeatureType) -> bool:
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
     columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
-    if any(not _absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
+    if any(not is_absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
         return True
     return any(not isinstance(row.get(c), str) and next(find_media(row.get(c)), None) is not None for c in reads)
