@@ -17,11 +17,12 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.specifiers import SpecifierSet
 from transformers import DynamicCache, Trainer
-from trl import DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
+from trl import DistillationTrainer, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import (
     MultimodalDistillationTrainer,
+    MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOTrainer,
@@ -36,6 +37,7 @@ from trl_multimodal_rft.versions import (
     CALLED,
     OVERRIDDEN,
     OVERRIDDEN_DISTILLATION,
+    OVERRIDDEN_DPO,
     OVERRIDDEN_PPO,
     OVERRIDDEN_RLOO,
     OVERRIDDEN_SFT,
@@ -68,6 +70,7 @@ CONTRACTS = [
     (MultimodalRLOOTrainer, RLOOTrainer, OVERRIDDEN_RLOO),
     (MultimodalPPOTrainer, GRPOTrainer, {**OVERRIDDEN, **OVERRIDDEN_PPO}),
     (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN_SFT),
+    (MultimodalDPOTrainer, DPOTrainer, OVERRIDDEN_DPO),
     (MultimodalDistillationTrainer, DistillationTrainer, OVERRIDDEN_DISTILLATION),
 ]
 
@@ -133,7 +136,7 @@ def test_a_checkpoint_is_made_of_nothing_else():
     pushed = {"_get_output_dir", "_push_from_checkpoint", "callback_handler", "control", "args", "hp_search_backend"}
     assert used(Trainer._save_checkpoint) == written | pushed
     entropy = {"use_adaptive_entropy", "entropy_coef", "_last_world_entropy", "_get_output_dir", "state"}
-    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer, DistillationTrainer):
+    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, DistillationTrainer):
         assert used(trl._save_checkpoint) - {"args", "create_model_card"} <= entropy, trl
 
 

@@ -58,6 +58,14 @@ OVERRIDDEN_SFT = {
     SFT + "create_model_card": "self model_name dataset_name tags",
 }
 
+# Methods that the DPO trainer overrides
+DPO = "trl.trainer.dpo_trainer:DPOTrainer."
+OVERRIDDEN_DPO = {
+    path.replace(SFT, DPO): given for path, given in OVERRIDDEN_SFT.items() if not path.endswith(".compute_loss")
+}
+OVERRIDDEN_DPO[DPO + "_compute_loss"] = "self model inputs return_outputs"
+OVERRIDDEN_DPO[DPO + "compute_ref_log_probs"] = "self model inputs"
+
 # Methods that the distillation trainer overrides
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 _OF_REWARDS = ("_compute_loss", "_get_per_token_logps_and_entropies")  # which it hasn't, or with other parameters
@@ -146,7 +154,14 @@ CALLED = {
 }
 
 
-ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT, **OVERRIDDEN_DISTILLATION}
+ALL_OVERRIDDEN = {
+    **OVERRIDDEN,
+    **OVERRIDDEN_RLOO,
+    **OVERRIDDEN_PPO,
+    **OVERRIDDEN_SFT,
+    **OVERRIDDEN_DPO,
+    **OVERRIDDEN_DISTILLATION,
+}
 
 
 def missing_parts() -> dict[str, list[str]]:

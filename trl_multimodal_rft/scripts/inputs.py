@@ -16,6 +16,7 @@ from ..data.rows.load import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
 from ..trainers.distillation_config import MultimodalDistillationConfig
+from ..trainers.dpo_config import MultimodalDPOConfig
 from ..trainers.grpo_config import MultimodalGRPOConfig
 from ..trainers.rloo_config import MultimodalRLOOConfig
 from ..trainers.sft_config import MultimodalSFTConfig
@@ -26,7 +27,8 @@ from .prompts import with_system_message, with_texts
 
 logger = get_logger(__name__)
 
-TrainingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig | MultimodalSFTConfig
+SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig
+TrainingConfig = SamplingConfig | MultimodalSFTConfig | MultimodalDPOConfig
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
