@@ -537,7 +537,7 @@ class Contestant(TimedSteps):
         for key, owner, name in (
             ("rollout", trainer, "_generate_and_score_completions"),
             ("rewards", trainer, "_reward" if is_ours else "_calculate_rewards"),
-            ("scoring", trainer, "_score_rollout" if is_ours else "_get_per_token_logps_and_entropies"),
+            ("scoring", *((trainer._run, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies"))),
             ("update", trainer, "compute_loss"),
             ("update", trainer.accelerator, "backward"),
             ("step", trainer, "training_step"),
@@ -557,7 +557,7 @@ class Contestant(TimedSteps):
             start = now(self.device)
             result = function(*args, **kwargs)
             # TRL's scoring with gradients is part of the loss
-            if key != "scoring" or function.__name__ == "_score_rollout" or not torch.is_grad_enabled():
+            if key != "scoring" or function.__name__ == "score" or not torch.is_grad_enabled():
                 self.times[key].append(now(self.device) - start)
             return result
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers.checks import G, subject
+from helpers.checks import G, released, subject
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
     audio_rows,
@@ -92,17 +92,30 @@ def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
     assert not check.run_after_tools(listener.model, completions, mask, sampled)  # no tool was called
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
-    check, completions = engine_check(listener, dtype), completions_of(listener)
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(subject, torch.float32), (subject, torch.bfloat16), (released, torch.bfloat16)]
+)
+def test_an_engine_that_does_not_get_the_weights_raises(make, dtype):
+    torch.manual_seed(0)
+    listener = make("qwen2_audio", audio_rows(2))
+    completions = completions_of(listener)
+
+    def run(check, step, sampled=None):
+        """The engine has the current weights unless it `sampled` before."""
+        sampled = sampled_by(listener, completions) if sampled is None else sampled
+        return check.run(listener.model, step, completions, completions[2], sampled)
+
+    updated, check = engine_check(listener, dtype), engine_check(listener, dtype)
+    assert run(updated, 0)
     sampled = sampled_by(listener, completions)
-    assert check.run(listener.model, 0, completions, completions[2], sampled)
+    assert run(check, 0, sampled)
     move(listener)
+    assert run(updated, 1)
     with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
-        check.run(listener.model, 1, completions, completions[2], sampled)
+        run(check, 1, sampled)
     error = r"the engine's log-probabilities are \S+ on average.* on the first batch.*its settings, weights"
     with pytest.raises(RuntimeError, match=error):
-        engine_check(listener, dtype).run(listener.model, 0, completions, completions[2], sampled)
+        run(engine_check(listener, dtype), 0, sampled)
 
 
 # Media

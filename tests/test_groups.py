@@ -138,19 +138,22 @@ class Exchanged:
         return result.completion_ids[::2, 0].tolist(), is_stale, metrics
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 5])
-def test_sampling_gives_up_after_the_last_round(rounds):
-    run = Exchanged(lambda number, step: False, rounds)
-    for step in range(2):
-        first = run.n
-        metrics = {"sampling/kept_frac": 0.0, "sampling/rounds": rounds}
-        assert run.step(step) == ([first, first + 1], False, metrics)
-        assert run.n == first + 2 * rounds
+NONE = {"sampling/kept_frac": 0.0}
 
 
-def test_batch_that_is_not_filled_keeps_its_dead_groups():
-    run = Exchanged(lambda number, step: number == 3, rounds=2)
-    assert run.step(0) == ([3, 0], False, {"sampling/kept_frac": 0.25, "sampling/rounds": 2})
+@pytest.mark.parametrize(
+    ("live", "options", "used", "metrics"),
+    [
+        *([None, {"rounds": n}, [0, 1], {**NONE, "sampling/rounds": n}] for n in (1, 3, 5)),
+        (3, {"rounds": 2}, [3, 0], {"sampling/kept_frac": 0.25, "sampling/rounds": 2}),
+        (None, {"replay": 4}, [0, 1], {**NONE, "replay/frac": 0.0, "replay/age": 0.0}),
+    ],
+)
+def test_batch_that_is_not_filled_keeps_its_dead_groups(live, options, used, metrics):
+    """Sampling gives up after the last round."""
+    run = Exchanged(lambda number, step: number == live, **options)
+    assert run.step(0) == (used, False, metrics)
+    assert run.n == 2 * options.get("rounds", 1)
 
 
 @pytest.mark.parametrize(
@@ -178,26 +181,15 @@ def test_replay_is_limited_in_size_and_age(options, steps, fractions):
             assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
-def test_empty_buffer_leaves_dead_groups_in_place():
-    run = Exchanged(lambda number, step: False, replay=4)
-    assert run.step(0) == ([0, 1], False, {"sampling/kept_frac": 0.0, "replay/frac": 0.0, "replay/age": 0.0})
-
-
-def test_replay_fills_what_dynamic_sampling_leaves():
-    run = Exchanged(lambda number, step: step == 0, rounds=2, replay=4)
-    assert run.step(0)[0] == [0, 1]
-    used, is_stale, metrics = run.step(1)
-    assert sorted(used) == [0, 1] and is_stale
-    assert (metrics["sampling/rounds"], metrics["replay/frac"]) == (2, 1.0)
-
-
-def test_replay_fills_what_a_group_left_over_leaves():
+# The second time, a group was left over
+@pytest.mark.parametrize(("first", "used", "fresh", "fraction"), [(0, [0, 1], [], 1.0), (1, [1, 2], [3], 0.5)])
+def test_replay_fills_what_dynamic_sampling_leaves(first, used, fresh, fraction):
     """Replay uses another group than the leftover one."""
-    run = Exchanged(lambda number, step: step == 0 and number > 0, rounds=2, replay=4)
-    assert run.step(0)[0] == [1, 2]
-    used, is_stale, metrics = run.step(1)
-    assert used[0] == 3 and used[1] in (1, 2) and is_stale
-    assert metrics["replay/frac"] == 0.5
+    run = Exchanged(lambda number, step: step == 0 and number >= first, rounds=2, replay=4)
+    assert run.step(0)[0] == used
+    again, is_stale, metrics = run.step(1)
+    assert again[: len(fresh)] == fresh and {*again[len(fresh) :]} <= {*used} and len({*again}) == 2 and is_stale
+    assert metrics["replay/frac"] == fraction and metrics["sampling/rounds"] == 2
 
 
 # Groups that ranks exchange, see also `distributed/test_distributed.py`

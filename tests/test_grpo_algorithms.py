@@ -22,6 +22,8 @@ from helpers.trainer_utils import (
 from torch.testing import assert_close
 from trl.experimental.gmpo import GMPOTrainer
 
+from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
+
 
 # Two updates on one generation batch, each from two of its four micro-batches, and the same again
 REUSED = {**TWO, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 4}
@@ -259,26 +261,13 @@ def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
 # High-entropy tokens
 
 
-def highest(entropies, masks, ratio, renormalize):
-    """Returns weights of the competing tokens: `entropies` and `masks` of the micro-batches."""
-    tokens = [(entropies[b][i, t].item(), b, i, t) for b, mask in enumerate(masks) for i, t in mask.nonzero().tolist()]
-    kept = sorted(tokens, key=lambda token: -token[0])[: math.ceil(ratio * len(tokens))]
-    weights = [torch.zeros(mask.shape) for mask in masks]
-    for _, b, i, t in kept:
-        weights[b][i, t] = len(tokens) / len(kept) if renormalize else 1.0
-    return weights
-
-
 def weights_by_hand(moments, scope, ratio, renormalize, entropies):
-    """Returns the weights of an optimizer step's micro-batches."""
-    masks = [moment.batch["completion_mask"] for moment in moments]
+    """Returns the weights of an optimizer step's micro-batches; `test_losses.py` tests the choice of tokens."""
+    masks, options = [moment.batch["completion_mask"] for moment in moments], {"renormalize": renormalize}
     if scope == "batch":
-        return highest(entropies, masks, ratio, renormalize)
-    weights = []
-    for entropy, mask in zip(entropies, masks, strict=True):
-        rows = [slice(i, i + 1) for i in range(len(mask))] if scope == "sequence" else [slice(None)]
-        weights.append(torch.cat([highest([entropy[r]], [mask[r]], ratio, renormalize)[0] for r in rows]))
-    return weights
+        return high_entropy_mask(torch.cat(entropies), torch.cat(masks), ratio, **options).chunk(len(masks))
+    options["scope"] = scope.replace("micro_batch", "batch")
+    return [high_entropy_mask(*each, ratio, **options) for each in zip(entropies, masks, strict=True)]
 
 
 class Scoring(Recorded):
@@ -287,7 +276,7 @@ class Scoring(Recorded):
     def _compute_loss(self, model, inputs):
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             for batch in self._buffered_inputs:
-                batch.sampled = self._score_rollout(self.model, batch).entropies
+                batch.sampled = self._run.score(self.model, batch).entropies
         return super()._compute_loss(model, inputs)
 
 

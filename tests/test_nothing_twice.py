@@ -85,20 +85,6 @@ def assert_same(plain, ours, without: tuple[str, ...] = ()) -> None:
 ENGINE = {"vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_mode": "sequence_truncate"}
 
 
-# One of each kind: clipped, by completion, with a drift, of the ratio to the engine, and detached
-KINDS = ("dapo", "gmpo", "cpgd", "vespo", "cispo")
-
-
-@pytest.mark.parametrize("loss", slow_but(LOSSES, *KINDS))
-def test_the_update_scores_what_grpo_asks_for(loss):
-    options = {**TWO, "num_iterations": 2, "loss_type": loss}
-    if loss != "vespo":
-        options |= ENGINE
-    plain, ours = both("grpo", FAMILY, image_rows(), engine=True, **options)
-    assert_same(plain, ours)
-    assert (plain.trainer.n_scored, ours.trainer.n_scored) == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "scored"),
     [
@@ -150,7 +136,8 @@ def test_groups_without_signal_are_not_forwarded(family, rows, size):
     assert ours.trainer.n_tokens <= 0.55 * plain.trainer.n_tokens
 
 
-@pytest.mark.parametrize("loss", slow_but(LOSSES, *KINDS))
+# One of each kind: clipped, by completion, with a drift, of the ratio to the engine, and detached
+@pytest.mark.parametrize("loss", slow_but(LOSSES, "dapo", "gmpo", "cpgd", "vespo", "cispo"))
 def test_every_loss_leaves_them_out_or_needs_them(loss):
     options = {**TWO, "steps_per_generation": 4, "loss_type": loss, "reward": half_dead, **ENGINE}
     if loss == "vespo":
@@ -160,6 +147,7 @@ def test_every_loss_leaves_them_out_or_needs_them(loss):
     assert_same(plain, ours, without=("entropy", *of_scores))
     skipped = 0 if loss == "cpgd" else 0.5  # whose drift pulls all completions back
     assert [entry["packing/skipped_frac"] for entry in ours.history if "packing/skipped_frac" in entry] == [skipped]
+    assert (plain.trainer.n_scored, ours.trainer.n_scored) == (4, 2)
 
 
 @pytest.mark.parametrize(

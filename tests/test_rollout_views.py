@@ -323,27 +323,22 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
     trainer = trained(trainer_class, family, rows(), tmp_path, **options)
     outcomes = set()
     for step, draw in enumerate(trainer.draws):
-        (prompts, sampled, _), n = trainer.sampler.calls[step], len(draw.batch)
-        per_func, places = draw.rewards, []
+        (prompts, sampled, _), n, per_func = trainer.sampler.calls[step], len(draw.batch), draw.rewards
         has = [bool(row.get("image")) or rows is video_rows for row in draw.rows]
-        bonus = []
-        for start in range(0, n, GROUP):
-            own = per_func[start : start + GROUP, 0].tolist()
-            if not has[start]:
-                bonus += GROUP * [0.0]
-                continue
-            others = sampled[n + len(places) : n + len(places) + 2]
-            places += [start + 2, start + 3]
-            assert all(prompt is not prompts[start] for prompt in prompts[n + len(places) - 2 : n + len(places)])
-            bonus += t_grpo(own, right(None, others, *2 * [lambda *args: None]))
-            outcomes.add((sum(own) > 0, bonus[-GROUP:] != GROUP * [0.0]))
+        places = [start + i for start in range(0, n, GROUP) if has[start] for i in (2, 3)]
         assert len(sampled) == n + len(places)
-        total = [a + 0.5 * b + c for a, b, c in zip(*per_func.T.tolist(), bonus, strict=True)]
+        assert all(prompt is not prompts[i] for prompt, i in zip(prompts[n:], places, strict=True))
+        contrast = torch.full((n,), torch.nan)
+        contrast[places] = torch.tensor(right(None, sampled[n:], *2 * [lambda *args: None]))
+        bonus = contrast_bonus(per_func[:, 0], contrast, GROUP, ratio=0.8, bonus=0.3)
+        groups = (each.view(-1, GROUP).any(1).tolist() for each in (per_func[:, 0], bonus))
+        outcomes |= {*zip(*groups, strict=True)}
+        total = per_func @ torch.tensor([1.0, 0.5]) + bonus
         if trainer_class is not PPO:
-            groups, is_rloo = torch.tensor(total).view(-1, GROUP), trainer_class is RLOO
+            groups, is_rloo = total.view(-1, GROUP), trainer_class is RLOO
             scale = (GROUP - 1) / GROUP if is_rloo else groups.std(1, keepdim=True) + 1e-4
             assert_close(draw.batch.advantages, ((groups - groups.mean(1, keepdim=True)) / scale).flatten())
-        assert logged(trainer, "reward")[step] == pytest.approx(sum(total) / n)
+        assert logged(trainer, "reward")[step] == pytest.approx(total.mean().item())
         # Of what is trained on alone
         assert logged(trainer, "rewards/right/mean")[step] == pytest.approx(per_func[:, 0].mean().item())
     if rows is video_rows:

@@ -11,9 +11,8 @@ import re
 
 import pytest
 import torch
-from helpers.checks import released
+from helpers.checks import released, subject
 from helpers.trainer_utils import audio_rows, image_rows
-from test_checks import completions_of, engine_check, move, sampled_by
 from test_self_check import asking, picture
 
 from trl_multimodal_rft.checks.rounding import exceeds, noise_of, tolerance_of, two_steps
@@ -98,64 +97,93 @@ def test_rounding_of_a_released_model_passes(family, rows):
     assert re.search(r"rounding noise +\de-0[12] +4 times a token's adds to its tolerance\n", str(check))
 
 
-def test_wrong_positions_are_found(monkeypatch):
-    left_pad = forward.left_pad
-    monkeypatch.setattr(
-        forward, "left_pad", lambda *args: (batch := left_pad(*args)) | {"position_ids": 3 * batch["position_ids"]}
-    )
-    with pytest.raises(RuntimeError, match="can't be trained exactly: log-probabilities in a batch differ by"):
-        released("qwen2_5_vl", image_rows(2)).check()
+def padding(name, change):
+    """Changes a tensor of batches that are padded on the left."""
+
+    def defect(checked, monkeypatch):
+        left_pad = forward.left_pad
+        monkeypatch.setattr(forward, "left_pad", lambda *args: (made := left_pad(*args)) | {name: change(made[name])})
+
+    return defect
 
 
-def test_a_mask_on_the_wrong_side_is_found(monkeypatch):
-    def flipped(*args):
-        batch = left_pad(*args)
-        return {**batch, "attention_mask": batch["attention_mask"].flip(1)}
-
-    left_pad = forward.left_pad
-    monkeypatch.setattr(forward, "left_pad", flipped)
-    # Prompts of a similar length differ by a few masked tokens, whose effect may be smaller than that of rounding
-    questions = ["What is in the image?" + " Describe its colours, shapes and where they are." * 2, "What is it?"]
-    rows = asking(questions, image=[picture()] * 2)
-    assert released("llava", rows).check().fallbacks == Fallbacks(isolate="prompt")
-
-
-def test_swapped_media_are_found(monkeypatch):
+def media(checked, monkeypatch):
     def swapped(parts):
-        parts = list(parts)
-        return join_tensors(parts[1:] + parts[:1])
+        first, *others = parts
+        return join_tensors([*others, first])
 
     join_tensors = inputs.join_tensors
     monkeypatch.setattr(inputs, "join_tensors", swapped)
-    check = released("llava", image_rows(2)).check()
-    assert check.fallbacks.isolate is not None
 
 
-def test_disturbed_neighbours_are_found():
-    mixed = released("llava", image_rows(2))
-    mixed.model.model.multi_modal_projector.register_forward_hook(
+def neighbours(checked, monkeypatch):
+    checked.model.model.multi_modal_projector.register_forward_hook(
         lambda module, args, output: output + 0.5 * output.roll(1, dims=0)
     )
-    assert mixed.check().fallbacks.isolate is not None
 
 
-def test_other_features_are_found():
-    """Those are computed in float32, whatever the model's dtype."""
-    quieter = released("qwen2_audio", audio_rows(2))
-    for prompt in quieter.prompts:
+def features(checked, monkeypatch):
+    for prompt in checked.prompts:
         prompt.media = {name: value * 0.99 for name, value in prompt.media.items()}
-    with pytest.raises(RuntimeError, match="its media tensors differ by 4e-02"):
-        quieter.check()
 
 
-def test_dropout_is_no_rounding():
-    """It adds to what is compared, and not to the noise behind which it could hide."""
-    random = released("llava", image_rows(2))
-    random.model.get_decoder().layers[-1].register_forward_hook(
+def dropout(checked, monkeypatch):
+    """Adds to what is compared, and not to the noise behind which it could hide."""
+    checked.model.get_decoder().layers[-1].register_forward_hook(
         lambda module, args, output: torch.nn.functional.dropout(output, 0.2)
     )
-    with pytest.raises(RuntimeError, match="llava can't be trained exactly"):
-        random.check()
+
+
+def images_of_two_questions(n):
+    """Prompts of a similar length differ by a few masked tokens, whose effect may be smaller than that of rounding."""
+    questions = ["What is in the image?" + " Describe its colours, shapes and where they are." * 2, "What is it?"]
+    return asking(questions, image=[picture()] * n)
+
+
+POSITIONS = padding("position_ids", lambda value: 3 * value)
+MASK = padding("attention_mask", lambda value: value.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "rows", "defect", "outcome"),
+    [
+        (
+            subject,
+            "qwen2_5_vl",
+            image_rows,
+            POSITIONS,
+            "exactly: log-probabilities in a batch differ",
+        ),
+        (
+            released,
+            "qwen2_5_vl",
+            image_rows,
+            POSITIONS,
+            "exactly: log-probabilities in a batch differ",
+        ),
+        (released, "llava", images_of_two_questions, MASK, ["prompt"]),
+        (released, "llava", image_rows, media, ["media", "prompt"]),
+        (released, "llava", image_rows, neighbours, ["media", "prompt"]),
+        (
+            subject,
+            "qwen2_audio",
+            audio_rows,
+            features,
+            "differ by 4e-02 from those of its processor",
+        ),
+        (released, "qwen2_audio", audio_rows, features, "its media tensors differ by 4e-02"),  # computed in float32
+        (released, "llava", image_rows, dropout, "llava can't be trained exactly"),
+    ],
+)
+def test_defects_are_found(make, family, rows, defect, outcome, monkeypatch):
+    """They raise, or others of the fallback `isolate` don't have them."""
+    broken = make(family, rows(2))
+    defect(broken, monkeypatch)
+    if isinstance(outcome, str):
+        with pytest.raises(RuntimeError, match=outcome):
+            broken.check()
+    else:
+        assert broken.check().fallbacks.isolate in outcome
 
 
 def test_noise_that_errors_could_hide_behind_is_said(caplog):
@@ -166,22 +194,3 @@ def test_noise_that_errors_could_hide_behind_is_said(caplog):
     assert re.search(
         r"llava: rounding in torch.bfloat16 moves log-probs by \S+, so errors below \S+ can't", caplog.text
     )
-
-
-# Engines
-
-
-def test_an_engine_with_rounding_is_measured_and_one_without_weights_is_found():
-    listener = released("qwen2_audio", audio_rows(2))
-    check, completions = engine_check(listener, torch.bfloat16), completions_of(listener)
-    sampled = sampled_by(listener, completions)
-    assert check.run(listener.model, 0, completions, completions[2], sampled)
-    move(listener)
-    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
-        check.run(listener.model, 1, completions, completions[2], sampled)
-    with pytest.raises(RuntimeError, match="on the first batch.*its settings, weights"):
-        engine_check(listener, torch.bfloat16).run(listener.model, 0, completions, completions[2], sampled)
-    check = engine_check(listener, torch.bfloat16)
-    assert check.run(listener.model, 0, completions, completions[2], sampled_by(listener, completions))
-    move(listener)
-    assert check.run(listener.model, 1, completions, completions[2], sampled_by(listener, completions))

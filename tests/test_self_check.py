@@ -29,7 +29,7 @@ from helpers.trainer_utils import (
     with_media,
 )
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer, policy
+from trl_multimodal_rft import MultimodalGRPOTrainer, policy
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.checks.targets import Traits, choose
 from trl_multimodal_rft.encoding import media as encoding
@@ -79,28 +79,7 @@ def test_model_logits_where_the_fused_head_is_wrong(caplog):
     assert max(check.padded, check.packed, check.sampled) < 1e-4 and "with the model's logits" in str(check)
 
 
-def test_positions_that_are_wrong_raise(monkeypatch):
-    def shifted(*args):
-        batch = left_pad(*args)
-        return {**batch, "position_ids": batch["position_ids"] * 3}
-
-    left_pad = forward.left_pad
-    monkeypatch.setattr(forward, "left_pad", shifted)  # affects scores; sampling pads separately
-    with pytest.raises(
-        RuntimeError, match="qwen2_5_vl can't be trained exactly: log-probabilities in a batch differ by"
-    ):
-        subject("qwen2_5_vl", image_rows(2)).check()
-
-
 # Features
-
-
-def test_features_that_are_not_the_processors_raise():
-    quieter = subject("qwen2_audio", audio_rows(2))
-    for prompt in quieter.prompts:
-        prompt.media = {name: value * 0.9 for name, value in prompt.media.items()}
-    with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
-        quieter.check()
 
 
 def test_video_files_are_compared_with_what_the_processor_reads(tmp_path, monkeypatch):
@@ -379,7 +358,7 @@ def test_running_out_of_memory_is_no_inexactness(error, where, monkeypatch):
         monkeypatch.setattr(forward, "pack", too_large)
     elif where == "backward":
         without_backward(checked.model, monkeypatch, packed=True, error=error)
-    with pytest.raises(MemoryError if where == "processor" else type(error)):
+    with pytest.raises(type(error)):
         checked.check()
 
 
@@ -395,23 +374,25 @@ def test_running_out_of_memory_raises_what_it_led_to(monkeypatch):
         subject("llava", image_rows(2)).check()
 
 
-@pytest.mark.parametrize("rows", [text_rows, audio_rows])
-def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows):
-    picky = subject("qwen2_audio", rows(2))
-    generate = picky.model.generate
+def test_a_generate_that_fails_raises():
+    picky = subject("qwen2_audio", audio_rows(2))
+    picky.model.generate = functools.partial(picky.model.generate, unknown=1)
+    with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
+        picky.check()
 
-    def of_a_batch(**kwargs):
-        assert len(kwargs["input_ids"]) == 8 and not kwargs["generation_config"].return_dict_in_generate
-        return generate(**kwargs)
 
-    picky.model.generate = of_a_batch
-    if rows is audio_rows:
-        with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
-            picky.check()
-        return
-    check = picky.check()
-    assert math.isnan(check.sampled) and check.padded < 1e-5
-    assert re.search("sampled vs. model's forward +not measured", str(check))
+def test_a_generate_that_returns_ids_alone_is_not_measured():
+    checked = subject("qwen2_audio", audio_rows(2))
+    generate = checked.model.generate
+
+    def ids_alone(**kwargs):
+        output = generate(**kwargs)
+        return output if isinstance(output, torch.Tensor) else output.sequences
+
+    checked.model.generate = ids_alone
+    check = checked.check()
+    assert check.sampled is None and check.padded < 1e-5 and check.media["audio"] > 1e-2
+    assert "sampled vs. model's forward" not in str(check)
 
 
 def test_a_checkpoint_without_a_cache_shares_its_prefill():
@@ -587,25 +568,6 @@ def test_a_policy_in_float64_trains(tmp_path, capsys):
     run = train("qwen2_audio", audio_rows(), tmp_path, objects=objects)
     assert run.model.dtype == torch.float64
     assert "(tolerance 7e-04)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer])
-def test_a_generate_that_returns_ids_alone_is_not_measured(trainer_class, tmp_path, capsys):
-    model, processor = load("qwen2_audio")
-    generate = model.generate
-
-    def ids_alone(**kwargs):
-        output = generate(**kwargs)
-        return output if isinstance(output, torch.Tensor) else output.sequences
-
-    model.generate = ids_alone
-    objects = {"model": model, "processing_class": processor}
-    train("qwen2_audio", audio_rows(), tmp_path, trainer_class, objects=objects)
-    printed = capsys.readouterr().out
-    assert "sampled vs. model's forward" not in printed
-    (padded,) = re.findall(r"padded rows vs. model's forward +(\S+)", printed)
-    (effect,) = re.findall(r"effect of another audio +(\S+)", printed)
-    assert float(padded) < 1e-5 and float(effect) > 1e-2
 
 
 # Training mode

@@ -19,43 +19,14 @@ TRL's guarantees for tools and environments in its GRPO trainer, for this packag
 """
 
 import functools
-import json
 
 import pytest
 from datasets import Dataset
 from helpers.chats import image
-from helpers.samplers import Wrapped
-from helpers.tools import GRPO, RLOO, talking
+from helpers.tools import GRPO, RLOO, Saying, call, talking
 from helpers.trainer_utils import logged, make_trainer, norm, run
 
 from trl_multimodal_rft.encoding.conversations import Conversation
-
-
-def call(name: str, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-class Saying(Wrapped):
-    """Returns the script's text for each completion at each turn, and then a final answer."""
-
-    def __init__(self, trainer, script: dict[int, list[str]]):
-        super().__init__(trainer)
-        self.script = script
-
-    def __call__(self, model, prompts, *, room=None, branches=None, **options):
-        if room is None:
-            self.turn, places = 0, range(len(prompts))
-            self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
-        else:
-            self.turn, places = self.turn + 1, [place for place, _ in branches.asked]
-            # Only those that called a tool continue
-            assert places == [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
-        self.calling = places
-        return [self.encoded(self.text(i, self.turn)) for i in places], None
-
-    def text(self, i: int, turn: int) -> str:
-        texts = self.script.get(i, [])
-        return texts[turn] if turn < len(texts) else f"Done {i}"
 
 
 TRAINERS = [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)]

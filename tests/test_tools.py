@@ -12,7 +12,7 @@ from helpers.chats import image, video
 from helpers.families import encode
 from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
 from helpers.resumed_runs import Recording as RecordsTraining
-from helpers.tools import GRPO, RLOO, Scripted, call, shows, talking
+from helpers.tools import GRPO, RLOO, Saying, Scripted, call, shows, talking
 from helpers.trainer_utils import (
     Recording,
     audio_rows,
@@ -474,11 +474,8 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("depth", [150, 1000])
 def test_calls_whose_arguments_are_nested_too_deeply_are_text(depth, tmp_path):
-    class Nested(Scripted):
-        def __call__(self, model, prompts, **options):
-            arguments = f'{{"number": {"[" * depth}1{"]" * depth}}}'
-            text = f'<tool_call>\n{{"name": "show", "arguments": {arguments}}}\n</tool_call>'
-            return [self.encoded(text)] * len(prompts), None
+    arguments = f'{{"number": {"[" * depth}1{"]" * depth}}}'
+    text = f'<tool_call>\n{{"name": "show", "arguments": {arguments}}}\n</tool_call>'
 
     def reward(completions, **kwargs):
         texts = [message["content"] for (message,) in completions]
@@ -488,8 +485,9 @@ def test_calls_whose_arguments_are_nested_too_deeply_are_text(depth, tmp_path):
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
     options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 2 * depth + 100}
     options |= {"log_completions": True, "max_steps": 1, "reward": reward}
+    sampler = functools.partial(Saying, script={0: [text], 1: [text]})
     trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen3_vl", image_rows(1), tmp_path, objects=objects, sampler=Nested, **options
+        MultimodalGRPOTrainer, "qwen3_vl", image_rows(1), tmp_path, objects=objects, sampler=sampler, **options
     )
     trainer.train()
     assert trainer.state.log_history[0]["tools/call_frequency"] == 0

@@ -1,14 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The tool `zoom`: its regions, what it refuses, and its images in training, by name and by a command."""
 
+import functools
 import json
 
 import numpy as np
 import PIL.Image
 import pytest
-from datasets import Dataset
-from helpers.samplers import Wrapped
-from helpers.tools import with_tools
+from helpers.tools import Saying, call, with_tools
 from helpers.trainer_utils import image_rows, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -113,40 +112,23 @@ def test_tools_by_name(tmp_path, monkeypatch):
             load_tools(names)
 
 
-class Zooms(Wrapped):
-    """Zooms in on a corner, once with a wrong box, and then answers."""
-
-    def __call__(self, model, prompts, *, room=None, **options):
-        if room is not None:
-            return [self.encoded("A cat") for _ in prompts], None
-        boxes = [[0, 0, 40, 40] if i else [9, 9, 0, 0] for i in range(len(prompts))]
-        calls = [json.dumps({"name": "zoom", "arguments": {"bbox_2d": box, "label": "cat"}}) for box in boxes]
-        return [self.encoded(f"<tool_call>\n{call}\n</tool_call>") for call in calls], None
-
-
-def results(completions):
-    return [message["content"] for each in completions for message in each if message["role"] == "tool"]
-
-
-@pytest.mark.parametrize("rows", [image_rows(), image_rows().rename_column("image", "images").map(lambda row: row)])
-def test_training(rows, tmp_path):
-    if "images" in rows.column_names:
-        rows = Dataset.from_list([{**row, "images": [row["images"]]} for row in rows])
-    seen = []
+def test_training(tmp_path):
+    boxes, seen = [[9, 9, 0, 0], *7 * [[0, 0, 40, 40]]], []
+    script = {i: [call("zoom", bbox_2d=box, label="cat")] for i, box in enumerate(boxes)}
 
     def watch(completions, **kwargs):
-        seen.append(results(completions))
+        seen.append([message["content"] for each in completions for message in each if message["role"] == "tool"])
         return [float(i) for i in range(len(completions))]
 
     options = {"max_steps": 2, "max_completion_length": 600, "self_check": True, "max_tool_media": 2}
     trainer = make_trainer(
         MultimodalGRPOTrainer,
         "qwen3_vl",
-        rows,
+        image_rows(),
         tmp_path,
         reward=watch,
         objects=with_tools(**load_tools(["zoom"])),
-        sampler=Zooms,
+        sampler=functools.partial(Saying, script=script),
         **options,
     )
     trainer.train()

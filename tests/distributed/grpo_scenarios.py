@@ -499,7 +499,7 @@ def resumed_by_more(folder):
         save_rollout_state(checkpoint, 0, saved)
     state.wait_for_everyone()
     trainer, result = train(folder / "after", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
-    shared = [trainer.kl_coef, trainer._n_extra_prompts, dataclasses.asdict(trainer.checks.self_check)]
+    shared = [trainer.kl_coef, trainer._stream.state_dict()["n_extra"], dataclasses.asdict(trainer.checks.self_check)]
     return {**result, "shared": shared, "expected_before": load_rollout_state(checkpoint, 0)["kl_controller"]["value"]}
 
 

@@ -13,13 +13,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
 
 import torch  # noqa: E402
 import vllm_cpu  # noqa: E402
-from helpers.trainer_utils import length_and_sum  # noqa: E402
+from helpers.engine_runs import make  # noqa: E402
 from omni import load_omni, omni_rows  # noqa: E402
 from requests.adapters import HTTPAdapter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer  # noqa: E402
+from trl_multimodal_rft import MultimodalGRPOTrainer  # noqa: E402
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer  # noqa: E402
 
 
@@ -68,28 +68,19 @@ def counted(engine, name: str, counts: dict[str, list[int]]) -> None:
 
 
 def run(output: Path, model: Path, options: dict) -> dict:
-    options = {"per_device_train_batch_size": 6, **options}
     n_evaluated, rows = options.pop("n_evaluated", 0), omni_rows().select([0, 1, 2, 3] * 2)
-    args = MultimodalGRPOConfig(
-        output_dir=str(output / "run"),
-        use_cpu=True,
-        bf16=False,
-        num_generations=4,
-        max_completion_length=6,
-        max_steps=2,
-        learning_rate=1e-3,
-        vllm_importance_sampling_correction=False,  # servers say the same log-probability of all tokens
-        report_to="none",
-        save_strategy="no",
-        gradient_checkpointing=False,
-        self_check=False,
-        shuffle_dataset=False,
-        use_vllm=True,
-        vllm_mode="server",
+    options = {
+        "per_device_train_batch_size": 6,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "vllm_importance_sampling_correction": False,  # servers say the same log-probability of all tokens
+        "vllm_mode": "server",
+        "self_check": False,
+        "shuffle_dataset": False,
         **options,
-    )
+    }
     try:
-        trainer = MultimodalGRPOTrainer(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(model))
+        trainer = make(MultimodalGRPOTrainer, None, rows, output / "run", load_omni(model), **options)
         engine, counts, sampled = trainer.vllm_generation, {}, []
         sample = trainer.sampler
 

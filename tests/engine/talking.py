@@ -5,9 +5,9 @@ import itertools
 
 import torch
 import vllm_cpu
+from helpers import engine_runs
 from helpers.families import encode
 from helpers.tools import shows
-from helpers.trainer_utils import config_of, length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
@@ -16,20 +16,10 @@ from trl_multimodal_rft.rollout.turns import ToolLoop
 
 WORDS = [" cat", " dog", " bird", " red", " green", " blue"]
 OPTIONS = {
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
     "max_completion_length": 1200,
     "max_steps": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "gradient_checkpointing": False,
-    "use_vllm": True,
     # A bias selects words. The trainer's log-probabilities don't include it, so importance weights would be 0.
     "vllm_importance_sampling_correction": False,
-    "use_cpu": True,
-    "bf16": False,
 }
 ENGINE = {**vllm_cpu.ENGINE, "max_model_len": 2048}
 
@@ -134,9 +124,5 @@ def make(trainer_class, objects: dict, rows, media: list, folder, **options):
     words = [id for word in WORDS for id in tokenizer(word)["input_ids"]]
     assert len(words) == len(WORDS)
     bias = {**dict.fromkeys(words, 100.0), tokenizer.eos_token_id: 100.0}
-    args = config_of(trainer_class)(
-        str(folder), **{**OPTIONS, "generation_kwargs": {"logit_bias": bias}, "vllm_engine_kwargs": ENGINE, **options}
-    )
-    return trainer_class(
-        **{"reward_funcs": length_and_sum, "args": args, "train_dataset": rows, "tools": [shows(*media)], **objects}
-    )
+    options = {"generation_kwargs": {"logit_bias": bias}, "vllm_engine_kwargs": ENGINE, **OPTIONS, **options}
+    return engine_runs.make(trainer_class, None, rows, folder, {"tools": [shows(*media)], **objects}, **options)

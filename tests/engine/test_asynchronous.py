@@ -26,8 +26,6 @@ OPTIONS = {
     "max_completion_length": LENGTH,
     "max_steps": 5,
     "self_check": False,
-    "model_init_kwargs": None,
-    "vllm_engine_kwargs": None,
     "vllm_mode": "server",
     "vllm_server_timeout": 20.0,
     "max_staleness": 2,

@@ -157,7 +157,7 @@ def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
     policy.name_or_path = str(folder)
     monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
     objects = {"model": policy, "processing_class": processor}
-    trainer = grpo(tmp_path, objects=objects, model_init_kwargs=None)
+    trainer = grpo(tmp_path, objects=objects)
     with pytest.raises(RuntimeError, match="on the first batch.*its settings, weights.*`self_check=False`"):
         trainer.train()
 

@@ -45,7 +45,6 @@ from trl_multimodal_rft.generation.vllm_server import (
 def make(server, omni, tmp_path, rows=None, **options):
     options = {"vllm_mode": "server", "vllm_server_base_url": server, **options}
     # The model is an instance, and the engine runs in the server
-    options |= {"model_init_kwargs": None, "vllm_engine_kwargs": None}
     rows = omni_rows() if rows is None else rows
     return engine_runs.make(RecordedOmni, OMNI, rows, tmp_path, load_omni(omni), **options)
 
@@ -77,7 +76,7 @@ def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
                 parameter *= 0.5
         objects["teacher_model"] = load_omni(omni)["model"] if local else None
         given = {"loss_top_k": 4, "max_steps": 1, "learning_rate": 0.0, "use_vllm": False, "num_generations": 2}
-        given |= {"vllm_engine_kwargs": None, "model_init_kwargs": None, "seed": 3, "self_check": False, **options}
+        given |= {"vllm_engine_kwargs": None, "seed": 3, "self_check": False, **options}
         given |= {} if local else {"teacher_model_server_url": server}
         trainer = engine_runs.make(MultimodalDistillationTrainer, OMNI, make_rows(), tmp_path, objects, **given)
         trainer.train()

@@ -113,7 +113,7 @@ def test_all_servers_join_one_broadcast(omni, nccl, monkeypatch):
 
 
 def test_refused_servers(omni, tmp_path):
-    options = {"vllm_mode": "server", "model_init_kwargs": None, "vllm_engine_kwargs": None}
+    options = {"vllm_mode": "server"}
     options["vllm_server_base_url"] = "http://a:8000,http://b:8000"
     with pytest.raises(ValueError, match="has 2 servers for 1 processes, of which each asks one"):
         make(MultimodalGRPOTrainer, OMNI, omni_rows(), tmp_path, load_omni(omni), **options)

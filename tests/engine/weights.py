@@ -2,11 +2,8 @@
 """Changes weights under an engine that follows them, or samples with several versions of them."""
 
 import torch
-import vllm_cpu
-from helpers.engine_runs import RecordedOmni
-from helpers.trainer_utils import Recording, Weights, length_and_sum
-
-from trl_multimodal_rft import MultimodalGRPOConfig
+from helpers.engine_runs import RecordedOmni, make
+from helpers.trainer_utils import Recording, Weights
 
 
 DECODER = r"(?!.*(visual|tower)).*\.(q|k|v|o|gate|up|down)_proj"
@@ -16,23 +13,9 @@ QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_pro
 def trainer_of(
     folder, rows, tmp_path, peft_config=None, quantization_config=None, trainer_class=RecordedOmni, **options
 ):
-    arguments = {
-        "output_dir": str(tmp_path / "out"),
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": False,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "report_to": "none",
-        "gradient_checkpointing": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "self_check": False,
-        "use_vllm": True,
-        "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512},
-    }
-    args = MultimodalGRPOConfig(**{**arguments, **options})
-    objects = {"peft_config": peft_config, "quantization_config": quantization_config}
-    return trainer_class(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
+    objects = {"model": str(folder), "peft_config": peft_config, "quantization_config": quantization_config}
+    options = {"max_completion_length": 8, "self_check": False, **options}
+    return make(trainer_class, None, rows(4), tmp_path / "out", objects, **options)
 
 
 def difference(trainer) -> float:

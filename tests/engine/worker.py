@@ -10,36 +10,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
 
-import torch  # noqa: E402
 import vllm_cpu  # noqa: E402
-from helpers.engine_runs import RecordedOmni  # noqa: E402
-from helpers.trainer_utils import length_and_sum  # noqa: E402
+from helpers.engine_runs import RecordedOmni, make  # noqa: E402
 from omni import load_omni, omni_rows  # noqa: E402
-
-from trl_multimodal_rft import MultimodalGRPOConfig  # noqa: E402
 
 
 def run(output: Path, model: Path, name: str, options: dict) -> None:
     """Runs three steps of three groups of four. Of two ranks, each has half of the second group."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    args = MultimodalGRPOConfig(
-        **{
-            "output_dir": str(output / "run"),
-            "use_cpu": not torch.cuda.is_available(),
-            "bf16": False,
-            "per_device_train_batch_size": 12 // processes,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "report_to": "none",
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "use_vllm": True,
-            **options,
-        }
-    )
-    trainer = RecordedOmni(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model))
+    options = {"per_device_train_batch_size": 12 // processes, **options}
+    trainer = make(RecordedOmni, None, omni_rows(), output / "run", load_omni(model), **options)
     assert trainer.accelerator.num_processes == processes
     asked = []
     complete = trainer.vllm_generation._complete

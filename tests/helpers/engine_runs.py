@@ -66,6 +66,7 @@ class RecordedOmni(Recorded):
 
 def make(trainer_class, family, rows, tmp_path, objects=None, engine=None, **options):
     """Returns a trainer of three updates of all weights in float32, with options for its config and engine."""
+    engine = {**vllm_cpu.ENGINE, "max_model_len": 512, **(engine or {})}
     options = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -76,11 +77,17 @@ def make(trainer_class, family, rows, tmp_path, objects=None, engine=None, **opt
         "report_to": "none",
         "save_strategy": "no",
         "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
         "model_init_kwargs": {"dtype": "float32"},
         "use_vllm": True,
-        "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512, **(engine or {})},
+        "vllm_engine_kwargs": None if options.get("vllm_mode") == "server" else engine,
         **options,
     }
-    args = config_of(trainer_class)(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-    objects = {"model": str(saved(family)), "reward_funcs": length_and_sum, "train_dataset": rows, **(objects or {})}
+    objects = {"reward_funcs": length_and_sum, "train_dataset": rows, **(objects or {})}
+    if "model" not in objects:
+        objects["model"] = str(saved(family))
+    elif not isinstance(objects["model"], str):
+        options["model_init_kwargs"] = None
+    args = config_of(trainer_class)(output_dir=str(tmp_path), **options)
     return trainer_class(args=args, **{name: value for name, value in objects.items() if value is not None})

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from helpers.trainer_utils import Recorded, by_key, image_rows, keys, length_and_sum, run
 from trl_multimodal_rft.algorithms.advantages import estimate_advantages
+from trl_multimodal_rft.algorithms.losses import LossInputs, Normalizer, grpo_loss
 
 
 FAMILY = "qwen2_5_vl"
@@ -65,49 +66,18 @@ CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_base
 
 
 def loss_by_hand(trainer, moment, logps, weights=None):
-    """Returns the loss of a micro-batch, computed token by token."""
+    """Returns the loss of a micro-batch by its formula, which `test_trl_losses.py` and `test_losses.py` test."""
     args, batch = trainer.args, moment.batch
-    kind, steps = args.loss.name, args.gradient_accumulation_steps if moment.training else 1
-    mask = batch["completion_mask"].bool()
-    old = batch.get("old_per_token_logps", logps.detach())
-    items = batch["num_items_in_batch"].item() * (steps / args.steps_per_generation if moment.training else 1)
-    low, high = trainer.epsilon_low, trainer.epsilon_high
-    total = torch.zeros(())
-    for i in range(len(mask)):
-        tokens = mask[i].nonzero().flatten().tolist()
-        share = {
-            **dict.fromkeys(("grpo", "sapo", "gmpo"), 1 / (max(len(tokens), 1) * len(mask) * steps)),
-            **dict.fromkeys(("dapo", "cispo", "vespo", "cpgd", "dual_clip"), 1 / items),
-            "luspo": 1 / (len(mask) * steps),
-            "bnpo": 1 / (int(mask.sum()) * steps),
-            "dr_grpo": 1 / (len(mask) * trainer.max_completion_length * steps),
-        }[kind]
-        weight = {t: 1.0 if weights is None else float(weights[i, t]) for t in tokens}
-        mean = torch.zeros(())  # mean of clipped log-ratios, for GMPO
-        for t in tokens:
-            advantage = batch["advantages"][i] if batch["advantages"].dim() == 1 else batch["advantages"][i, t]
-            ratio = (logps[i, t] - old[i, t]).exp()
-            if kind == "cpgd":
-                bounded = ratio.clamp(1 - low, 1 + high).log()
-                policy = -torch.min(ratio.log() * advantage, bounded * advantage)
-                drift = min(ratio.item() - 1, args.loss.settings.get("drift_clamp", 2.0))
-                total += share * args.loss.settings.get("drift_coef", 0.01) * drift * logps[i, t]
-            elif kind == "gmpo":
-                bounded = ratio.log().clamp(max=high) if advantage > 0 else ratio.log().clamp(min=-low)
-                mean = mean + weight[t] * bounded / max(sum(weight.values()), 1)
-                policy = 0.0
-            else:
-                policy = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-                if args.delta is not None and advantage < 0:
-                    policy = torch.min(policy, -args.delta * advantage)
-                assert kind in ("dapo", "dual_clip", "grpo", "bnpo", "dr_grpo") or advantage == 0
-            total += share * weight[t] * policy
-            if moment.kl_coef and not args.kl_in_reward:
-                d = logps[i, t] - batch["ref_per_token_logps"][i, t]
-                kl = d**2 / 2 if args.kl_estimator == "k2" else (-d).exp() - 1 + d
-                if args.kl_estimator == "k3" and args.use_bias_correction_kl and kind != "gmpo":
-                    kl = kl * ratio
-                total += share * moment.kl_coef * kl
-        if kind == "gmpo":
-            total += -mean.exp() * batch["advantages"][i] / (len(mask) * steps)
-    return total
+    accumulation = args.gradient_accumulation_steps if moment.training else 1
+    tokens = batch["num_items_in_batch"] * (accumulation / args.steps_per_generation if moment.training else 1)
+    inputs = LossInputs(
+        logps,
+        batch.get("old_per_token_logps", logps.detach()),
+        batch["advantages"],
+        batch["completion_mask"],
+        1.0 if weights is None else weights,
+        ref_logps=batch["ref_per_token_logps"] if moment.kl_coef and not args.kl_in_reward else None,
+        entropies=moment.entropies,
+    )
+    normalizer = Normalizer(accumulation, trainer.max_completion_length, tokens)
+    return grpo_loss(args.loss, inputs, args.loss_options(), normalizer, kl_coef=moment.kl_coef or 0.0).loss

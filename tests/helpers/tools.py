@@ -29,10 +29,13 @@ def with_tools(**objects):
     return {"model": model, "processing_class": processor, **objects}
 
 
+def call(name: str = "show", **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 def first_calls(n: int, tokenizer, tool: str = "look_up") -> list[list[int]]:
     """Returns first turns, half of which call a tool."""
-    call = f'<tool_call>\n{{"name": "{tool}", "arguments": {{"word": "cat"}}}}\n</tool_call>'
-    ids, end = tokenizer(call)["input_ids"], tokenizer.eos_token_id
+    ids, end = tokenizer(call(tool, word="cat"))["input_ids"], tokenizer.eos_token_id
     return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(n)]
 
 
@@ -70,8 +73,27 @@ def with_turns_of_tools(processor):
     return processor
 
 
-def call(**arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'show', 'arguments': arguments})}\n</tool_call>"
+class Saying(Wrapped):
+    """Returns the texts of a script for each completion, one at each turn, and then a final answer."""
+
+    def __init__(self, trainer, script: dict[int, list[str]]):
+        super().__init__(trainer)
+        self.script = script
+
+    def __call__(self, model, prompts, *, room=None, branches=None, **options):
+        if room is None:
+            self.turn, places = 0, range(len(prompts))
+            self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
+        else:
+            self.turn, places = self.turn + 1, [place for place, _ in branches.asked]
+            # Only those that called a tool continue
+            assert places == [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
+        self.calling = places
+        return [self.encoded(self.text(i, self.turn)) for i in places], None
+
+    def text(self, i: int, turn: int) -> str:
+        texts = self.script.get(i, [])
+        return texts[turn] if turn < len(texts) else f"Done {i}"
 
 
 class Scripted(Wrapped):

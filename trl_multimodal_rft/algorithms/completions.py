@@ -54,5 +54,5 @@ def mask_completions(
     return sequences, attention_mask, actions, truncated
 
 
-def _is_any(ids: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
-    return torch.isin(ids, torch.tensor(wanted, dtype=ids.dtype, device=ids.device))
+def _is_any(ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype, device=ids.device))

@@ -187,7 +187,7 @@ class Measure:
         """The largest value over all ranks."""
         return self.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
 
-    def attempt(self, what: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:
+    def attempt(self, name: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:
         """
         Warns if something fails; returns `None` on all ranks if it failed on one. Running out of memory raises on all.
         """
@@ -199,22 +199,29 @@ class Measure:
         no_memory = is_out_of_memory(failed)
         outcome = self.worst(2.0 if no_memory else float(result is None))
         if outcome == 2:
-            raise failed if no_memory and failed else MemoryError(f"{what} ran out of memory in another process")
+            raise failed if no_memory and failed else MemoryError(f"{name} ran out of memory in another process")
         if failed is not None:
             self.failure = f"{type(failed).__name__}: {failed}"
             if not quiet:
-                logger.warning(f"self-check: {self.model_type}: {what} failed ({self.failure}).")
+                logger.warning(f"self-check: {self.model_type}: {name} failed ({self.failure}).")
         return None if outcome else result
 
-    def require(self, what: str, measure: Callable[[], _Result]) -> _Result:
-        result = self.attempt(what, measure)
+    def require(self, name: str, measure: Callable[[], _Result]) -> _Result:
+        result = self.attempt(name, measure)
         if result is None:
-            raise self.inexact(f"{what} fails ({self.failure})")
+            raise self.inexact(f"{name} fails ({self.failure})")
         return result
 
-    def warn(self, found: str, fallback: str) -> None:
-        """Logs why a fallback is used from here on."""
-        logger.warning(f"self-check: {self.model_type}: {found}; falling back to {fallback}.")
+    def fall_back(self, problem: str, fallback: str, **fallbacks: bool | str | None) -> None:
+        """Logs why a fallback is used from here on, and sets these fields of the fallbacks."""
+        logger.warning(f"self-check: {self.model_type}: {problem}; falling back to {fallback}.")
+        for name, value in fallbacks.items():
+            setattr(self.fallbacks, name, value)
+
+    def splits(self) -> list[Literal["media", "prompt"] | None]:
+        """The present value of the fallback `isolate`, and those that separate more prompts."""
+        splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+        return splits[splits.index(self.fallbacks.isolate) :]
 
     def inexact(self, reason: str) -> RuntimeError:
         return RuntimeError(

@@ -15,6 +15,7 @@ from ..encoding.supervised import SupervisedSequence
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
+from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, known
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
@@ -30,10 +31,9 @@ class Checks:
     Fallbacks that a check finds necessary go into the policy; the main process prints results.
     """
 
-    def __init__(self, policy: PolicyForward, accelerator: Accelerator, anyone: Callable[[bool], bool]):
+    def __init__(self, policy: PolicyForward, accelerator: Accelerator):
         self.policy = policy
         self.accelerator = accelerator
-        self.anyone = anyone  # whether a condition holds on any rank
         self.self_check: SelfCheck | None = None
         self.has_looked = self.has_warned = False  # for tokens without a log-probability
         self._engine_check: EngineCheck | None = None
@@ -49,9 +49,8 @@ class Checks:
         check = self.self_check
         if check is not None:
             unmeasured = {kind for kind in MODALITIES if kind not in check.media}
-            if not unmeasured & set(self.policy.unwrapped(model).input_modalities):
-                return
-            if not self.anyone(bool(kinds_of(prompts) & unmeasured)):
+            unmeasured &= set(self.policy.unwrapped(model).input_modalities)
+            if not unmeasured or not any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured)):
                 return
         media = {} if check is None else check.media
         self.self_check = run_self_check(self.policy, model, prompts, messages, settings(), media)
@@ -92,11 +91,10 @@ class Checks:
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
-        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-        mask, sampling_logps = rollout.loss_mask, known(rollout.sampling_per_token_logps)
-        is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)
+        sampled = rollout.completions, rollout.loss_mask, known(rollout.sampling_per_token_logps)
+        is_new = self._engine_check.run(model, step, *sampled)
         if has_tools:
-            is_new = self._engine_check.run_after_tools(model, completions, mask, sampling_logps) or is_new
+            is_new = self._engine_check.run_after_tools(model, *sampled) or is_new
         if is_new:
             self._show()
 

@@ -30,7 +30,7 @@ from ..models.modes import measuring
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded
 from ..policy import Fallbacks, PolicyForward
-from .measure import Measure, is_out_of_memory, outputs_of
+from .measure import Measure, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
 from .targets import choose, traits_of, with_other_media
 
@@ -64,9 +64,7 @@ class SelfCheck:
     # By modality, the effect of another medium; NaN if the batch holds no other
     media: dict[str, float] = field(default_factory=dict)
     rows: float | None = None  # prompts in one forward, as far as they share one, against each alone
-    # Log-probabilities of sampling against the truth; `None` if sampling returns none, NaN if it fails on the check's
-    # prompts, as a user's `generate` may
-    sampled: float | None = None
+    sampled: float | None = None  # log-probabilities of sampling against the truth; `None` if sampling returns none
     changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
     # How far these move log-probabilities of sampled tokens; `None` if sampling returns none
     changed: float | None = None
@@ -183,21 +181,41 @@ def check_conversation(
         return None
     measure = Measure(policy, model, engine_positions)
     is_holder = measure.accelerator.process_index == holders[0]
-    prompt, ids = broadcast_object_list(held if is_holder else [None], from_process=holders[0])[0]
+    prompt, completion = broadcast_object_list(held if is_holder else [None], from_process=holders[0])[0]
+    later, n = prompt.later, len(prompt.later)
+    whole = EncodedPrompt(
+        torch.cat([prompt.input_ids, later.input_ids]),
+        {name: torch.cat([value, later.token_fields[name]]) for name, value in prompt.token_fields.items()},
+        join_media(prompt.parts),
+        torch.cat([prompt.position_ids, later.position_ids], dim=-1),
+    )
+    inputs = measure.model_inputs(outputs_of(whole), whole)
+    ids = torch.tensor([completion], device=measure.device)
+    mask = torch.ones_like(ids)
+    own = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
+
+    def compared() -> tuple[float, bool]:
+        packed = measure.fallbacks.packing
+        scores = measure.attempt("scoring a conversation", lambda: measure.score([prompt], ids, mask, packed)[:, n:])
+        return measure.compare(scores, truth, mask[:, n:], lambda: measure.noise(own, mask[:, n:]))
+
     with measuring(model, measure.device):
-        difference = _after_tool_media(measure, prompt, ids)
+        truth = measure.require("its own forward of a conversation with tool media", own)
+        difference, is_exact = compared()
+        if not is_exact and measure.fallbacks.packing:
+            found = f"log-probabilities after tool media differ by {difference:.0e}"
+            measure.fall_back(found, "padded rows", packing=False)
+            difference, is_exact = compared()
+    if not is_exact:
+        raise measure.inexact(f"log-probabilities after tool media differ by {difference:.0e} from its own forward's")
     return difference, measure.fallbacks
 
 
-@dataclass
-class _Case:
+class _Case(NamedTuple):
     """A prompt of any rank, checked on all of them."""
 
     prompt: EncodedPrompt
-    # Outputs of the processor as loaded, for prompts that are compared with it
-    plain: dict[str, torch.Tensor] | None = None
-    error: str | None = None
-    no_memory: bool = False
+    plain: dict[str, torch.Tensor]  # outputs of the processor as loaded, for prompts that are compared with it
 
 
 class _Completions(NamedTuple):
@@ -216,11 +234,9 @@ class _Check(Measure):
         self.media = dict(media)
         self.placeholders = all_placeholder_ids(self.model, policy.processor)
         self.changed: float | None = None
-        self.cannot_sample = False
         self.rounding: float | None = None
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
-        self.n_rows = len(prompts)
         targets, donors, partners = self._cases(messages, prompts)
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
@@ -250,7 +266,7 @@ class _Check(Measure):
             packed=packed,
             media=self.media,
             rows=rows,
-            sampled=math.nan if self.cannot_sample else sampled,
+            sampled=sampled,
             changes=(*(["suppressed placeholders"] if self.placeholders else []), *self.settings.changes),
             changed=self.changed,
             training=math.nan,  # follows
@@ -323,8 +339,7 @@ class _Check(Measure):
             if self.attempt(f"the backward pass of {rows} rows", lambda packed=packed: run(packed)):
                 return
             if packed:
-                self.warn("packed rows have no backward pass", "padded rows")
-                self.fallbacks.packing = False
+                self.fall_back("packed rows have no backward pass", "padded rows", packing=False)
         raise RuntimeError(
             f"self-check: {self.model_type} can't be trained: its backward pass fails ({self.failure}). Install what "
             "its kernels need, or load it with another `attn_implementation`."
@@ -343,12 +358,13 @@ class _Check(Measure):
         )
         cases = {}
         for each in dict.fromkeys([*targets, *donors.values(), *partners]):
-            case = None
-            if each.process == process:
-                case = self._case(*local[each.index]) if each in targets else _Case(local[each.index][0])
+            own = local[each.index] if each.process == process else None
+            plain = self.require(
+                "its processor, as `AutoProcessor.from_pretrained` loads it,",
+                lambda own=own, wanted=each in targets: self._plain_outputs(*own) if own and wanted else {},
+            )
+            case = None if own is None else _Case(own[0], plain)
             cases[each] = broadcast_object_list([case], from_process=each.process)[0]
-            if cases[each].no_memory:
-                raise MemoryError(f"the self-check can't process a row again ({cases[each].error})")
         return (
             [cases[each] for each in targets],
             {kind: cases[each].prompt for kind, each in donors.items()},
@@ -359,17 +375,14 @@ class _Check(Measure):
     def processor(self):
         return self.settings.load_processor()
 
-    def _case(self, prompt: EncodedPrompt, messages: Messages) -> _Case:
-        """A prompt, and the outputs of the processor as loaded for its messages."""
+    def _plain_outputs(self, prompt: EncodedPrompt, messages: Messages) -> dict[str, torch.Tensor]:
+        """The outputs of the processor as loaded for a prompt's messages."""
         if not prompt.media:
-            return _Case(prompt, outputs_of(prompt))  # only the run's template knows the tools of a prompt
+            return outputs_of(prompt)  # only the run's template knows the tools of a prompt
         overlong, template = self.settings.audio_overlong, self.settings.template_kwargs
-        try:
-            refs = list(iter_refs(messages))
-            media = decode_media(refs, self.processor, overlong)
-            outputs = processor_outputs(messages, refs, self.processor, *media, template)
-        except Exception as error:
-            return _Case(prompt, None, f"{type(error).__name__}: {error}", is_out_of_memory(error))
+        refs = list(iter_refs(messages))
+        media = decode_media(refs, self.processor, overlong)
+        outputs = processor_outputs(messages, refs, self.processor, *media, template)
         try:
             read = outputs_of_files(messages, self.processor, overlong, template)  # pyrefly: ignore[bad-argument-type]
         except Exception as error:  # it may support fewer formats
@@ -377,16 +390,13 @@ class _Check(Measure):
                 f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos, so that "
                 f"its frames weren't compared ({error})"
             )
-            read = None
+            return outputs
         # Its frames may be less exact, but must have the same sizes and times
-        is_same = read is None or (
-            _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"])
-        )
-        return _Case(prompt, outputs if is_same else read)
+        if read is None or _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"]):
+            return outputs
+        return read
 
     def _features(self, target: _Case) -> float:
-        if target.plain is None:
-            raise self.inexact(f"its processor, as `AutoProcessor.from_pretrained` loads it, fails ({target.error})")
         prompt, plain, ours = target.prompt, target.plain, outputs_of(target.prompt)
         worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
         for name, value in plain.items() if worst == 0 else ():
@@ -413,8 +423,8 @@ class _Check(Measure):
             return completions, None
         difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
         if not is_exact and self.fallbacks.shared_prefill:
-            self.warn(f"sampling from a shared prefill differs by {difference:.0e}", "one prefill per completion")
-            self.fallbacks.shared_prefill = False
+            found = f"sampling from a shared prefill differs by {difference:.0e}"
+            self.fall_back(found, "one prefill per completion", shared_prefill=False)
             return self._sample_and_recompute(target)
         if not is_exact:
             raise self.inexact(
@@ -434,15 +444,6 @@ class _Check(Measure):
         if output is None and self.fallbacks.shared_prefill:
             self.fallbacks.shared_prefill = False
             return self._sample(prompt)
-        if output is None and not prompt.media:
-            # A user's `generate` may support only batches of the run's size
-            output = self.attempt(
-                f"sampling {self.n_rows} rows",
-                lambda: sample([prompt] * self.n_rows, config, self.fallbacks.shared_prefill),
-            )
-            if output is None:
-                self.cannot_sample = True
-                return self._scripted(prompt)
         if output is None:
             raise self.inexact(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
@@ -492,7 +493,6 @@ class _Check(Measure):
     def _truth(
         self, target: _Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
-        assert target.plain is not None
         inputs = self.model_inputs(target.plain, target.prompt)
         own = functools.partial(self.model_logps, inputs, target.prompt, ids)
         generate = functools.partial(self._generate, inputs, ids)
@@ -545,15 +545,16 @@ class _Check(Measure):
             found = f"log-probabilities in a batch differ by {difference:.0e} from the model's forward on one prompt"
             raise self.inexact(found if scores is not None else f"scoring padded rows fails ({self.failure})")
         found = "fails" if scores is None else f"gives log-probabilities that differ by {difference:.0e}"
-        self.warn(f"TRL's fused head {found}", "the model's own logits, which need more memory")
-        self.fallbacks.logits_from_model = True
+        remedy = "the model's own logits, which need more memory"
+        self.fall_back(f"TRL's fused head {found}", remedy, logits_from_model=True)
         return self._padded(prompt, completions)
 
     def _packed(self, prompt: EncodedPrompt, completions: _Completions) -> float:
         _, difference, is_exact = self._scored(prompt, completions, packed=True)
         if not is_exact:
-            self.warn(f"log-probabilities of packed rows differ by {difference:.0e}", "padded rows")
-            self.fallbacks.packing = False
+            self.fall_back(
+                f"log-probabilities of packed rows differ by {difference:.0e}", "padded rows", packing=False
+            )
         return difference
 
     def _swap(
@@ -609,53 +610,20 @@ class _Check(Measure):
             return self.compare(scores, separate[rows], mask[:n].repeat(len(prompts), 1), noise_of_rows)
 
         difference = math.inf
-        splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
-        splits = splits[splits.index(self.fallbacks.isolate) :]
         packings = [True, False] if self.fallbacks.packing else [False]
-        for packed, isolate in itertools.product(packings, splits):
+        for packed, isolate in itertools.product(packings, self.splits()):
             # Batches that gain nothing from packing are padded, and so are prompts to sample from
             measured = [together(rows_packed, isolate) for rows_packed in {packed, False}]
             difference = max(each for each, _ in measured)
             if all(is_exact for _, is_exact in measured):
                 if isolate != self.fallbacks.isolate:
-                    self.warn("batching prompts changes their log-probabilities", f"one forward per {isolate}")
+                    found = "batching prompts changes their log-probabilities"
+                    self.fall_back(found, f"one forward per {isolate}", isolate=isolate)
                 if packed != self.fallbacks.packing:
-                    self.warn("packing prompts into one row changes their log-probabilities", "padded rows")
-                self.fallbacks.isolate, self.fallbacks.packing = isolate, packed
+                    found = "packing prompts into one row changes their log-probabilities"
+                    self.fall_back(found, "padded rows", packing=packed)
                 return difference
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
-
-
-def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: list[int]) -> float:
-    """Distance of what follows the last result of a tool from the model's own forward of the conversation."""
-    later, n = prompt.later, len(prompt.later)
-    whole = EncodedPrompt(
-        torch.cat([prompt.input_ids, later.input_ids]),
-        {name: torch.cat([value, later.token_fields[name]]) for name, value in prompt.token_fields.items()},
-        join_media(prompt.parts),
-        torch.cat([prompt.position_ids, later.position_ids], dim=-1),
-    )
-    inputs = measure.model_inputs(outputs_of(whole), whole)
-    ids = torch.tensor([completion_ids], device=measure.device)
-    mask = torch.ones_like(ids)
-    own = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
-    truth = measure.attempt("the model's forward", own)
-    if truth is None:
-        raise measure.inexact(f"its own forward fails on a conversation with tool media ({measure.failure})")
-    packed = measure.fallbacks.packing
-    scores = measure.attempt(
-        "scoring a conversation",
-        lambda: measure.score([prompt], ids, mask, packed=packed)[:, n:],
-    )
-    difference, is_exact = measure.compare(scores, truth, mask[:, n:], lambda: measure.noise(own, mask[:, n:]))
-    if is_exact:
-        return difference
-    found = f"log-probabilities after tool media differ by {difference:.0e} from those of its own forward"
-    if not packed:
-        raise measure.inexact(found)
-    measure.warn(found, "padded rows")
-    measure.fallbacks.packing = False
-    return _after_tool_media(measure, prompt, completion_ids)
 
 
 class _Force(LogitsProcessor):

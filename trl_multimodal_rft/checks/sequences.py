@@ -4,7 +4,6 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -49,10 +48,8 @@ def check_sequences(
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
     fallbacks = measure.fallbacks
-    splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
-    splits = splits[splits.index(fallbacks.isolate) :]
 
-    def own() -> torch.Tensor:
+    def by_model() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
     def compared(packed: bool) -> tuple[float, bool]:
@@ -63,25 +60,28 @@ def check_sequences(
         return measure.compare(measure.attempt("scoring rows", score), truth, mask, noise)
 
     with measuring(model, measure.device):
-        truth = measure.require("the model's forward", own)
-        noise = functools.cache(lambda: measure.noise(own, mask))
-        padded, is_exact = compared(packed=False)
-        for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), splits):
+        truth = measure.require("the model's forward", by_model)
+        noise = functools.cache(lambda: measure.noise(by_model, mask))
+        differences: list[float] = []
+        for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), measure.splits()):
+            fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate
+            difference, is_exact = compared(packed=False)
+            differences.append(difference)
             if is_exact:
                 break
-            fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate
-            found, (padded, is_exact) = padded, compared(packed=False)
-            if is_exact:
-                how = "the model's own logits" if from_model else f"one forward per {isolate}"
-                measure.warn(f"log-probabilities of padded rows differ by {found:.0e}", how)
-        if not is_exact:
-            raise measure.inexact(f"log-probabilities of padded rows differ by {padded:.0e} from the model's forward")
+        else:
+            found = f"log-probabilities of padded rows differ by {differences[-1]:.0e} from the model's forward"
+            raise measure.inexact(found)
+        if len(differences) > 1:
+            how = "the model's own logits" if fallbacks.logits_from_model else f"one forward per {fallbacks.isolate}"
+            measure.fall_back(f"log-probabilities of padded rows differ by {differences[0]:.0e}", how)
         packed = None
         if packs and fallbacks.packing:
-            packed, fallbacks.packing = compared(packed=True)
-            if not fallbacks.packing:
-                measure.warn(f"log-probabilities of packed rows differ by {packed:.0e}", "padded rows")
-    return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
+            packed, is_exact = compared(packed=True)
+            if not is_exact:
+                found = f"log-probabilities of packed rows differ by {packed:.0e}"
+                measure.fall_back(found, "padded rows", packing=False)
+    return SelfCheck(padded=differences[-1], packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
 
 
 def _chosen(measure: Measure, sequences: Sequence[SupervisedSequence]) -> list[SupervisedSequence]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 from ..scripts.errors import FOLDER
-from ..scripts.options import shipped
+from ..scripts.options import TRACEBACK, shipped
 from ..scripts.preflight import check_run
 
 
@@ -25,7 +25,7 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
     words += ["--module", "trl_multimodal_rft.scripts", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
-        if getattr(args, "debug", None) not in ([], True):
+        if not getattr(args, TRACEBACK, False):
             os.environ[FOLDER] = folder
         try:
             code = _exit_code(words)

@@ -81,9 +81,9 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
     """
     found: dict[int, EncodedPrompt] = {}
 
-    def seen(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
+    def under_view(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
         if isinstance(prompt, Conversation):
-            return continued(prompt, seen(row, prompt.prompt))
+            return continued(prompt, under_view(row, prompt.prompt))
         if not any(view.applies_to(kind) for kind in prompt.modalities):
             return prompt
         if id(prompt) not in found:
@@ -95,7 +95,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
             )
         return found[id(prompt)]
 
-    prompts = [seen(row, prompt) for row, prompt in enumerate(rollout.prompts)]
+    prompts = [under_view(row, prompt) for row, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
     return prompts
 
@@ -138,37 +138,29 @@ def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = Non
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
-def check_rollout(output: dict[str, Any], prompts: Sequence[EncodedPrompt], placeholders: Collection[int]) -> None:
-    """
-    Checks what `rollout_func` returned for prompts with media.
-
-    Raises `ValueError` if it tokenized a prompt differently, or sampled placeholders.
-    """
-    rows = zip(prompts, output["prompt_ids"], output["completion_ids"], strict=True)
-    for i, (prompt, given, ids) in enumerate(rows):
-        if list(given) != prompt.input_ids.tolist():
-            raise ValueError(
-                f"`rollout_func` gave {len(given)} `prompt_ids` for completion {i}, not the {len(prompt)} "
-                "of its prompt as the processor encodes it, placeholders of media and all; return those of "
-                "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
-            )
-        if not set(placeholders).isdisjoint(ids):
-            raise ValueError(
-                f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
-                "nothing knows; use `tools` or `environment_factory` to show media to the model."
-            )
-
-
 def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: Collection[int]) -> tuple:
     """
     What `rollout_func` returned: ids, log-probabilities and the mask of sampled tokens. The rollout gets its further
-    columns, and its prompts unless it has some. Raises `ValueError` if a key is missing, see also [`check_rollout`].
+    columns, and its prompts unless it has some. Raises `ValueError` if a key is missing, or a prompt with media was
+    tokenized differently, or placeholders were sampled.
     """
     if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
         raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
     rollout.source.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
     if rollout.prompts:
-        check_rollout(output, rollout.prompts, placeholders)
+        rows = zip(rollout.prompts, output["prompt_ids"], output["completion_ids"], strict=True)
+        for i, (prompt, prompt_ids, ids) in enumerate(rows):
+            if list(prompt_ids) != prompt.input_ids.tolist():
+                raise ValueError(
+                    f"`rollout_func` gave {len(prompt_ids)} `prompt_ids` for completion {i}, not the {len(prompt)} "
+                    "of its prompt as the processor encodes it, placeholders of media and all; return those of "
+                    "`trainer.processing_class.apply_chat_template(..., tokenize=True, return_dict=True)`."
+                )
+            if not set(placeholders).isdisjoint(ids):
+                raise ValueError(
+                    f"`rollout_func` gave placeholders of media in `completion_ids` of completion {i}, whose media "
+                    "nothing knows; use `tools` or `environment_factory` to show media to the model."
+                )
     else:
         ids = [torch.tensor(each, dtype=torch.long) for each in output["prompt_ids"]]
         rollout.prompts = [EncodedPrompt(each, {}, {}, torch.arange(len(each))[None]) for each in ids]

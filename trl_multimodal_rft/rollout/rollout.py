@@ -12,6 +12,7 @@ from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.inputs import left_pad
 from ..forward.layout import rows_of, to_device
+from ..policy import Completions
 
 
 def _per_token(fill: float = 0.0) -> Any:
@@ -178,6 +179,11 @@ class Rollout(_Part):
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def completions(self) -> Completions:
+        """What [`~policy.PolicyForward.score`] takes: prompts, ids and mask."""
+        return self.prompts, self.completion_ids, self.completion_mask
 
     @property
     def loss_mask(self) -> torch.Tensor:

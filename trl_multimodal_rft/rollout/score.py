@@ -23,18 +23,14 @@ from .rollout import Rollout, known
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
     """Scores of a rollout, or of a part of it, `size` completions in a forward."""
-    places = [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
-    parts = [
-        policy.score(
-            model,
-            rollout.prompts[place.start : place.stop],
-            rollout.completion_ids[place.start : place.stop],
-            rollout.completion_mask[place.start : place.stop],
-            packed=rollout.packed,
-        )
-        for place in places
-    ]
+    places = _parts_of(rollout, size)
+    parts = [policy.score(model, *part.completions, packed=rollout.packed) for part in map(rollout.select, places)]
     return parts[0] if len(parts) == 1 else Scores.join(parts, places)
+
+
+def _parts_of(rollout: Rollout, size: int) -> list[range]:
+    """The batch indices of at most `size` completions at a time."""
+    return [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
 
 
 def score_with_view(
@@ -45,8 +41,7 @@ def score_with_view(
     computes both, as engines need it; where the view replaces nothing, both are the same. Other arguments are those of
     [`PolicyForward.score`].
     """
-    prompts, views, n = rollout.prompts, rollout.view.prompts, len(rollout)
-    ids, mask, packed = rollout.completion_ids, rollout.completion_mask, rollout.packed
+    (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:
         twice = (torch.cat([each, each]) for each in (ids, mask))
         replaces = known(rollout.view.replaces)
@@ -74,11 +69,11 @@ def score_dependency(
     Scores of a rollout, and how far the distribution of each token is from that after the view of its prompt, their KL
     divergence `(N, C)`, 0 where the view replaces nothing; `size` completions in a forward.
     """
-    places = [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
+    places = _parts_of(rollout, size)
     found, dependencies = [], []
     for part in map(rollout.select, places):
-        ids, mask = part.completion_ids, part.completion_mask
-        clean = policy.score(model, part.prompts, ids, mask, packed=part.packed, hidden=True)
+        prompts, ids, mask = part.completions
+        clean = policy.score(model, prompts, ids, mask, packed=part.packed, hidden=True)
         head, seen = head_of(policy.unwrapped(model), rule), mask * known(part.view.replaces)[:, None]
         target = Target(seen, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
         view = policy.score(model, part.view.prompts, ids, mask, packed=part.packed, target=target)
@@ -102,19 +97,19 @@ def score_values(
 
     Shapes: `cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
-    ids, mask, n = rollout.completion_ids, rollout.completion_mask, len(rollout)
+    prompts, ids, mask = rollout.completions
     lengths, extended = mask.sum(1, keepdim=True), mask
     if cut is not None:
         # The state after the last token is the one before a further token, whatever that is
         ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
-    places = [slice(start, start + size) for start in range(0, n, size)]
+    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     values = torch.cat(
         [
-            policy.values(model, critic, rollout.prompts[part], ids[part], extended[part], packed=rollout.packed)
-            for part in places
+            policy.values(model, critic, prompts[part], ids[part], extended[part], packed=rollout.packed)
+            for part in parts
         ]
     )
-    bootstrap = torch.zeros(n, device=ids.device)
+    bootstrap = torch.zeros(len(ids), device=ids.device)
     if cut is not None:
         bootstrap = torch.where(cut, values.gather(1, lengths)[:, 0], 0)
     return torch.where(mask.bool(), values[:, : mask.size(1)], 0), bootstrap

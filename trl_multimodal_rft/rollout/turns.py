@@ -276,16 +276,6 @@ def without_tools(
     return processing_class.batch_decode(ids, skip_special_tokens=True)
 
 
-def turn_metrics(
-    counts: Counter[str], n: int, sum_over_ranks: Callable[[list[float]], list[float]]
-) -> dict[str, float]:
-    """Metrics of tools over all ranks, from the counts of this rank's `n` completions."""
-    *ended, calls, failures, total = sum_over_ranks([*(counts[name] for name in (*ENDS, "calls", "failures")), n])
-    metrics = {f"tools/ended_by_{name}": each / total for name, each in zip(ENDS, ended, strict=True)}
-    metrics["tools/call_frequency"] = calls / total
-    return {**metrics, "tools/failure_frequency": failures / calls if calls else 0.0}
-
-
 def run_turns(
     rollout: Rollout,
     ids: list[list[int]],
@@ -303,31 +293,6 @@ def run_turns(
     ]
     loop.run(trajectories)
     return trajectories
-
-
-def take_turns(
-    rollout: Rollout,
-    ids: list[list[int]],
-    logps: list[list[float | None]] | None,
-    first: list[dict[str, Any]],
-    loop: ToolLoop,
-) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]], Counter[str]]:
-    """
-    Continues completions as [`run_turns`]. The rollout gets the messages, and prompts that hold the media of results.
-
-    Returns ids, log-probabilities, masks that are 0 on results, and how many calls, failures and ends there were.
-    """
-    trajectories = run_turns(rollout, ids, logps, first, loop)
-    for each in trajectories:
-        each.prompt.decoded = ()  # the engine has processed the last turn
-    rollout.prompts = with_results(loop.encoder.model, trajectories)
-    rollout.source.completions = [each.messages for each in trajectories]
-    return (
-        [each.ids for each in trajectories],
-        None if logps is None else [each.logps or [] for each in trajectories],
-        [each.mask for each in trajectories],
-        sum((each.counts for each in trajectories), Counter(turns_taken=any(each.turns for each in trajectories))),
-    )
 
 
 def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:

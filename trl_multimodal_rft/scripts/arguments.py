@@ -157,8 +157,6 @@ def parse(
     """Reads the arguments of a script, with those of its `--config`."""
     argv = sys.argv[1:] if argv is None else argv
     parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
-    if isinstance(debug := parsed.get("debug"), list):
-        parsed["debug"] = " ".join(debug)
     used = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
     made = tuple(
         cls(**{each.name: used[each.name] for each in fields(cls) if each.init and each.name in used})

@@ -33,6 +33,7 @@ _ONLY_IN_FULL_HELP = ("transformers", "launch")
 # Options that name a model, a dataset or a folder
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
+TRACEBACK = "traceback"  # destination of `--debug`
 _LAUNCH = "launch "  # start of destinations of options of `accelerate launch`
 _DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
 _LISTED = 8  # choices that `--help` lists before the description
@@ -153,9 +154,9 @@ class Parser(argparse.ArgumentParser):
                 continue
             if action is not None:
                 action.required = False
-            if action is not None and action.nargs in (0, "*") and isinstance(value, str):
+            if action is not None and action.nargs == 0 and isinstance(value, str):
                 words += [f"--{name}"] if _bool(value) else []
-            elif isinstance(value, list) and action is not None and action.nargs in ("+", "*"):
+            elif isinstance(value, list) and action is not None and action.nargs == "+":
                 words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(each) for each in value)]
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
@@ -215,10 +216,8 @@ def launched_parser(
     add("--config", help="YAML file with options or built-in recipe; the command line wins")
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
-    takes_values = any(option["name"] == "debug" for option in options)  # of transformers: underflow_overflow
-    how: dict[str, Any] = {"nargs": "*", "metavar": "OPTION"} if takes_values else {"action": "store_true"}
-    add("--debug", help="show the traceback of an error" + "; with values: transformers' option" * takes_values, **how)
-    known = {"debug"}
+    add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
+    known = {"debug"}  # which transformers has, too, for something else
     for group, title in GROUPS.items():
         rows = [option for option in options if option["group"] == group and option["name"] not in known]
         known.update(option["name"] for option in rows)

@@ -9,12 +9,14 @@ from typing import Any
 
 import yaml
 
+from .options import TRACEBACK
+
 
 NAME = "run.yaml"
 
 _FIRST = ("model_name_or_path", "dataset_name", "output_dir")
 # Options of one launch, not of the run
-_NOT_KEPT = {"config", "resume_from_checkpoint", "dry_run", "launch"}
+_NOT_KEPT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK}
 _SECRET = re.compile(r"(^|_)(hub_token|auth_token|access_token|api_?key|secret|password)$|^token$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
@@ -22,8 +24,6 @@ _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECAS
 def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
     """Writes the options that the user of a run set."""
     keys = {**given, **given.get("launch", {})}
-    if keys.get("debug") in (True, "", []):  # tracebacks
-        del keys["debug"]
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path = Path(folder, NAME)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,6 @@ from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler
 from ..rollout.score import (
@@ -100,6 +99,7 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
+    _trains_on_reference = True  # else rewards alone depend on it
     # Attributes of TRL's trainers, whose types TRL leaves open
     reward_funcs: Any = ()
     reward_processing_classes: Any = ()
@@ -162,7 +162,7 @@ class MultimodalTrainer(CheckpointMixin):
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
-        self.checks = Checks(self._policy, self.accelerator, functools.partial(any_rank, self.accelerator))
+        self.checks = Checks(self._policy, self.accelerator)
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
         self._set_tools(sources.of_environments)
         self.prompts = PromptEncoder(
@@ -333,7 +333,8 @@ class MultimodalTrainer(CheckpointMixin):
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
-            if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
+            if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
+                # The reference may have moved since
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 

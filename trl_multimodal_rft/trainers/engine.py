@@ -2,9 +2,9 @@
 """What samples for a trainer, with its arguments."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
-from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
+from ..rollout.turns import ENDS, ToolLoop, first_turns, run_turns, with_results
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -273,8 +273,15 @@ def continue_after_tools(
 
     tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
     first = first_turns(rollout, samples[0], run.prompts.processor, run.toolbox)
-    ids, logps, mask, counts = take_turns(rollout, *samples, first, make_loop(tools, complete=sample))
-    if sampler.samples_policy and counts["turns_taken"]:
+    loop = make_loop(tools, complete=sample)
+    trajectories = run_turns(rollout, *samples, first, loop)
+    for each in trajectories:
+        each.prompt.decoded = ()  # the engine has processed the last turn
+    rollout.prompts = with_results(loop.encoder.model, trajectories)
+    rollout.source.completions = [each.messages for each in trajectories]
+    ids, mask = [each.ids for each in trajectories], [each.mask for each in trajectories]
+    logps = None if samples[1] is None else [each.logps or [] for each in trajectories]
+    if sampler.samples_policy and any(each.turns for each in trajectories):
         why = branches.obstacle
         mode = f"prefills the conversation again: {why}" if why else "continues from its cache"
         if mode != run.mode_after_tools:
@@ -285,7 +292,12 @@ def continue_after_tools(
         flight.versions[called, 1] = known(rollout.source.batch_index)
     if run.is_training:
         run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
-    run.metrics.add(turn_metrics(counts, len(ids), partial(sum_over_ranks, run.accelerator)))
+    counts = sum((each.counts for each in trajectories), Counter())
+    counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
+    *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)
+    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ended, strict=True)})
+    failed = failures / calls if calls else 0.0
+    run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failed})
     return ids, logps, mask
 
 

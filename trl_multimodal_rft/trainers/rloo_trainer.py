@@ -74,6 +74,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
+    _trains_on_reference = False
 
     def __init__(
         self,
@@ -145,7 +146,6 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
             self._run.metrics.add({"kl": total / max(count, 1.0)})
-            rollout.ref_per_token_logps = None  # which no update reads
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = local_rows(self.accelerator, advantages, n)
         self._rollout_log.add(rollout, rewards, is_std_zero(shaped, self._run.group_size), advantages)

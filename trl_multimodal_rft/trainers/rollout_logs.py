@@ -157,8 +157,8 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
             source = rollout.source
             return run.prompts.encode(source.messages[row], source.row_indices[row], view=view, **tools)
 
-        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-        run.metrics.add(media_contribution(run.policy, run.model(), completions, rollout.loss_mask, encode))
+        measured = rollout.completions, rollout.loss_mask
+        run.metrics.add(media_contribution(run.policy, run.model(), *measured, encode))
 
 
 class ReadMetrics(TrainerCallback):

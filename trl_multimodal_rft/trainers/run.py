@@ -119,7 +119,7 @@ class Run:
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
         self.notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
-        if not self.warned_of_positions:
+        if prompts and not self.warned_of_positions:  # else `rollout_func` makes them
             self.warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         return rollout
 

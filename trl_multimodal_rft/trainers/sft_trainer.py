@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
+from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from ..checks.run_checks import Checks
@@ -124,6 +124,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
+        if type(args) is TrainingArguments:  # as TRL takes them; `to_dict` hides the token
+            given: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
+            args = MultimodalSFTConfig(**given)
         args = resolve_config(MultimodalSFTConfig, args, model)
         check_arguments(
             callbacks=callbacks,
@@ -191,7 +194,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         )
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         self._policy = sequence_policy(self.accelerator, self._unwrapped(self.model), self.processing_class, args)
-        self.checks = Checks(self._policy, self.accelerator, bool)
+        self.checks = Checks(self._policy, self.accelerator)
         self._complete_parts()
 
     # Rows
