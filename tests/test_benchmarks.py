@@ -275,13 +275,13 @@ def test_masks(window, dtype, capsys):
 
 
 def test_wrong_masks_are_an_error(monkeypatch, capsys):
-    right = PrefixLayout.masks
+    right = PrefixLayout.branches
 
-    def wrong(*args):
-        prompts, branches = right(*args)
-        return prompts, branches.roll(1, -1)
+    def wrong(*args, **kwargs):
+        *positions, masks = right(*args, **kwargs)
+        return *positions, masks.roll(1, -1)
 
-    monkeypatch.setattr(PrefixLayout, "masks", wrong)
+    monkeypatch.setattr(PrefixLayout, "branches", wrong)
     with pytest.raises(SystemExit, match="isn't what it is defined to be"):
         masks.main(SMALL_MASKS)
     assert capsys.readouterr().out == ""
