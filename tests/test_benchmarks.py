@@ -4,7 +4,6 @@
 import importlib.util
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import conversations
@@ -312,73 +311,3 @@ def test_token_budget(capsys):
     assert (whole["parts"], parts["parts"]) == (1, 2)
     assert 0 < parts["held_ratio"] < 0.9 and 0 < parts["peak_ratio"] < 0.9 and parts["cpu_s"] > 0
     assert parts["gradient_difference"] < 1e-4
-
-
-# The replay buffer
-
-FUNCTIONS = ["split", "remove_padding", "make_padded", "make_packed", "append"]
-SMALL = ["--samples", "24", "--group-size", "4", "--batch-size", "8", "--tokens", "20", "--repetitions", "1"]
-SMALL += ["--made-size", "5", "--patch-values"]
-
-
-@pytest.fixture(scope="module")
-def replay_buffer():
-    return load("replay_buffer")
-
-
-def test_replay_buffer(replay_buffer, capsys):
-    result = replay_buffer.main([*SMALL, "500"])
-    output = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in output.splitlines() if line.endswith("x")}
-    for name in FUNCTIONS:
-        for side in ("ours", "usual"):
-            assert result[side][f"{name}_per_s"] == 24 / result[side][f"{name}_s"] > 0
-        assert result[f"{name}_ratio"] == result["usual"][f"{name}_s"] / result["ours"][f"{name}_s"]
-        assert f"{result[f'{name}_ratio']:.2f}x" in rows[name]
-    assert 3.5 < result["memory_ratio"] == result["batch_bytes"] / result["buffer_bytes"] < 4.1
-    assert result["batch_bytes"] > result["usual_bytes"] > 3.5 * result["buffer_bytes"]
-
-
-def test_bytes_are_those_of_storages(replay_buffer):
-    (batch,) = replay_buffer.build_batches(samples=8, group_size=4, batch_size=8, tokens=20, patch_values=50)
-    rows, n_actions = batch.action_mask.shape
-    own = {name: (8 if name in ("sequences", "attention_mask") else 4) for name in replay_buffer.FIELDS}
-    own["action_mask"] = 1
-    expected = sum(rows * getattr(batch, name).size(1) * size for name, size in own.items())
-    expected += batch.pixel_values.numel() * 4 + rows * 3 * 8 + 2 * rows * 4  # with grids and two numbers of `info`
-    assert replay_buffer.held(batch) == expected
-    # Rows share only images and grids, and the buffer holds one of each per group
-    items = list(replay_buffer.append_all([batch]))
-    images = sum(4 * items[i].pixel_values.numel() + 8 * 3 for i in (0, 4))
-    rest = sum(16 * len(item.sequences) + 25 * len(item.action_mask) + 8 for item in items)
-    assert replay_buffer.held(items) == images + rest
-    assert replay_buffer.held(replay_buffer.append_loop([batch])) == 4 * images + rest
-    # A view counts all memory that it keeps alive
-    assert replay_buffer.held({"view": torch.zeros(100)[:1]}) == 400
-
-
-def lost_media(value):
-    return replace(value, pixel_values=value.pixel_values[1:])
-
-
-def another_reward(value):
-    return replace(value, info={**value.info, "reward": value.info["reward"] + 1})
-
-
-@pytest.mark.parametrize("fault", [lost_media, another_reward])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_disagreement_is_an_error(replay_buffer, name, fault, monkeypatch, capsys):
-    functions = {"split": "split_experience_batch", "remove_padding": "remove_padding_in_sequences"}
-    function = {**functions, "append": "append_all"}.get(name, "make_experience_batch")
-    right = getattr(replay_buffer, function)
-
-    def wrong(*args, **kwargs):
-        result = right(*args, **kwargs)
-        if function == "make_experience_batch":
-            return fault(result) if kwargs.get("packing_samples", False) == (name == "make_packed") else result
-        return [*result[:-1], fault(result[-1])]
-
-    monkeypatch.setattr(replay_buffer, function, wrong)
-    with pytest.raises(SystemExit, match=f"^{name}: ours and the usual loop don't give the same"):
-        replay_buffer.main([*SMALL, "3", "--json"])
-    assert capsys.readouterr().out == ""  # nothing was reported

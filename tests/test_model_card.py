@@ -34,12 +34,13 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.reporting.model_card import (
     PAPERS,
+    base_metadata,
     held_out_lines,
     in_text,
+    is_hub_name,
     quick_start,
     training_lines,
 )
-from trl_multimodal_rft.reporting.origins import base_metadata, is_hub_name
 from trl_multimodal_rft.rewards import accuracy_reward
 
 

@@ -50,9 +50,6 @@ SIGNATURES = {
     "lightrft.models.actor_al:ActorAL": ACTOR,
     "lightrft.models.actor_al:ActorAL.forward": f"self, {FORWARD}, audio_values=None",
     "lightrft.models.actor_al:ActorAL.generate": "self, input_ids, audio_values=None, **kwargs",
-    "lightrft.models.actor_omni:ActorOmni": ACTOR,
-    "lightrft.models.actor_omni:ActorOmni.forward": f"self, {FORWARD}, audio_values=None",
-    "lightrft.models.actor_omni:ActorOmni.generate": "self, input_ids, audio_values=None, **kwargs",
     "lightrft.models.actor_vl:ActorVL": ACTOR,
     "lightrft.models.actor_vl:ActorVL.forward": f"self, {FORWARD}",
     "lightrft.models.actor_vl:ActorVL.generate": """self, input_ids, pixel_values=None, image_grid_thw=None,
@@ -112,13 +109,10 @@ SIGNATURES = {
             "get_cumulative_returns": "rewards, action_mask, gamma",
         }.items()
     },
+    "lightrft.trainer.ppo_trainer_vl:PPOTrainerVL": PPO,
     **{
-        path: signature
-        for name in ("vl:PPOTrainerVL", "al:PPOTrainerAL")
-        for path, signature in {
-            f"lightrft.trainer.ppo_trainer_{name}": PPO,
-            **{f"lightrft.trainer.ppo_trainer_{name}.{method}": f"self, {own}" for method, own in PPO_METHODS.items()},
-        }.items()
+        f"lightrft.trainer.ppo_trainer_vl:PPOTrainerVL.{method}": f"self, {signature}"
+        for method, signature in PPO_METHODS.items()
     },
 }
 

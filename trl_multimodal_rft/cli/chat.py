@@ -110,7 +110,6 @@ def page(
     system: str = "",
     example: tuple[str, list[str]] | None = None,
 ) -> "ChatInterface":
-    """Makes the page, with the endpoint `/chat`."""
     gradio, lock, (name, *others) = require_module("gradio", "chat"), Lock(), answerers
 
     def chat(
@@ -236,7 +235,6 @@ def guarded(app: "ASGIApp", host: str) -> "ASGIApp":
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]]:
-    """Loads the models, and says which modalities the first one takes."""
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, processor = load_trained(args.model_name_or_path, **options)
     answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
@@ -255,7 +253,6 @@ def _shown_name(name: str) -> str:
 
 
 def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = True) -> None:
-    """Serves the page, and refuses requests of other sites."""
     middleware = require_module("starlette.middleware", "chat").Middleware
     interface.launch(
         server_name=args.host,
@@ -270,7 +267,6 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
 
 
 def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":
-    """Loads the models and serves the page until it is interrupted."""
     names = ("max_completion_length", "temperature", *BUDGET_NAMES)
     config = EvaluationConfig(**{name: getattr(args, name) for name in names})
     system, text, media = example_of(args.model_name_or_path)

@@ -44,8 +44,6 @@ _OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
 
 @dataclass
 class CheckedRow:
-    """Findings about a row."""
-
     index: int  # in the dataset
     media: dict[str, int] = field(default_factory=dict)  # number of media, by kind
     tokens: int | None = None  # of its prompt; `None` if it can't be encoded
@@ -138,7 +136,6 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
-    """Checks rows in worker processes, in order."""
     # This process reads the rows of a stream and sends them to the workers, which otherwise get indices
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
@@ -164,7 +161,6 @@ class Rows:
     columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
 
     def add(self, row: CheckedRow) -> None:
-        """Counts a row."""
         self.count += 1
         if len(self.first) < _LISTED:
             self.first.append(row.index)
@@ -173,7 +169,6 @@ class Rows:
 
     @property
     def listed(self) -> str:
-        """Their indices."""
         return ", ".join(map(str, self.first)) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
 
 
@@ -202,7 +197,6 @@ class Report:
         return sum(cause.count for cause in self.causes.values()) + self.overlong.count
 
     def add(self, row: CheckedRow) -> None:
-        """Counts a row."""
         self.rows += 1
         for kind, number in row.media.items():
             self.media[kind].append(number)
@@ -224,7 +218,6 @@ class Report:
             self.overlong.add(row)
 
     def text(self) -> str:
-        """Writes the report."""
         verdict = f"{self._share(self.failed)} would not train."
         parts = [
             f"# Check of {self.title}",
@@ -272,7 +265,6 @@ class Report:
 
 
 def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
-    """Rows of a table of points of distributions."""
     rows = []
     for name, each in numbers.items():
         if each:
@@ -289,7 +281,6 @@ def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Checks a dataset and prints the report."""
     check_ignored(args.ignored_media_columns)
     source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
     source |= {"trust_remote_code": True} if args.trust_remote_code else {}

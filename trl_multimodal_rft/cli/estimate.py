@@ -43,8 +43,6 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass
 class Measured:
-    """Measurements of a micro-batch on a model of fake tensors."""
-
     trained: int  # weights that are trained
     frozen: int  # weights that are not
     in_4_bits: int  # frozen weights of linear layers
@@ -220,7 +218,6 @@ def _watch(
 
 
 def _cache_bytes(args: argparse.Namespace, mode: FakeFloats, model: PreTrainedModel, length: int) -> float:
-    """Bytes of keys and values per token of a completion and its prompt."""
     model.eval()
     with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
         ids = torch.zeros(1, 16, dtype=torch.long)
@@ -236,7 +233,6 @@ def _cache_bytes(args: argparse.Namespace, mode: FakeFloats, model: PreTrainedMo
 
 
 def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
-    """Bytes on each GPU."""
     loaded = 4 if args.dtype == "float32" else 2
     adapter = 2 if args.load_in_4bit else 4
     trained, frozen = measured.trained, measured.frozen
@@ -356,7 +352,6 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
 
 
 def estimate(args: argparse.Namespace) -> dict:
-    """Whether a run fits."""
     if args.load_in_4bit and not args.use_peft:
         raise ValueError("`--load_in_4bit` freezes the model; add `--use_peft` to train adapters.")
     if args.strategy == "single" and args.gpus > 1:
@@ -367,7 +362,6 @@ def estimate(args: argparse.Namespace) -> dict:
 
 
 def verdict(args: argparse.Namespace, measured: Measured) -> dict:
-    """Whether a measured run fits."""
     parts = memory(args, measured)
     result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
     if not result["fits"]:
@@ -400,7 +394,6 @@ def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the estimate."""
     result = estimate(args)
     if args.json:
         print(json.dumps(result))

@@ -75,7 +75,6 @@ class FakeFloats(TorchDispatchMode):
 
 
 def _tensors(*values: PyTree) -> list[torch.Tensor]:
-    """Tensors among arguments or results of an operator."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 

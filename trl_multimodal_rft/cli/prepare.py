@@ -19,7 +19,6 @@ _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
-    """Reads and converts a dataset."""
     load: Callable[..., Dataset] = getattr(data, LAYOUTS[args.layout])
     known = inspect.signature(load).parameters
     given = {name: getattr(args, name, None) for name in _OPTIONS}
@@ -40,7 +39,6 @@ def convert(args: argparse.Namespace) -> DatasetDict:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Converts and writes a dataset, and prints its splits and columns."""
     check_empty(args.output_dir)
     dataset = convert(args)
     write_folder(dataset, args.output_dir, rules_of(args.media_rules, media_dir=args.media_dir))

@@ -25,7 +25,7 @@ from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches
-from ..models.modes import evaluation_mode
+from ..models.modes import evaluation_mode, kept_random_state
 from ..rewards.answers import extract_answer
 from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.choices import named_choice
@@ -36,7 +36,6 @@ from ..rollout.reward import checked_functions, rollout_arguments
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, first_turns, run_turns
-from ..trainers.random_state import kept_random_state
 from ..views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, mean
@@ -47,8 +46,6 @@ logger = get_logger(__name__)
 
 @dataclass
 class Policy:
-    """The model of an evaluation, its encoder and its sampler."""
-
     model: nn.Module  # put in evaluation mode
     encoder: PromptEncoder
     # Ids of completions, each up to its end
@@ -112,12 +109,11 @@ class Evaluation:
             for first in range(0, len(batches), ranks):
                 batch_index = first + self.accelerator.process_index
                 if batch_index < len(batches):
-                    found, logged, skipped = self._answer_batch(batch_index, batches[batch_index])
-                    records += found
-                    self.logged += logged
-                    self.skipped |= skipped
+                    records += self._answer_batch(batch_index, batches[batch_index])
                 elif self.policy.is_collective:  # the first batch once more, which the other ranks' calls wait for
+                    counted = len(self.logged)
                     self._answer_batch(batch_index, batches[0])
+                    del self.logged[counted:]
         return self._result(records)
 
     def _result(self, records: list[dict[str, Any]]) -> EvaluationResult:
@@ -150,8 +146,7 @@ class Evaluation:
         if warning is not None:
             logger.warning_once(warning)  # also of one evaluation after the other
 
-    def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> tuple[list, list, dict[int, str]]:
-        """The records of a batch, what reward functions logged, and the batch's unreadable rows."""
+    def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.row, indices))
@@ -159,7 +154,8 @@ class Evaluation:
             self._check_columns(batch, "first")
         rollout, skipped = self._read(batch)
         rows = [row for row in batch if row.row_index not in skipped]
-        answers, logged = self._answer(rollout)
+        self.skipped |= skipped
+        answers = self._answer(rollout)
         records = [{"index": row.row_index, **answer} for row, answer in zip(rows, answers, strict=True)]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
@@ -176,7 +172,7 @@ class Evaluation:
             if self.args.group_by is not None:  # a column that may be left out, or have the name of another entry
                 others[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
             record |= others
-        return records, logged, skipped
+        return records
 
     # Prompts
 
@@ -204,7 +200,6 @@ class Evaluation:
         return self._collect(rest, ablated) if rest else None, failed
 
     def _collect(self, rows: Sequence[Row], ablated: bool) -> Rollout:
-        """The prompts of rows, each for `num_samples` completions."""
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str):
@@ -257,7 +252,9 @@ class Evaluation:
         """Further entries of records, by row: the answers without the medium."""
         rollout, _ = self._read(rows, ablated=True)
         set_seed(seed)  # so that the medium alone makes a difference
-        answers, _ = self._answer(rollout)
+        counted = len(self.logged)
+        answers = self._answer(rollout)
+        del self.logged[counted:]
         numbers = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
         names = ("completions", "correct")
         return {
@@ -265,10 +262,10 @@ class Evaluation:
             for number, answer in zip(numbers, answers, strict=True)
         }
 
-    def _answer(self, rollout: Rollout | None) -> tuple[list[dict[str, Any]], list[tuple[str, float]]]:
-        """Completes prompts: an entry of each row for its record, and what reward functions logged."""
+    def _answer(self, rollout: Rollout | None) -> list[dict[str, Any]]:
+        """Completes prompts: an entry of each row for its record."""
         if rollout is None:
-            return [], []
+            return []
         trajectories: list[Trajectory] = []
         for start in range(0, len(rollout), self.args.batch_size):
             part = range(start, min(start + self.args.batch_size, len(rollout)))
@@ -282,7 +279,7 @@ class Evaluation:
             answers = [str(strip_media(each[-1])["content"]) for each in rollout.source.completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):
             rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
-        rewards, extras, metrics = self._reward(rollout)
+        rewards, extras = self._reward(rollout)
         decisive, ends = next(iter(rewards.values())), {*self.config.eos_token_id, self.config.pad_token_id}
         columns: dict[str, list] = {
             "completions": texts,
@@ -308,10 +305,9 @@ class Evaluation:
                 **{name: values[i : i + n] for name, values in columns.items()},
             }
             for i in range(0, len(rollout), n)
-        ], metrics
+        ]
 
     def _sample(self, rollout: Rollout) -> list[Trajectory]:
-        """Completions, with calls of tools answered."""
         policy, config, args = self.policy, self.config, self.args
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
@@ -338,16 +334,13 @@ class Evaluation:
         )
         return run_turns(rollout, ids, None, first_turns(rollout, ids, self.encoder.processor, self.toolbox), loop)
 
-    def _reward(
-        self, rollout: Rollout
-    ) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
-        """Rewards by function, and what functions passed to `log_extra` and `log_metric`."""
+    def _reward(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
+        """Rewards by function, and what functions passed to `log_extra`."""
         extras: dict[str, list] = {}
-        metrics: list[tuple[str, float]] = []
         given = {
             "trainer_state": self.policy.trainer_state,
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
-            "log_metric": lambda name, value: metrics.append((name, float(value))),
+            "log_metric": lambda name, value: self.logged.append((name, float(value))),
         }
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
@@ -358,7 +351,7 @@ class Evaluation:
                     f"`log_extra` got {len(values)} values of {column!r} for {len(rollout)} completions; give one "
                     "each."
                 )
-        return rewards, extras, metrics
+        return rewards, extras
 
 
 def _generation_config(

@@ -25,6 +25,7 @@ from ..families import family_of
 from ..forward.encoders import install_encoder_attention
 from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos
+from ..models.modes import kept_random_state
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..rewards.checks import distinct_names
@@ -34,7 +35,6 @@ from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.samplers import Sampler
 from ..rollout.turns import ToolLoop
 from ..trainers.configs import SamplingConfig
-from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
@@ -264,7 +264,6 @@ def check_samples(evaluated: SamplingTrainer) -> None:
 
 
 def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
-    """Reward functions by the names of their metrics."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
         raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")

@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Training and evaluation mode, and randomness in training mode."""
+"""Training and evaluation mode, and random states."""
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import nn
@@ -23,6 +25,18 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restores the random states of Python, NumPy and torch on exit."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def checkpoint_activations(

@@ -10,8 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate.utils import is_peft_model
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment
 from torch import nn
 from transformers import (
@@ -38,9 +40,9 @@ from ..models.wrapped import unwrapped
 from ..rollout.view_options import sigmoid
 from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
-from .origins import base_metadata, is_hub_name
 
 
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {
@@ -107,6 +109,27 @@ def linked_repository(name: str, kind: str = "") -> str:
     return in_text(os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name)
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether a name is `owner/name` of a repository on the Hub, and no local path, which takes precedence."""
+    return _REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def base_metadata(name: str) -> dict[str, str]:
+    """
+    Metadata of the base model for a model card: its name on the Hub and its license, from the model's card in its
+    folder or in the Hub's cache, without requests. In a folder that this package wrote, the card names the base.
+    """
+    on_hub = is_hub_name(name)
+    path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")
+    try:
+        card = metadata_load(path) or {} if isinstance(path, str) and os.path.isfile(path) else {}
+    except (ValueError, yaml.YAMLError):  # not written by this package
+        card = {}
+    base = name if on_hub else card.get("base_model") if "trl-multimodal-rft" in (card.get("tags") or ()) else None
+    known = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}
+    return {key: value for key, value in known.items() if isinstance(value, str)}
+
+
 def task_of(kinds: set[str]) -> str | None:
     """Task of a model on the Hub, `None` for text alone."""
     return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
@@ -129,7 +152,6 @@ class CardNotes:
 
 
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """The roles and texts of a prompt, without its media."""
     if isinstance(prompt, str):
         return (("user", prompt),)
     contents = [(message["role"], message.get("content") or "") for message in prompt]
@@ -174,8 +196,6 @@ def quick_start(
 
 @dataclass
 class CardRun:
-    """The facts of a run that its model card tells."""
-
     args: TrainingArguments
     state: TrainerState
     model: nn.Module  # with its adapter

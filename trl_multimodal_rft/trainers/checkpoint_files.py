@@ -42,7 +42,6 @@ _WRITE_ERRORS = ("inline_container", "Parent directory")
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved."""
     step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(step) if step.isdecimal() else 0
 
@@ -116,7 +115,6 @@ def export_state(states: Any, objects: Iterable[Any]) -> None:
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:
-    """Writes a process's part of the state."""
     torch.save(state, Path(checkpoint, f"rollout_state_{process_index}.pt"))
 
 

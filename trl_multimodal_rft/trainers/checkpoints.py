@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
@@ -48,7 +47,6 @@ from .checkpoint_files import (
     save_without_weights,
     surplus_checkpoints,
 )
-from .configs import TrainerConfig
 from .finite import check_weights, skip_broken_update
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import check_rates, other_parts, save_parts, split_by_rate
@@ -399,7 +397,13 @@ class CheckpointMixin(Trainer):
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
-        _write_manifest(folder, args, self.accelerator, self._fingerprints)
+        shards, process = writes_shards(self.accelerator), self.accelerator.process_index
+        if shards and process == 0:
+            check_shards(folder)
+        if args.checkpoint_manifest:
+            measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+            if args.should_save:
+                write_manifest(folder, args.save_only_model, self._fingerprints(), measured)
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
@@ -492,20 +496,6 @@ class CheckpointMixin(Trainer):
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
-
-
-def _write_manifest(
-    folder: Path, args: TrainerConfig, accelerator: Accelerator, fingerprints: Callable[[], dict[str, Any]]
-) -> None:
-    """Lists what all processes have written. All processes have to call this."""
-    shards, process = writes_shards(accelerator), accelerator.process_index
-    if shards and process == 0:
-        check_shards(folder)
-    if not args.checkpoint_manifest:
-        return
-    measured = measure_together(folder, process, accelerator.num_processes) if shards else None
-    if args.should_save:
-        write_manifest(folder, args.save_only_model, fingerprints(), measured)
 
 
 class _RestoreState(TrainerCallback):

@@ -43,7 +43,6 @@ def measure_together(folder: Path, process_index: int, num_processes: int) -> di
 
 
 def verify_checkpoint(checkpoint: str | Path) -> list[str]:
-    """What is wrong with the files of a checkpoint."""
     folder = Path(checkpoint)
     try:
         if not folder.is_dir():
@@ -114,7 +113,6 @@ def _measure_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, i
 
 
 def _measure(file: Path) -> tuple[int, int]:
-    """Size and checksum of what is read."""
     size = checksum = 0
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK):

@@ -8,9 +8,8 @@ from ...lazy import lazy_names
 
 if TYPE_CHECKING:
     from .actor import Actor
-    from .actor_al import ActorAL
+    from .actor_al import ActorAL, ActorOmni
     from .actor_language import ActorLanguage
-    from .actor_omni import ActorOmni
     from .actor_vl import ActorVL
     from .critic import Critic
     from .utils import compute_approx_kl, compute_reward, masked_mean
@@ -21,7 +20,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "Actor": "actor",
         "ActorAL": "actor_al",
         "ActorLanguage": "actor_language",
-        "ActorOmni": "actor_omni",
+        "ActorOmni": "actor_al",
         "ActorVL": "actor_vl",
         "Critic": "critic",
         "compute_approx_kl": "utils",

@@ -366,7 +366,10 @@ class Actor(nn.Module):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         media = self._known({name: kwargs.pop(name) for name in tensors if name in self._accepted | _GRIDS})
-        options = _generation_options(self.base_model, kwargs)
+        # Effective options: those of this call, then a generation config among them, then the model's
+        config = kwargs.get("generation_config", GenerationConfig()).to_dict()
+        config = {name: value for name, value in config.items() if value is not None}
+        options = {**self.base_model.generation_config.to_dict(), **config, **kwargs}
         if (options["num_return_sequences"] or 1) > 1:
             raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
         if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
@@ -456,7 +459,14 @@ class Actor(nn.Module):
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters are trained, of how many."""
-        trainable, total = _count_parameters(self.model)
+        # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
+        trainable = total = 0
+        for parameter in self.model.parameters():
+            n = getattr(parameter, "ds_numel", None) or parameter.numel()
+            if parameter.__class__.__name__ == "Params4bit":
+                n *= 2 * parameter.element_size()
+            total += n
+            trainable += n if parameter.requires_grad else 0
         share = 100 * trainable / total
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")  # noqa: T201
 
@@ -505,19 +515,6 @@ def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype
             parameter.data = parameter.data.to(dtype)
 
 
-def _count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Numbers of trainable parameters and of all."""
-    # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
-    trainable = total = 0
-    for parameter in model.parameters():
-        n = getattr(parameter, "ds_numel", None) or parameter.numel()
-        if parameter.__class__.__name__ == "Params4bit":
-            n *= 2 * parameter.element_size()
-        total += n
-        trainable += n if parameter.requires_grad else 0
-    return trainable, total
-
-
 def _add_lora(
     model: PreTrainedModel,
     rank: int,
@@ -558,10 +555,3 @@ def _add_lora(
         if module not in before:
             module.training = model.training  # a loaded model has no dropout
     return adapted
-
-
-def _generation_options(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Effective options of `generate`: its arguments, then a generation config among them, then the model's."""
-    config = kwargs.get("generation_config", GenerationConfig())
-    options = {name: value for name, value in config.to_dict().items() if value is not None}
-    return {**model.generation_config.to_dict(), **options, **kwargs}

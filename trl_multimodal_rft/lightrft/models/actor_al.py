@@ -104,3 +104,14 @@ class ActorAL(Actor):
                     f"the processor's `{mask_name}` as `audio_attention_mask`."
                 )
         return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}
+
+
+class ActorOmni(ActorAL):
+    """
+    A policy that answers prompts with images, videos and audio.
+
+    Arguments are those of [`Actor`], the media those of [`ActorVL`] and [`ActorAL`].
+    """
+
+    modality = "multimodal"
+    _sees = True

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from .experience_maker import NaiveExperienceMaker
     from .experience_maker_vl import NaiveExperienceMakerVL
     from .kl_controller import AdaptiveKLController, FixedKLController
-    from .ppo_trainer_al import PPOTrainerAL
-    from .ppo_trainer_vl import PPOTrainerVL
+    from .ppo_trainer_vl import PPOTrainerAL, PPOTrainerVL
     from .replay_buffer import NaiveReplayBuffer, ReplayBuffer
     from .replay_buffer_vl import NaiveReplayBufferVL
     from .spmd_ppo_trainer import SPMDPPOTrainerVL
@@ -30,7 +29,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "NaiveExperienceMakerVL": "experience_maker_vl",
         "NaiveReplayBuffer": "replay_buffer",
         "NaiveReplayBufferVL": "replay_buffer_vl",
-        "PPOTrainerAL": "ppo_trainer_al",
+        "PPOTrainerAL": "ppo_trainer_vl",
         "PPOTrainerVL": "ppo_trainer_vl",
         "ReplayBuffer": "replay_buffer",
         "SPMDPPOTrainerVL": "spmd_ppo_trainer",

@@ -21,6 +21,7 @@ from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ...families import AUDIO_FEATURES, AUDIO_MASKS
 from ...forward.inputs import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
@@ -50,10 +51,8 @@ logger = logging.getLogger(__name__)  # accelerate's needs its state
 MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
-    "input_features": "audio_values",
-    "audio_input_features": "audio_values",
-    "feature_attention_mask": "audio_attention_mask",
-    "input_features_mask": "audio_attention_mask",
+    **dict.fromkeys(AUDIO_FEATURES, "audio_values"),
+    **dict.fromkeys(AUDIO_MASKS, "audio_attention_mask"),
 }
 
 
@@ -268,7 +267,15 @@ class NaiveExperienceMaker(RolloutAdvantages):
             warning = check_columns(rows, "The rows", ignored, extent="some")
             if warning is not None and self._is_main:
                 logger.warning(warning)
-        encoder = self._encoder
+        encoder = PromptEncoder(
+            self.actor.base_model,
+            self.processor or self.tokenizer,
+            audio_overlong=self.strategy.audio_overlong,
+            media_rules=self.strategy.media_rules,
+            ignored_media_columns=self.strategy.ignored_media_columns,
+            special_tokens_in_text="allow",
+            keep_decoded=True,
+        )
         prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without a number)
         encoded = self._encode(prompts, encoder)
         # For reward functions, which get prompts of the same form in all micro-batches
@@ -276,19 +283,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
         n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
         repeated = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
         return [self._sample(repeated[i : i + size], generate_kwargs) for i in range(0, len(repeated), size)]
-
-    @property
-    def _encoder(self) -> PromptEncoder:
-        args = self.strategy
-        return PromptEncoder(
-            self.actor.base_model,
-            self.processor or self.tokenizer,
-            audio_overlong=args.audio_overlong,
-            media_rules=args.media_rules,
-            ignored_media_columns=args.ignored_media_columns,
-            special_tokens_in_text="allow",
-            keep_decoded=True,
-        )
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
         """Encodes prompts, which are all text, or all messages."""

@@ -25,13 +25,11 @@ from ...data.rows.features import undecoded
 from ...data.rows.row import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
-from ...rollout import groups
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, known
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
-from . import replay_buffer
 from .experience import Experience, info_of
 from .experience_config import ExperienceConfig
 from .experience_maker import MEDIA_FIELDS, NaiveExperienceMaker
@@ -62,11 +60,8 @@ _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "t
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    [`MultimodalPPOTrainer`] on experience. The caller has the loop, since a step may come from a single micro-batch;
-    checkpoints hold the buffer, too.
+    [`MultimodalPPOTrainer`] on experience. The caller has the loop, since a step may come from a single micro-batch.
     """
-
-    _saved_classes = (*groups.SAVED_CLASSES, *replay_buffer.SAVED_CLASSES)
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
         rows = Dataset.from_list([{"prompt": ""}])  # for the constructor alone
@@ -101,17 +96,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._trains("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
-        return {
-            **super()._rollout_state(),
-            "client_states": self.client_states,
-            "pending_logs": self.pending_logs,
-            "experience": self.replay_buffer.state_dict(),
-        }
+        own = {"client_states": self.client_states, "pending_logs": self.pending_logs}
+        return {**super()._rollout_state(), **own}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
         self.client_states, self.pending_logs = state["client_states"], state["pending_logs"]
-        self.replay_buffer.load_state_dict(state["experience"])
 
     # Before the first step
 

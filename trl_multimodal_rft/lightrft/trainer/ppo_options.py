@@ -47,8 +47,15 @@ _OF_ROLLOUTS = (
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Module | None) -> None:
-    """Raises if the config has options without effect, or doesn't match the models."""
+def config_of(
+    strategy: MultimodalPPOConfig,
+    actor: Actor,
+    critic: nn.Module | None,
+    reference: Actor | None,
+    generate_kwargs: dict[str, Any],
+    **options,
+) -> MultimodalPPOConfig:
+    """A copy of the strategy with the options of [`PPOTrainerVL`], all of them checked."""
     if not isinstance(strategy, MultimodalPPOConfig):
         raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
     if critic is not None and strategy.estimator.name != "gae":
@@ -74,20 +81,6 @@ def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Modul
             f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs the entropies of the rollouts; make the "
             f"actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
         )
-
-
-def config_of(
-    strategy: MultimodalPPOConfig,
-    actor: Actor,
-    critic: nn.Module | None,
-    reference: Actor | None,
-    generate_kwargs: dict[str, Any],
-    **options,
-) -> MultimodalPPOConfig:
-    """
-    A copy of the strategy with the options of [`PPOTrainerVL`], all of them checked.
-    """
-    check_strategy(strategy, actor, critic)
     for name, least, value in (
         ("micro_train_batch_size", 1, options["per_device_train_batch_size"]),
         ("init_kl_coef", 0, options["beta"]),

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from ...models.modes import kept_random_state
 from ...trainers.ppo_config import MultimodalPPOConfig
-from ...trainers.random_state import kept_random_state
 from ..models.actor_vl import ActorVL
 from ..models.critic import Critic
 from .experience import Experience
@@ -170,7 +170,7 @@ class PPOTrainerVL:
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
         self.save_hf_ckpt = save_hf_ckpt
-        self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload, seed=config.seed)
+        self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload)
         self.trainer = ExperienceTrainer(
             actor,
             config,
@@ -456,3 +456,14 @@ class PPOTrainerVL:
             trainer.control = handler.on_evaluate(trainer.args, state, trainer.control, results)
         if is_due(args.save_strategy, state.save_steps):
             trainer.save_checkpoint(client_states or {}, self.save_hf_ckpt)
+
+
+class PPOTrainerAL(PPOTrainerVL):
+    """
+    PPO of models that hear, in the steps of the reference system, see [`PPOTrainerVL`].
+
+    Arguments are the same, with [`~lightrft.ActorAL`] as actors. Batches of prompts are lists of rows, or tuples of
+    lists: prompts, audios, references and labels.
+    """
+
+    _columns = (("audios",),)

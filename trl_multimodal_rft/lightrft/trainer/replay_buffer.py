@@ -3,25 +3,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ...algorithms.returns import whiten
-from .experience import Experience, VisionRecord
+from .experience import Experience
 from .experience_config import ExperienceConfig
 from .replay_buffer_utils import (
     BufferItem,
-    BufferItemVL,
     make_experience_batch,
     remove_padding_in_sequences,
     share_media,
     split_experience_batch,
 )
-
-
-# Classes in [`ReplayBuffer.state_dict`], for `torch.serialization.safe_globals`
-SAVED_CLASSES = (BufferItem, BufferItemVL)
 
 
 class ReplayBuffer:
@@ -37,8 +31,6 @@ class ReplayBuffer:
             Whether to keep tensors on the CPU, rather than on their device.
         packing_samples (`bool`, *optional*, defaults to `False`):
             Whether experiences are packed rather than padded.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of [`sample`].
     """
 
     def __init__(
@@ -47,7 +39,6 @@ class ReplayBuffer:
         limit: int = 0,
         cpu_offload: bool = True,
         packing_samples: bool = False,
-        seed: int = 0,
     ):
         self.sample_batch_size = sample_batch_size
         self.limit = max(limit, 0)
@@ -55,7 +46,6 @@ class ReplayBuffer:
         self.packing_samples = packing_samples
         self._items: list[BufferItem] = []
         self._normalized: set[str] = set()
-        self._generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -95,8 +85,8 @@ class ReplayBuffer:
         Returns:
             [`Experience`]: At most `sample_batch_size` samples, which stay in the buffer.
         """
-        order = torch.randperm(len(self), generator=self._generator)[: self.sample_batch_size]
-        return self.collate_fn([self._items[i] for i in order.tolist()])
+        order = torch.randperm(len(self))[: self.sample_batch_size].tolist()
+        return self.collate_fn([self._items[i] for i in order])
 
     def collate_fn(self, batch: list[BufferItem]) -> Experience:
         """
@@ -142,30 +132,15 @@ class ReplayBuffer:
         values, mask = (torch.cat(rows or [torch.zeros(0)]) for rows in (columns, masks))
         whitened = whiten(values.double(), mask.bool(), reduce=over_ranks).to(values.dtype)
         parts = whitened.split([len(column) for column in columns])
-        self._items = [replace(i, **{attribute: part.clone()}) for i, part in zip(self._items, parts, strict=True)]
+        self._items = list(map(replace, self._items))
+        for item, part in zip(self._items, parts, strict=True):
+            setattr(item, attribute, part.clone())
         self._normalized.add(attribute)
 
     def clear(self) -> None:
-        """Removes all samples, but keeps the state of the random choices."""
+        """Removes all samples."""
         self._items = []
         self._normalized = set()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: `SAVED_CLASSES`, and the values of `info`. Raw images are left out."""
-        items = [replace(item, raw_images=None) if isinstance(item, VisionRecord) else item for item in self._items]
-        return {"items": items, "normalized": sorted(self._normalized), "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Restores a state.
-
-        Args:
-            state (`dict`):
-                From [`state_dict`].
-        """
-        self._items = state["items"][-self.limit :]
-        self._normalized = set(state["normalized"])
-        self._generator.set_state(state["generator"])
 
 
 NaiveReplayBuffer = ReplayBuffer
