@@ -193,18 +193,14 @@ def decoder(tokenizer: hf.PreTrainedTokenizerFast, **changes) -> dict:
     }
 
 
-def token_ids(*names: str) -> dict[str, str]:
-    """Returns settings such as `image_token_id`, for `"image"`, if config and tokenizer share the token's name."""
-    return {f"{name}_token_id": name for name in names}
-
-
 def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = None, text: dict | None = None, **more):
     """
     `(model, processor)` of the classes whose names start with `name`.
 
     Args:
         tokens:
-            Special tokens, `{"image": "<image>"}` for the tokenizer's `image_token`.
+            Special tokens, `{"image": "<image>"}` for the tokenizer's `image_token`, and `image_token_id` or
+            `image_token_index` of the config if it has such a setting.
         parts:
             Image and video processors and feature extractors.
         processor:
@@ -232,6 +228,9 @@ def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = No
     if made.chat_template is None:
         made.chat_template = template(**{kind: tokens[kind] for kind in ("image", "audio", "video") if kind in tokens})
     scale = more.pop("scale", 6.0)
+    known = inspect.signature(model_class.config_class).parameters
+    ids = {f"{name}_token_{kind}": name for name in tokens for kind in ("id", "index")}
+    more = {**{setting: name for setting, name in ids.items() if setting in known}, **more}
     decoder_settings = decoder(words, **resolved(text or {}, words))
     if "text_config" in model_class.config_class.sub_configs:
         decoder_settings = {"text_config": decoder_settings}
@@ -307,7 +306,6 @@ def qwen2_audio():
         processor={"blocks": QWEN_AUDIO_BLOCK},
         audio_config=whisper_audio(model_type="qwen2_audio_encoder"),
         text={"model_type": "qwen2"},
-        audio_token_index="audio",
     )
 
 
@@ -316,9 +314,7 @@ def audioflamingo3():
     """The processor accepts one audio per prompt."""
     audio_config = tower(num_mel_bins=16, max_source_positions=50)
     text = {"model_type": "qwen2"}
-    return build(
-        "AudioFlamingo3", {"audio": "<sound>"}, whisper(), audio_config=audio_config, text=text, **token_ids("audio")
-    )
+    return build("AudioFlamingo3", {"audio": "<sound>"}, whisper(), audio_config=audio_config, text=text)
 
 
 @family(MORE_FAMILIES, single_audio_prompts, "audio")
@@ -329,7 +325,6 @@ def musicflamingo():
         whisper(),
         audio_config=tower(model_type="audioflamingo3_encoder", num_mel_bins=16, max_source_positions=50),
         text={"model_type": "qwen2"},
-        **token_ids("audio", "audio_bos", "audio_eos"),
     )
 
 
@@ -342,7 +337,6 @@ def glmasr():
         processor={"blocks": {"audio": "<|begin_of_audio|><|pad|><|end_of_audio|>"}},
         audio_config=tower(intermediate_size=128, num_mel_bins=16),
         text={"model_type": "llama"},
-        **token_ids("audio"),
     )
 
 
@@ -441,7 +435,6 @@ def granite_speech(logits_scaling: float = 1.0):
         text={"model_type": "granite", "logits_scaling": logits_scaling},
         encoder_config=encoder,
         projector_config=tower(model_type="blip_2_qformer", **projector),
-        audio_token_index="audio",
         has_lora_adapter=False,
     )
 
@@ -464,7 +457,6 @@ def of_llava(name: str, images: hf.BaseImageProcessor, text: dict, **settings):
         processor={"patch_size": 7, "num_additional_image_tokens": 1, **selected},
         vision_config=clip_vision(model_type="clip_vision_model"),
         text=text,
-        image_token_index="image",
         **selected,
         **settings,
     )
@@ -492,7 +484,6 @@ def perception_lm():
         },
         text={"model_type": "llama"},
         projector_pooling_ratio=2,
-        **token_ids("image", "video"),
     )
 
 
@@ -529,9 +520,6 @@ def gemma3():
         text={"head_dim": 16, "query_pre_attn_scalar": 16, **window, **layers},
         vision_config=siglip_vision(),
         mm_tokens_per_image=16,
-        image_token_index="image",
-        boi_token_index="boi",
-        eoi_token_index="eoi",
     )
 
 
@@ -546,7 +534,6 @@ def paligemma():
         images,
         text={"model_type": "gemma", "head_dim": 16},
         vision_config=siglip_vision(),
-        image_token_index="image",
         vocab_size=len,
         projection_dim=64,
         hidden_size=64,
@@ -564,7 +551,6 @@ def idefics2():
         vision_config=clip_vision(image_size=56),
         perceiver_config={f"resampler_{name}": n for name, n in resampler.items()} | {"num_key_value_heads": 2},
         text={"model_type": "mistral", "head_dim": 16},
-        **token_ids("image"),
     )
 
 
@@ -581,7 +567,6 @@ def of_idefics3(name: str, tokens: dict[str, str], *parts):
         vision_config=clip_vision(),
         text={"model_type": "llama"},
         scale_factor=2,
-        **token_ids("image", "pad"),
     )
 
 
@@ -612,7 +597,6 @@ def lfm2_vl():
         text={"model_type": "lfm2", **layers, "conv_L_cache": 3, "block_multiple_of": 2},
         vision_config=tower(num_patches=16, patch_size=14),
         projector_hidden_size=32,
-        **token_ids("image"),
     )
 
 
@@ -625,7 +609,6 @@ def mistral3():
         processor={"class": hf.PixtralProcessor, "patch_size": 7, "spatial_merge_size": 2},
         vision_config=clip_vision(image_size=56, model_type="pixtral"),
         text={"model_type": "mistral", "head_dim": 16, "sliding_window": None},
-        image_token_index="image",
         vision_feature_layer=-1,
         spatial_merge_size=2,
         tie_word_embeddings=False,
@@ -681,7 +664,6 @@ def cohere2_vision():
         vision_config=siglip_vision(),
         text=COHERE_TEXT,
         alignment_intermediate_size=64,
-        **token_ids("image"),
     )
 
 
@@ -737,7 +719,6 @@ def kimi_k25():
         text={"model_type": "deepseek_v3", "num_key_value_heads": 4, **ranks, **experts},
         vision_config=tower(pos_emb_height=8, pos_emb_width=8),
         projection_hidden_size=32,
-        **token_ids("image", "video"),
         vision_start_token_id="begin",
         vision_end_token_id="end",
         tie_word_embeddings=False,
@@ -753,7 +734,6 @@ def of_deepseek(name: str, images: hf.BaseImageProcessor, **settings):
         vision_config=siglip_vision(),
         text={"model_type": "llama"},
         tie_word_embeddings=False,
-        **token_ids("image"),
         **settings,
     )
 
@@ -778,7 +758,6 @@ QWEN_VISION_TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 QWEN_VISION_TOKENS |= {"vision_bos": "<|vision_start|>", "vision_eos": "<|vision_end|>"}
 QWEN_VISION_BLOCKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
 QWEN_VISION_IDS = {
-    **token_ids("image", "video"),
     "vision_start_token_id": "vision_bos",
     "vision_end_token_id": "vision_eos",
 }
@@ -873,7 +852,6 @@ def minicpmv4_6():
         text={"model_type": "qwen3_5_text", "head_dim": 32, **layers},
         vision_config=clip_vision(image_size=112, patch_size=14),
         insert_layer_id=0,
-        **token_ids("image", "video"),
     )
 
 
@@ -896,7 +874,6 @@ def ernie4_5_vl_moe():
         processor={"blocks": blocks},
         text={"rope_parameters": rope, **{f"moe_{name}": value for name, value in experts.items()}},
         vision_config=QWEN_VISION,
-        **token_ids(*tokens),
         tie_word_embeddings=False,
     )
 
@@ -918,7 +895,6 @@ def of_glm(name: str, processor: str, vision: dict = GLM_VISION, **text):
         processor={"class": getattr(hf, f"{processor}Processor"), "blocks": blocks},
         text={"rope_parameters": {**QWEN2_ROPE, "partial_rotary_factor": 1.0}, **text},
         vision_config=vision,
-        **token_ids("image", "video"),
         image_start_token_id="boi",
         image_end_token_id="eoi",
         video_start_token_id="bov",
@@ -970,8 +946,6 @@ def llava_onevision():
         processor={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         vision_config=siglip_vision(),
         text={"model_type": "qwen2"},
-        image_token_index="image",
-        video_token_index="video",
         **tiles,
     )
 
@@ -996,11 +970,8 @@ def qwen2_5_omni():
         text={"rope_parameters": QWEN2_ROPE},
         vision_config=QWEN2_5_VISION,
         audio_config=whisper_audio(n_window=20, output_dim=64),
-        audio_token_index="audio",
         audio_start_token_id="audio_bos",
         audio_end_token_id="audio_eos",
-        image_token_index="image",
-        video_token_index="video",
         vision_start_token_id="vision_bos",  # the model reads it, but this config class has no such field
     )
 
@@ -1024,7 +995,6 @@ def qwen3_omni_moe():
         },
         vision_config={**QWEN3_VISION, **RELEASED_VISION},
         audio_config=whisper_audio(downsample_hidden_size=16, output_dim=64),
-        **token_ids("audio", "image", "video"),
         audio_start_token_id="audio_bos",
         vision_start_token_id="vision_bos",
     )
@@ -1059,7 +1029,6 @@ def gemma3n():
         },
         audio_soft_tokens_per_image=8,
         vision_soft_tokens_per_image=9,
-        **token_ids("image", "audio", "boi", "eoi", "boa", "eoa"),
     )
 
 
@@ -1085,8 +1054,6 @@ def gemma4():
         },
         vision_config=tower(**heads, patch_size=4, position_embedding_size=256),
         audio_config={**layers, "subsampling_conv_channels": [16, 4], "output_proj_dims": 32},
-        **token_ids("image", "boi", "eoi", "audio", "boa", "video"),
-        eoa_token_index="eoa",
     )
 
 
@@ -1101,8 +1068,8 @@ def phi4_multimodal():
         # The processor supports only 32 x 32 patches in a crop
         hf.Phi4MultimodalImageProcessor(size=square(64), patch_size=2, dynamic_hd=2),
         hf.Phi4MultimodalFeatureExtractor(feature_size=16),
-        vision_config=clip_vision(image_size=64, crop_size=64, patch_size=2, **token_ids("image")),
-        audio_config={**audio, **token_ids("audio")},
+        vision_config=clip_vision(image_size=64, crop_size=64, patch_size=2, image_token_id="image"),
+        audio_config={**audio, "audio_token_id": "audio"},
     )
 
 
@@ -1122,7 +1089,6 @@ def inkling():
         text={**heads, **attention, **layers, **ROUTED_EXPERTS},
         audio_config={"n_mel_bins": 16, "mel_vocab_size": 8},
         vision_config={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **token_ids("image", "audio", "image_bos", "audio_bos"),
     )
 
 
