@@ -18,7 +18,7 @@ from helpers.ahead import LENGTH, Ahead, answer, answers
 from helpers.marks import slow_but
 from helpers.resumed_runs import REPLAY, checkpoint, few_live, logged, same_weights
 from helpers.resumed_runs import Recording as TrainedOn
-from helpers.spoiled import KINDS
+from helpers.spoiled import KINDS, PLACEHOLDER, VOCABULARY
 from helpers.trainer_utils import Recording, Weights, audio_rows, image_rows, make_trainer
 from transformers import TrainerCallback
 
@@ -360,7 +360,7 @@ def test_error_of_a_function_that_waits_names_its_row(tmp_path):
 
 def test_attempts_fit_into_the_patience(monkeypatch):
     """Waits double, and their sum is the patience; each attempt gets its number."""
-    waits, numbers = [], []
+    waits, numbers, warnings = [], [], []
     monkeypatch.setattr("trl_multimodal_rft.generation.vllm_requests.time.sleep", waits.append)
 
     def attempt(n):
@@ -368,17 +368,17 @@ def test_attempts_fit_into_the_patience(monkeypatch):
         raise RequestLost("The server is gone.")
 
     with pytest.raises(RuntimeError, match="is gone. It was asked 6 times; `vllm_server_timeout` bounds it"):
-        until_answered(attempt, 5.0)
-    assert waits == [0.25, 0.5, 1.0, 2.0, 1.25] and numbers == [*range(6)]
+        until_answered(attempt, 5.0, warnings.append)
+    assert waits == [0.25, 0.5, 1.0, 2.0, 1.25] and numbers == [*range(6)] and len(warnings) == 5
     with pytest.raises(RuntimeError, match="asked 12 times"):
-        until_answered(attempt, 60.0)
+        until_answered(attempt, 60.0, warnings.append)
     assert max(waits) == 10.0
 
     def late(n):
         raise RequestLost("Nothing in 5 s.", timed_out=True)
 
     with pytest.raises(RuntimeError, match="Nothing in 5 s. It was asked once"):
-        until_answered(late, 5.0)
+        until_answered(late, 5.0, warnings.append)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -389,7 +389,7 @@ def test_what_an_answer_holds(name):
     spoiled = KINDS[name].change({"choices": choices})
     if not isinstance(spoiled, (dict, list)):
         return  # no answer, or one of another status
-    given = (json.dumps(spoiled).encode(), 4)
+    given = (json.dumps(spoiled).encode(), 4, LENGTH, VOCABULARY, {PLACEHOLDER})
     if KINDS[name].outcome == "taken":
         found, logps = zip(*completions_in(*given), strict=True)
         assert [*found] == ids and {each for own in logps for each in own} <= {-1.0, None}

@@ -4,6 +4,7 @@
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -125,6 +126,9 @@ class Failing(Started):
     def sync_weights(self):
         pass
 
+    def acceptance_length(self):
+        pass
+
     def generate(self, prompts, **kwargs):
         self.n_calls += 1
         if self.n_calls == 3:
@@ -240,11 +244,38 @@ def test_placeholders_with_speculative_decoding(monkeypatch):
         made = speculating(monkeypatch, generation_kwargs={"logit_bias": bias, "bad_words": ["red"]})
         made.generate([])
         made.generate([], sampling=vllm.sampling_parameters(GenerationConfig(suppress_tokens=[image, video])))
-        assert not any(each["logit_bias"] for each in made.seen)
+        assert not any("logit_bias" in each for each in made.seen)
         assert [each["bad_words"] for each in made.seen] == [
             ["red", "<|image_pad|>", "<|video_pad|>"],
             ["<|image_pad|>", "<|video_pad|>"],
         ]
-    made = speculating(monkeypatch, generation_kwargs={"logit_bias": {image: -100.0, video: 2.0}})
-    made.generate([])
-    assert made.seen[0]["bad_words"] == ["<|image_pad|>"] and made.seen[0]["logit_bias"] == {video: 2.0}
+    made = speculating(monkeypatch, generation_kwargs={"logit_bias": {image: 2.0}})
+    with pytest.raises(ValueError, match=f"`logit_bias` .here of token {image}. with `speculative_config`"):
+        made.generate([])
+    with pytest.raises(ValueError, match="`min_p` with `speculative_config`"):  # of a server
+        speculating(monkeypatch, min_p=0.1).generate([])
+
+
+def test_acceptance_length(monkeypatch):
+    made, counts = speculating(monkeypatch), {"drafts": 0, "accepted_tokens": 0}
+    metrics = [SimpleNamespace(name="vllm:other")]
+    made.llm = SimpleNamespace(
+        get_metrics=lambda: [
+            *metrics,
+            *(SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=n) for name, n in counts.items()),
+        ]
+    )
+    assert made.acceptance_length() is None
+    counts |= {"drafts": 4, "accepted_tokens": 6}
+    assert made.acceptance_length() == 2.5
+    counts |= {"drafts": 6, "accepted_tokens": 12}
+    assert made.acceptance_length() == 4.0
+    # Of a server, in Prometheus' format, with two engines
+    made.mode, created = "server", 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09'
+    totals = {f"vllm:spec_decode_num_{name}_total": n + 1.0 for name, n in counts.items()}
+    lines = [f'{name}{{engine="{i}"}} {n}' for name, n in totals.items() for i in (0, 1)]
+    body = "\n".join(["# TYPE vllm:spec_decode_num_drafts_total counter", *lines, created, "vllm:other_total 1.0"])
+    made.vllm_client = SimpleNamespace(answer=lambda path, **limits: SimpleNamespace(body=body.encode()))
+    assert made.acceptance_length() == 1 + (26 - 12) / (14 - 6)
+    body = "<html>vllm:spec_decode_num_drafts_total many</html>"
+    assert made.acceptance_length() is None

@@ -12,7 +12,7 @@ import requests
 from helpers.fake_server import LENGTH, fake_servers
 from helpers.resumed_runs import Recording as TrainedOn
 from helpers.resumed_runs import checkpoint, same_weights
-from helpers.spoiled import GENERATE, KINDS, proxy_of
+from helpers.spoiled import GENERATE, KINDS, PLACEHOLDER, proxy_of
 from helpers.trainer_utils import Recording, image_rows, saved
 from peft import LoraConfig
 from test_asynchronous import make
@@ -21,6 +21,7 @@ from weights import trainer_of
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation import vllm_requests
+from trl_multimodal_rft.generation.vllm_server import ServerClient
 from trl_multimodal_rft.rollout.in_flight import request_keys
 
 
@@ -50,6 +51,7 @@ class Asked:
         self.trainer = make(omni, folder, [proxy], Recorded, max_staleness=k, **SEEDED)
         self.k, self.proxy, self.place = k, proxy, 0
         self.engine = self.trainer.vllm_generation
+        self.engine._placeholders = {PLACEHOLDER}
         rows = [row for row in self.trainer.train_dataset for _ in range(4)]
         self.prompts = self.trainer._run.collect(self.trainer._stream.without_prompts(rows)).prompts
 
@@ -135,7 +137,7 @@ def again(straight, omni, folder, proxy, **options):
     return make(omni, folder, [proxy], Recorded, **{"max_staleness": straight.args.max_staleness, **SEEDED, **options})
 
 
-@pytest.mark.parametrize("name", ["too few logprobs", "a choice more", "another order"])
+@pytest.mark.parametrize("name", ["too few logprobs", "too many tokens", "a choice more", "another order"])
 def test_a_wrong_answer_changes_no_run(straight, omni, proxy, spoil, tmp_path, name):
     spoil(name)
     trainer = again(straight, omni, tmp_path, proxy)
@@ -204,6 +206,19 @@ def test_a_server_that_is_away_at_a_sync_is_waited_for(ask, proxy, spoil):
             proxy.drops[path] = 2
     ask.engine.sync_weights()
     assert ask.k == 0 or not any(proxy.drops.values())
+
+
+def test_a_server_that_speculates(omni, tmp_path, proxy, spoil, monkeypatch):
+    """What vLLM refuses then is an error at the start. A run goes on without the metrics of a server that has none."""
+    info = ServerClient.get_server_info
+    speculative = {"speculative_config": {"method": "ngram"}}
+    monkeypatch.setattr(ServerClient, "get_server_info", lambda self: {**info(self), **speculative})
+    with pytest.raises(ValueError, match="doesn't support `min_p` with `speculative_config`"):
+        make(omni, tmp_path, [proxy], Recorded, min_p=0.1)
+    trainer = make(omni, tmp_path, [proxy], Recorded, max_staleness=0, **SEEDED)
+    trainer.train()
+    assert proxy.asked["/metrics"] == 3
+    assert not any("sampling/acceptance_length" in entry for entry in trainer.state.log_history)
 
 
 def test_time_out_at_the_start(omni, tmp_path, proxy, spoil):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import requests
 
 
+VOCABULARY, PLACEHOLDER = 10**6, 7
 GENERATE = "/inference/v1/generate"
 
 
@@ -28,6 +29,14 @@ def each(change: Callable[[dict], Any]) -> Callable[[dict], dict]:
     return lambda answer: {"choices": [{**choice, **change(choice)} for choice in answer["choices"]]}
 
 
+def tokens(change: Callable[[list], list]) -> Callable[[dict], dict]:
+    return each(lambda choice: {"token_ids": change(choice["token_ids"])})
+
+
+def second(token: Any) -> Callable[[dict], dict]:
+    return tokens(lambda ids: [ids[0], token, *ids[2:]])
+
+
 def logps(change: Callable[[list], list]) -> Callable[[dict], dict]:
     return each(lambda choice: {"logprobs": {"content": change(choice["logprobs"]["content"])}})
 
@@ -40,6 +49,10 @@ def choices(change: Callable[[list], list]) -> Callable[[dict], dict]:
     return lambda answer: {"choices": change(answer["choices"])}
 
 
+def twenty_times(choice: dict) -> dict:
+    return {"token_ids": choice["token_ids"] * 20, "logprobs": {"content": choice["logprobs"]["content"] * 20}}
+
+
 def nothing(choice: dict) -> dict:
     return {"token_ids": [], "logprobs": {"content": []}}
 
@@ -48,35 +61,49 @@ def status(code: int, body: bytes = b"x", outcome: str = "again") -> Spoiled:
     return Spoiled(lambda answer: (code, body), outcome, str(code))
 
 
+NO_TOKENS = "completion 0 has no tokens, where 1 to 6 are possible"
 KINDS = {
     "html": Spoiled(lambda answer: (200, b"<html>busy</html>"), "again", "it holds no completions"),
     "empty body": Spoiled(lambda answer: (200, b""), "again", "it holds no completions"),
+    "{}": Spoiled(lambda answer: {}, "again", "it holds no completions"),
+    "a list": Spoiled(lambda answer: [], "again", "it holds no completions"),
     "an error": Spoiled(lambda answer: {"error": {"message": "engine dead"}}, "again", "it holds no completions"),
+    "null choices": Spoiled(lambda answer: {"choices": None}, "again", "it holds no completions"),
     "no token_ids": Spoiled(
         choices(lambda given: [{k: v for k, v in choice.items() if k != "token_ids"} for choice in given]),
         "again",
-        "it holds no completions",
+        NO_TOKENS,
     ),
-    "null logprobs": Spoiled(each(lambda choice: {"logprobs": None}), "again", "it holds no completions"),
+    "null token_ids": Spoiled(tokens(lambda ids: None), "again", NO_TOKENS),
+    "null logprobs": Spoiled(each(lambda choice: {"logprobs": None}), "again", "0 has no log-probabilities"),
     "too few logprobs": Spoiled(logps(lambda given: given[:-2]), "again", "has 4 log-probabilities for 6 tokens"),
+    "too many logprobs": Spoiled(logps(lambda given: given * 2), "again", "has 12 log-probabilities for 6 tokens"),
     "NaN logprobs": Spoiled(logps(lambda given: [{"logprob": math.nan}] * len(given)), "taken"),
     "one NaN": Spoiled(second_logp(math.nan), "taken"),
     "null logprob": Spoiled(second_logp(None), "taken"),
     "-inf": Spoiled(second_logp(-math.inf), "taken"),
     "-9999": Spoiled(second_logp(-9999.0), "taken"),
+    "positive logprob": Spoiled(second_logp(5.0), "again", "has the log-probability 5.0"),
+    "string logprob": Spoiled(second_logp("-1.0"), "again", "has the log-probability '-1.0'"),
+    "too many tokens": Spoiled(each(twenty_times), "again", "has 120 tokens, where 1 to 6 are possible"),
+    "no tokens": Spoiled(each(nothing), "again", "has 0 tokens, where 1 to 6 are possible"),
     "one of no tokens": Spoiled(
-        choices(lambda given: [{**given[0], **nothing(given[0])}, *given[1:]]),
-        "again",
-        "0 log-probabilities for 0 tokens",
+        choices(lambda given: [{**given[0], **nothing(given[0])}, *given[1:]]), "again", "completion 0 has 0 tokens"
     ),
+    "unknown token": Spoiled(second(VOCABULARY), "again", f"has the token {VOCABULARY}, and the vocabulary "),
+    "negative token": Spoiled(second(-1), "again", "has the token -1, and the vocabulary "),
+    "fraction of a token": Spoiled(second(60.5), "again", "has the token 60.5, and the vocabulary "),
+    "placeholder": Spoiled(second(PLACEHOLDER), "again", "7, which stands for media that don't exist"),
     "a choice less": Spoiled(choices(lambda given: given[:-1]), "again", "holds the completions [0, 1, 2], not 4"),
-    "a choice more": Spoiled(choices(lambda given: given + given[:1]), "again", "completions [0, 0, 1, 2, 3], not 4"),
+    "a choice more": Spoiled(choices(lambda given: given + given[:1]), "again", "completions [0, 1, 2, 3, 0], not 4"),
     "another order": Spoiled(choices(lambda given: given[::-1]), "taken"),
     "aborted": Spoiled(each(lambda choice: {"finish_reason": "abort"}), "again", "completion 0 ended by 'abort'"),
     "500": status(500),
+    "503": status(503),
     "429": status(429),
     "404": status(404, outcome="ends"),
     "400": status(400, b'{"error": "too long"}', outcome="ends"),
+    "302": status(302, b"", outcome="ends"),
     "204": status(204, b"", outcome="ends"),
     "cut": Spoiled(lambda answer: "cut", "again", "(20 of 120 bytes)"),
     "too large": Spoiled(lambda answer: (200, b" " * 2**21 + json.dumps(answer).encode()), "again", "more than 1,0"),

@@ -2,9 +2,11 @@
 """Sampling with vLLM: TRL's engine, extended by media, adapters, and the names of weights in checkpoints."""
 
 import math
+import re
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +23,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
-from .vllm_requests import RequestLost, ServerSample, at_once, logp_or_none, until_answered
+from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, logp_or_none, until_answered
 from .vllm_server import (
     ServerClient,
     ServerGroup,
@@ -38,6 +40,10 @@ from .vllm_weights import checkpoint_weights, gathered_weights, load_and_find_un
 
 
 logger = get_logger(__name__)
+
+# A counter of a server, in Prometheus' text format
+_COUNTER = re.compile(r"^(vllm:\w+)_total(?:{.*})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.MULTILINE)
+_METRICS_SECONDS = 10.0
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
@@ -91,9 +97,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         adapter_folder: str | None = None,
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
         max_staleness: int = 0,
+        placeholders: Collection[int] = (),
         **kwargs,
     ):
+        self._placeholders = placeholders
         self._connected: dict[str, float] = {}  # when, on the clocks of servers, by their addresses
+        self._warn = WarnOnce()
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
@@ -106,6 +115,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # known after the first sync
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
+        self._n_drafts = self._n_accepted = 0.0
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -132,6 +142,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
+            self._bad_words(self.sampling)  # or refuses them
             name = cast(str, self.model.name_or_path)
             renderer = server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
         else:
@@ -190,7 +201,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """Samples a completion of each prompt."""
-        options = self._without_bias(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
+        options = self._bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
             seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
@@ -245,7 +256,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """
         rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
         url = urls[(rank + turn * n_ranks + attempt) % len(urls)]
-        options = {**self._without_bias(self.sampling), "seed": request.seed}
+        options = {**self._bad_words(self.sampling), "seed": request.seed}
         try:
             return self._complete(url, request, options, attempt, salt)
         except RequestLost as error:
@@ -265,6 +276,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             request,
             options,
             timeout=timeout,
+            vocabulary=self.prompts.renderer.model_config.get_vocab_size(),
+            placeholders=self._placeholders,
             salt=salt,
         )
         if attempt > 0:
@@ -307,16 +320,48 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _without_bias(self, options: dict[str, Any]) -> dict[str, Any]:
-        """A copy of options, in which `bad_words` ban tokens where vLLM takes no bias of logits."""
+    def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
+        """
+        A copy of options, with speculative decoding without those that vLLM doesn't support with it: a bias of logits
+        becomes `bad_words`. Raises a `ValueError` for others.
+        """
         options = dict(options)
+        if self._speculates and options.get("min_p"):
+            raise ValueError("vLLM doesn't support `min_p` with `speculative_config`; remove one of them.")
         bias = options.pop("logit_bias", None) if self._speculates else None
         if not bias:
             return options
         tokenizer = tokenizer_of(self.processing_class)
-        words = [tokenizer.convert_ids_to_tokens(int(token)) for token, value in bias.items() if value <= -100]
-        rest = {token: value for token, value in bias.items() if value > -100}  # which vLLM refuses
-        return {**options, "logit_bias": rest or None, "bad_words": [*options.get("bad_words", []), *words]}
+        words = {int(token): tokenizer.convert_ids_to_tokens(int(token)) for token in bias}
+        for token, word in words.items():
+            is_banned = bias.get(token, bias.get(str(token))) <= -100
+            if not is_banned or tokenizer.encode(word or "", add_special_tokens=False) != [token]:
+                raise ValueError(
+                    f"vLLM doesn't support `logit_bias` (here of token {token}) with `speculative_config`, nor can "
+                    "`bad_words` replace it; remove one of them."
+                )
+        return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
+
+    def acceptance_length(self) -> float | None:
+        """Tokens per step of an engine that speculates, since the last call; `None` where it tells none."""
+        if not self._speculates or not (counts := self._counters()):
+            return None
+        before = self._n_drafts, self._n_accepted
+        self._n_drafts, self._n_accepted = (
+            counts.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
+        )
+        n_drafts = self._n_drafts - before[0]
+        return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
+
+    def _counters(self) -> Mapping[str, float | None]:
+        """vLLM's counters, those of this rank's server in `server` mode; empty where it tells none."""
+        try:
+            if self.mode == "server":
+                return _server_counters(self.vllm_client)
+            return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+        # The user has turned them off, or a server doesn't answer, which a log isn't worth ending the run for
+        except (AssertionError, RuntimeError):
+            return {}
 
     def _sample_with_engine(
         self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
@@ -363,7 +408,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         def complete(each: _Request) -> list[ServerSample]:
             asked = ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
             url, patience = self.vllm_client.base_url, self.server_timeout
-            return until_answered(lambda n: self._complete(url, asked, options, n), patience)
+            return until_answered(lambda n: self._complete(url, asked, options, n), patience, self._warn)
 
         with profiler:
             found = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
@@ -486,6 +531,15 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
         self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name
+
+
+def _server_counters(client: ServerClient) -> dict[str, float]:
+    """Counters of a server, over its engines."""
+    counters: dict[str, float] = defaultdict(float)
+    answer = client.answer("/metrics", method="GET", seconds=_METRICS_SECONDS, patience=0.0)
+    for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
+        counters[name] += float(value)
+    return counters
 
 
 def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:

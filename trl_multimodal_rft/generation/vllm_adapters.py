@@ -139,7 +139,7 @@ class EngineAdapter:
         for client in clients:
             try:
                 given = client.base_url, folder, client.timeout
-                problem = until_answered(lambda _, given=given: load_adapter(*given), client.timeout)
+                problem = until_answered(lambda _, given=given: load_adapter(*given), client.timeout, client.warn)
             except RuntimeError as error:
                 problem = str(error)
             if problem is not None:

@@ -5,9 +5,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import as_completed
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import requests
@@ -33,6 +32,7 @@ _SHOWN = 200  # bytes of an answer in an error
 _ENDS = ("stop", "length", "repetition")
 # What servers send for a log-probability that they don't have
 _UNKNOWN = -9999.0
+_ROUNDING = 1e-3  # of a log-probability above 0
 
 # Ids of a completion, and their log-probabilities, `None` where the engine has none
 ServerSample = tuple[list[int], list[float | None]]
@@ -44,6 +44,17 @@ class RequestLost(RuntimeError):
     def __init__(self, message: str, timed_out: bool = False):
         super().__init__(message)
         self.timed_out = timed_out
+
+
+class WarnOnce:
+    """Says of the first lost request that it is asked again."""
+
+    warned = False
+
+    def __call__(self, error: RequestLost) -> None:
+        if not self.warned:
+            logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
+        self.warned = True
 
 
 def answer_of(
@@ -101,7 +112,7 @@ def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
     return RuntimeError(str(lost(url, path, answer.status, answer)))
 
 
-def until_answered(attempt: Callable[[int], T], patience: float) -> T:
+def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
     """
     The result of an attempt, which gets its number. After a [`RequestLost`] that isn't for lack of time, there is
     another one, in all so many as waits fit into `patience` seconds, each twice as long as the last one.
@@ -115,7 +126,7 @@ def until_answered(attempt: Callable[[int], T], patience: float) -> T:
             if wait <= 0:
                 times = "once" if n == 0 else f"{n + 1} times"
                 raise RuntimeError(f"{error} It was asked {times}; `vllm_server_timeout` bounds it.") from error
-            logger.warning_once(f"{error} It is asked again.", main_process_only=False)
+            warn(error)
         time.sleep(wait)
         n, waited = n + 1, waited + wait
 
@@ -137,21 +148,50 @@ def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
 # Answers
 
 
-def completions_in(body: bytes, count: int) -> list[ServerSample]:
-    """The `count` completions in the body of an answer. Raises a `ValueError` of one line for anything else."""
+def completions_in(
+    body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int]
+) -> list[ServerSample]:
+    """
+    The `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary` that are no
+    `placeholders` of media. Raises a `ValueError` of one line for anything else.
+    """
     try:
-        choices = sorted(json.loads(body)["choices"], key=itemgetter("index"))
-        samples = [(each["token_ids"], each["logprobs"]["content"], each["finish_reason"]) for each in choices]
+        choices = json.loads(body)["choices"]
+        indices = [each["index"] for each in choices]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError("it holds no completions") from None
-    if [each["index"] for each in choices] != [*range(count)]:
-        raise ValueError(f"it holds the completions {[each['index'] for each in choices]}, not {count}")
-    for i, (ids, logps, end) in enumerate(samples):
-        if end not in _ENDS:
-            raise ValueError(f"completion {i} ended by {end!r}")
-        if not ids or len(logps) != len(ids):
-            raise ValueError(f"completion {i} has {len(logps)} log-probabilities for {len(ids)} tokens")
-    return [(ids, [logp_or_none(each["logprob"]) for each in logps]) for ids, logps, _ in samples]
+    if any(type(each) is not int for each in indices) or sorted(indices) != [*range(count)]:
+        raise ValueError(f"it holds the completions {indices}, not {count}")
+    found: list[ServerSample] = [([], [])] * count
+    for each in choices:
+        try:
+            found[each["index"]] = _sample_in(each, most, vocabulary, placeholders)
+        except ValueError as error:
+            raise ValueError(f"completion {each['index']} {error}") from None
+    return found
+
+
+def _sample_in(choice: dict[str, Any], most: int, vocabulary: int, placeholders: Collection[int]) -> ServerSample:
+    end, ids = choice.get("finish_reason"), choice.get("token_ids")
+    if end not in _ENDS:
+        raise ValueError(f"ended by {end!r}")
+    if not isinstance(ids, list) or not 1 <= len(ids) <= most:
+        raise ValueError(f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {most} are possible")
+    for each in ids:
+        if type(each) is not int or not 0 <= each < vocabulary:
+            raise ValueError(f"has the token {each!r}, and the vocabulary {vocabulary}")
+        if each in placeholders:
+            raise ValueError(f"has the token {each}, which stands for media that don't exist")
+    try:
+        logps = [each["logprob"] for each in choice["logprobs"]["content"]]
+    except (KeyError, TypeError):
+        raise ValueError("has no log-probabilities") from None
+    if len(logps) != len(ids):
+        raise ValueError(f"has {len(logps)} log-probabilities for {len(ids)} tokens")
+    for each in logps:
+        if each is not None and (type(each) not in (int, float) or each > _ROUNDING):
+            raise ValueError(f"has the log-probability {each!r}")
+    return ids, [logp_or_none(each) for each in logps]
 
 
 def logp_or_none(logp: float | None) -> float | None:

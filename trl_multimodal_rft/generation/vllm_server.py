@@ -7,7 +7,7 @@ themselves never travel: HTTP would encode them again, and has no place for the 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -25,6 +25,7 @@ from ..data.reading.http import Answer
 from ..data.reading.refs import MediaError
 from .vllm_requests import (
     ServerSample,
+    WarnOnce,
     answer_of,
     at_once,
     completions_in,
@@ -84,7 +85,7 @@ class ServerClient(VLLMClient):
     """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
-        self.timeout = timeout
+        self.timeout, self.warn = timeout, WarnOnce()
         super().__init__(base_url=base_url, connection_timeout=timeout, group_port=group_port)
 
     def answer(
@@ -92,11 +93,15 @@ class ServerClient(VLLMClient):
         path: str,
         body: dict[str, Any] | None = None,
         patience: float | None = None,
+        seconds: float | None = None,
         **limits: Unpack[Limits],
     ) -> Answer:
         """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
+        seconds = self.timeout if seconds is None else seconds
         patience = self.timeout if patience is None else patience
-        return until_answered(lambda _: answer_of(self.base_url, path, body, seconds=self.timeout, **limits), patience)
+        return until_answered(
+            lambda _: answer_of(self.base_url, path, body, seconds=seconds, **limits), patience, self.warn
+        )
 
     def call(
         self, path: str, body: dict[str, Any] | None = None, patience: float | None = None, **limits: Unpack[Limits]
@@ -334,6 +339,8 @@ def server_completions(
     options: dict[str, Any],
     *,
     timeout: float,
+    vocabulary: int,
+    placeholders: Collection[int] = (),
     salt: str | None = None,
 ) -> list[ServerSample]:
     """
@@ -351,7 +358,7 @@ def server_completions(
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE)
     try:
-        return completions_in(answer.body, request.count)
+        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders)
     except ValueError as error:
         raise lost(url, _GENERATE, error, answer) from None
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from accelerate.logging import get_logger
 
 from ..data.reading.http import started
-from ..generation.vllm_requests import ServerSample, until_answered
+from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
 from ..generation.vllm_server import ServerRequest
 from .reward import EarlyCalls
 from .rollout import EarlyRewards
@@ -78,7 +78,7 @@ class InFlight:
         settings: dict[str, Any] | None = None,
     ):
         self.max_staleness, self.version = max_staleness, 0
-        self._send, self._patience = send, patience
+        self._send, self._patience, self._warn = send, patience, WarnOnce()
         self._settings = settings
         self._changes_weights = changes_weights
         self._asked: dict[int, Asked] = {}
@@ -157,7 +157,7 @@ class InFlight:
             last = self.version if self._changes_weights else first
             return Answer(found, first, last, time.monotonic(), self._digest(request))
 
-        return until_answered(attempt, self._patience)
+        return until_answered(attempt, self._patience, self._warn)
 
     def _rewarded(
         self, n_cleared: int, answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]

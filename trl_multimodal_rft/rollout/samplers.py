@@ -191,6 +191,11 @@ class VLLMSampler(Sampler):
         """The next call loads the weights."""
         self.loaded_step = -1
 
+    def metrics(self) -> dict[str, float]:
+        """Tokens that speculative decoding samples at a time, where the engine tells them."""
+        length = self.engine.acceptance_length()
+        return {} if length is None else {"sampling/acceptance_length": length}
+
     def load_weights(self, step: int) -> None:
         """Gives the engine the weights of a step, if it doesn't have them."""
         if step != self.loaded_step:

@@ -91,6 +91,8 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
+        if (args.vllm_engine_kwargs or {}).get("speculative_config"):
+            engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
 
     def without_weights() -> AbstractContextManager[None]:
         memory = host_memory()
@@ -106,6 +108,7 @@ def make_engine(
         generation_kwargs=generation_kwargs,
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
+        placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=without_weights,
     )
