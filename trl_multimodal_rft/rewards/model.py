@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards from a model that gets the media of the prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -124,7 +124,7 @@ class RewardModel:
                 decoded, processor_kwargs = self._load(refs)
             if isinstance(shared, str):
                 text = self._without_placeholders(shared + completion)
-                call: Callable[..., dict[str, torch.Tensor]] = self.processor
+                call: Callable[..., Mapping[str, torch.Tensor]] = self.processor
                 outputs = dict(call(text=[text], add_special_tokens=False, return_tensors="pt"))
                 outputs.pop("attention_mask")
             else:
