@@ -6,7 +6,7 @@ import json
 import os
 
 from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
-from ..scripts.options import Parser, Value, read_config, shipped
+from ..scripts.options import Parser, Value, packaged, read_config
 
 
 # Names of the loaders, by layout
@@ -111,7 +111,7 @@ def estimate(parser: Parser) -> None:
 
 def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
     """Options of `estimate` from a run config."""
-    launch = {**read_config(shipped("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
+    launch = {**read_config(packaged("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
     deepspeed, sizes = launch.get("deepspeed_config"), launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}

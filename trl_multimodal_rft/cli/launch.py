@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 from ..scripts.errors import FOLDER
-from ..scripts.options import TRACEBACK, shipped
+from ..scripts.options import TRACEBACK, packaged
 from ..scripts.preflight import check_run
 
 
@@ -20,7 +20,7 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
     config = getattr(args, "accelerate_config", None)
-    words = [] if config is None else [f"--config_file={shipped('accelerate_configs', config)}"]
+    words = [] if config is None else [f"--config_file={packaged('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
     words += ["--module", "trl_multimodal_rft.scripts", name, *argv]

@@ -79,7 +79,7 @@ def trainer_inputs(
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
-        _refuse_same_rows(script_args)
+        _check_same_rows(script_args)
     inputs = {
         "model": model_args.model_name_or_path,
         "args": training_args,
@@ -118,7 +118,7 @@ def _with_chat_template(
     return processor
 
 
-def _refuse_same_rows(script_args: PromptArguments) -> None:
+def _check_same_rows(script_args: PromptArguments) -> None:
     """Refuses one file for training and evaluation: it is one split under any name."""
     name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)

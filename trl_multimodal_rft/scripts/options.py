@@ -66,7 +66,7 @@ def read_config(path: str) -> dict[str, Value]:
     }
 
 
-def shipped(folder: str, name: str) -> str:
+def packaged(folder: str, name: str) -> str:
     """The path of a YAML file, or of one in a folder of this package by its name."""
     if Path(name).is_file():
         return name
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
         name = finder.parse_known_args(argv)[0].config
         values = argparse.Namespace()
         if name is not None and not {"-h", "--help", "--help-all", "--help_all"} & {*argv}:
-            path = shipped("recipes", name)
+            path = packaged("recipes", name)
             keys = read_config(path)
             if of_run is not None:
                 keys = {key: value for key, value in of_run(keys).items() if f"--{key}" in self._option_string_actions}

@@ -78,7 +78,7 @@ def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
         raise TypeError(message + did_you_mean(name, parameters))
 
 
-class KnownKeywords:
+class CheckedKeywords:
     """A class whose constructor checks its keywords, see [`check_keywords`]."""
 
     def __new__(cls, *args, **kwargs):
@@ -122,7 +122,7 @@ class Needs:
             raise ValueError(f"`{option}` has no effect without {named}; set {named} or remove it.")
 
 
-def check_values(config, given: dict[str, Any] | None = None, place: str = "{}") -> None:
+def check_values(config, given: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
     Checks the types and ranges of a config's values, or of others that are given by the names of its fields, and that
     what they need is set, see [`Needs`].
@@ -132,7 +132,7 @@ def check_values(config, given: dict[str, Any] | None = None, place: str = "{}")
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
         remedy = _REMEDIES.get(option.name, f"the default is {option.default}")
-        check_value(f"`{place.format(option.name)}`", values[option.name], annotations[option.name], remedy)
+        check_value(f"`{label.format(option.name)}`", values[option.name], annotations[option.name], remedy)
         for needed in getattr(annotations[option.name], "__metadata__", ()):
             if isinstance(needed, Needs) and values[option.name] != option.default:
                 needed.check(option.name, config)
@@ -196,7 +196,7 @@ def check_generation_kwargs(config, known: set[str] | None) -> None:
     check_values(config, options, "generation_kwargs[{!r}]")
 
 
-def refuse_classes(**given: Any) -> None:
+def check_instances(**given: Any) -> None:
     """Refuses a class where an instance is needed."""
     for name, value in given.items():
         if isinstance(value, type):
@@ -205,7 +205,7 @@ def refuse_classes(**given: Any) -> None:
             raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{joined}`.")
 
 
-def refuse_split_models(args: Any, model: Any) -> None:
+def check_unsplit(args: Any, model: Any) -> None:
     """
     Refuses tensor, context and sequence parallelism, whose ranks share rows: here, each rank draws rows of its own.
     """
@@ -232,7 +232,7 @@ def refuse_split_models(args: Any, model: Any) -> None:
 def check_arguments(reward_funcs: Any = None, args: Any = None, **given: Any) -> None:
     """Checks the types of a trainer's arguments, and that its config goes with them."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
-    refuse_classes(**{name: given.get(name) for name in names})
+    check_instances(**{name: given.get(name) for name in names})
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, given.get(name))
     of_evaluation = given.get("eval_dataset")
@@ -243,7 +243,7 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **given: Any) ->
     several = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     for index, each in enumerate(several if reward_funcs is not None else ()):
         name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"
-        refuse_classes(**{name: each})
+        check_instances(**{name: each})
         if not isinstance(each, str) and not callable(each):
             raise TypeError(
                 f"`{name}` is of type {type(each).__name__}; pass a function, a model, or the name of a reward model."
@@ -286,7 +286,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
     kind = type(dataset).__name__
     if kind in remedies and not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(f"{wanted} {kind}; pass {remedies[kind]}.")
-    refuse_classes(**{name: dataset})
+    check_instances(**{name: dataset})
 
 
 def check_output_dir(folder: str) -> None:

@@ -108,7 +108,6 @@ class MultimodalTrainer(CheckpointMixin):
     aux_loss_enabled = mask_truncated_completions = False
     lr_scheduler: Any
     sampler: Sampler
-    _step: int
     _buffered_inputs: Any
     vllm_generation: Any
     _logit_bias: dict[int, float]

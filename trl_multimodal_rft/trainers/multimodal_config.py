@@ -16,7 +16,7 @@ from ..data.rows.unread import check_ignored
 from ..rollout.stream import UnreadableRows, unreadable_rows
 from ..rollout.view_options import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
-    KnownKeywords,
+    CheckedKeywords,
     Needs,
     as_names,
     as_rates,
@@ -38,7 +38,7 @@ else:
 
 @help_from_docstring
 @dataclass
-class MediaArguments(KnownKeywords, _Config):
+class MediaArguments(CheckedKeywords, _Config):
     r"""
     Arguments about media and checkpoints, for a TRL config to inherit.
 

@@ -56,7 +56,7 @@ from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..rollout.samplers import Sampler
 from ..rollout.view_options import LossView
-from .arguments import check_output_dir, refuse_classes, refuse_split_models
+from .arguments import check_instances, check_output_dir, check_unsplit
 from .configs import SamplingConfig, TrainerConfig, mapping
 
 
@@ -94,7 +94,7 @@ def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
     ignore_deprecated_names()
-    refuse_classes(model=model, args=args)
+    check_instances(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
         raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
     if args is None:
@@ -263,7 +263,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             f"the script with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: "
             "`CUDA_VISIBLE_DEVICES=0`."
         )
-    refuse_split_models(args, model)
+    check_unsplit(args, model)
     # DeepSpeed steps by itself, so that only its checks for overflow can skip an update
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
