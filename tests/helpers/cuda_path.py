@@ -2,11 +2,13 @@
 """The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
 
 import itertools
+from collections import Counter
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.forward import head, kernels
 
@@ -127,6 +129,18 @@ def cuda_path(monkeypatch):
         patch.setattr(varlen, "varlen_attn", kernel)
         patch.setattr(head, "_has_kernel", lambda device: True)
         yield kernel
+
+
+class Counts(TorchDispatchMode):
+    """Counts the `operations` that are dispatched within the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations[function._overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
 
 
 class Attentions(TorchFunctionMode):
