@@ -32,7 +32,7 @@ class EvaluatedTrainer(InjectingTrainer):
 class Remembering(GenerationEvalCallback):
     def _evaluate(self, state, control):
         metrics = super()._evaluate(state, control)
-        self.evaluated.tables.append([row["completions"] for row in self.result.rows])
+        self.trainer.tables.append([row["completions"] for row in self.result.rows])
         return metrics
 
 

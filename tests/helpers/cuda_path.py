@@ -56,6 +56,17 @@ def gradients(gradient, query, key, value, output, lse, sequences, window, scali
     return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
 
 
+def flash_forward(query, key, value, sequences, is_causal, scaling):
+    """A stand-in for `kernels.flash_forward`."""
+    return attend(query, key, value, sequences, (-1, 0 if is_causal else -1), scaling)
+
+
+def flash_backward(*states_and_sequences_and_scaling):
+    """A stand-in for `kernels.flash_backward`."""
+    *states, sequences, is_causal, scaling = states_and_sequences_and_scaling
+    return gradients(*states, sequences, (-1, 0 if is_causal else -1), scaling)
+
+
 def _check(query, key, value, sequences):
     assert all(states.dim() == 3 and states.stride(-1) == 1 for states in (query, key, value))
     assert query.size(-1) == key.size(-1) == value.size(-1) <= 256 and query.size(-1) % 8 == 0
@@ -127,6 +138,8 @@ def cuda_path(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "has_varlen_kernel", lambda query: True)
         patch.setattr(varlen, "varlen_attn", kernel)
+        patch.setattr(kernels, "flash_forward", flash_forward)
+        patch.setattr(kernels, "flash_backward", flash_backward)
         patch.setattr(head, "_has_kernel", lambda device: True)
         yield kernel
 
