@@ -10,6 +10,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, load_dataset
 from helpers.chats import RATE
+from helpers.encoding import own_logps
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
 from helpers.marks import slow_but
 from helpers.trainer_utils import Recording, load, make_trainer
@@ -238,12 +239,7 @@ def by_hand(model, processor, row, ids, silent):
     sound = soundfile.read(row["audio"]["path"], dtype="float32")[0]
     blocks = [{"type": "audio", "audio": 0 * sound if silent else sound}]
     blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
-    inputs = encode(processor, [{"role": "user", "content": blocks}])
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], ids[None]], dim=1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    with torch.no_grad():
-        logits = model(**inputs).logits[0, -len(ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    return own_logps(model, encode(processor, [{"role": "user", "content": blocks}]), ids)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from helpers.checks import G, released, subject
+from helpers.encoding import own_logps
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
     audio_rows,
@@ -21,6 +22,7 @@ from helpers.trainer_utils import (
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.checks.engine_check import EngineCheck
+from trl_multimodal_rft.checks.measure import outputs_of
 from trl_multimodal_rft.checks.media_contribution import media_contribution
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -178,12 +180,9 @@ def other_sampler(shift: float, length: int = 4):
             generator, ids, logps = torch.Generator().manual_seed(step), [], []
             for prompt in prompts:
                 own = torch.randint(50, 200, (length,), generator=generator)
-                sequence = torch.cat([prompt.input_ids, own])[None]
-                given = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **prompt.media}
-                with torch.no_grad():
-                    log_probs = model(**given).logits[0, -length - 1 : -1].float().log_softmax(-1)
                 ids.append(own.tolist())
-                logps.append((log_probs.gather(-1, own[:, None])[:, 0] + shift).tolist())
+                inputs = {"attention_mask": torch.ones(1, len(prompt)).long(), **outputs_of(prompt)}
+                logps.append((own_logps(model, inputs, own) + shift).tolist())
             return ids, logps
 
     return Other

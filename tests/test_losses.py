@@ -198,11 +198,13 @@ def test_adaptive_controller_by_hand():
     ]:
         controller.update(kl, n)
         assert controller.value == pytest.approx(expected, rel=1e-12)
-    resumed = AdaptiveKLController(3.0, target=0.5, horizon=100)
-    resumed.load_state_dict(controller.state_dict())
-    for one in (controller, resumed):
-        one.update(0.7, 10)
-    assert resumed.value == controller.value
+    fixed, resumed = FixedKLController(0.3), AdaptiveKLController(3.0, target=0.5, horizon=100)
+    for one, other in ((controller, resumed), (fixed, FixedKLController(1.0))):
+        other.load_state_dict(one.state_dict())
+        for each in (one, other):
+            each.update(100.0, 1000)
+        assert other.value == one.value
+    assert fixed.value == 0.3
 
 
 @pytest.mark.parametrize("name", ["value", "target", "horizon"])
@@ -210,15 +212,6 @@ def test_adaptive_controller_by_hand():
 def test_adaptive_controller_needs_positive_numbers(name, number):
     with pytest.raises(ValueError, match=f"`{name}`.*{number}"):
         AdaptiveKLController(**{"value": 0.1, "target": 0.1, "horizon": 10, name: number})
-
-
-def test_fixed_controller_keeps_its_value():
-    controller = FixedKLController(0.3)
-    controller.update(100.0, 1000)
-    assert controller.value == 0.3
-    resumed = FixedKLController(1.0)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed.value == 0.3
 
 
 # Entropy mask

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from helpers.encoding import extended
+from helpers.encoding import own_logps
 from helpers.marks import slow_but
 from helpers.samplers import Remembers
 from helpers.trainer_utils import (
@@ -103,13 +103,6 @@ def decoded(trainer, inputs):
     model.generation_config = trainer.generation_config
     ids = model.generate(**inputs, top_k=1)
     return ids[0, inputs["input_ids"].size(1) :].tolist()
-
-
-def own_logps(model, inputs, ids):
-    """Log-probabilities of a completion by a plain forward."""
-    with torch.no_grad():
-        logits = model(**extended(inputs, ids)).logits[0, -len(ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 # NoisyRollout

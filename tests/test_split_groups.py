@@ -15,7 +15,7 @@ from helpers.packed_rows import backward, build, enable_checkpointing, padded_re
 from helpers.trainer_utils import relative_difference
 
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import split_groups
+from trl_multimodal_rft.forward import kernels, layout, split_groups
 from trl_multimodal_rft.forward.layout import group_by_prompt
 from trl_multimodal_rft.forward.partition import split_by_tokens
 from trl_multimodal_rft.forward.split_groups import chunk_places
@@ -178,15 +178,71 @@ def test_chunks():
     assert not chunk_places(prompts, split_by_tokens(prompts, lengths, 10**6))
 
 
+# Attention that merges two calls
+
+
+def dense(query, key, value, shared_key, shared_value, sequences, index_of, scaling):
+    """Each sequence attends to the shared keys of its owner, if it has any, and causally to itself."""
+    groups, outputs = query.size(1) // key.size(1), []
+    for (a, b), owner in zip(itertools.pairwise(sequences), index_of, strict=True):
+        n_shared = 0 if owner is None else owner.stop - owner.start
+        own = [key[a:b], value[a:b]]
+        if owner is not None:
+            own = [torch.cat([x[owner], y]) for x, y in zip((shared_key, shared_value), own, strict=True)]
+        k, v = (each.repeat_interleave(groups, 1).transpose(0, 1) for each in own)
+        seen = torch.ones(b - a, n_shared + b - a, dtype=torch.bool).tril(n_shared)
+        scores = (query[a:b].transpose(0, 1) @ k.mT * scaling).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("with_prompt", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 16), (12, 8)], ids=["equal", "latent"])
+def test_merged_attention_is_that_of_all_keys(with_prompt, sizes, monkeypatch):
+    """In double precision, with grouped heads; also of heads of unequal sizes."""
+    torch.manual_seed(0)
+    lengths = [6] * with_prompt + [4, 3, 5]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+    of_shared = [slice(0, 7), slice(7, 9)]
+    owners = [None] * with_prompt + [of_shared[0], of_shared[0], of_shared[1]]
+    n, size = int(starts[-1]), sizes[0]
+    shapes = [(n, 4, size), (n, 2, size), (n, 2, sizes[1]), (9, 2, size), (9, 2, sizes[1])]
+    states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    index = torch.arange(6, n) if with_prompt else None
+    own = starts.int(), starts.int(), max(lengths), max(lengths)
+    shared = torch.tensor([0, 7, 12]).int(), torch.tensor([0, 7, 9]).int(), 7, 7
+    expected = dense(*states, starts.tolist(), owners, 0.3)
+    weights = torch.randn_like(expected)
+    right = torch.autograd.grad((expected * weights).sum(), states)
+    with cuda_path(monkeypatch):
+        output = kernels.merged_attention(*states, index=index, own=own, shared=shared, scaling=0.3)
+        found = torch.autograd.grad((output * weights).sum(), states)
+    assert (output - expected).abs().max() <= 1e-12
+    for a, b in zip(found, right, strict=True):
+        assert (a - b).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("budget", slow_but([None, 1], 1))
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "kimi_k25", "mistral3"])
-def test_on_the_path_of_cuda(name, monkeypatch):
-    """Kernels take keys of a prompt that is kept; layers with a window copy what it holds."""
+def test_merged_attention_of_models(name, budget, monkeypatch):
+    """On the path of CUDA, in whole rows and behind a prompt; layers with a window copy what it holds."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
     logps, _, expected = padded_reference(model, prompts, ids, mask)
-    with cuda_path(monkeypatch) as kernel:
-        scores = split_policy(model).score(model, prompts, ids, mask, packed=True)
-        found = gradients(model, scores, mask)
-    assert kernel.calls
+    monkeypatch.setattr(layout, "_COPIED_KEYS", 1)
+    merged, own = [], kernels.merged_attention
+    monkeypatch.setattr(kernels, "merged_attention", lambda *args, **kwargs: merged.append(1) or own(*args, **kwargs))
+    with cuda_path(monkeypatch):
+        scores = split_policy(model, budget).score(model, prompts, ids, mask, packed=True)
+        found = gradients(model, scores, mask) if budget else backward(model, scores.logps, scores.entropies, mask)
+    assert merged
     assert (scores.logps - logps * mask).abs().max() <= 1e-5
     assert relative_difference(expected, found) <= 1e-5
+
+
+def test_merged_attention_where_it_saves(monkeypatch):
+    """From 65,536 copies of keys on: 8 completions of a prompt of 8,193 tokens do, 8 of 100 tokens don't."""
+    for n, merges in ((8193, True), (100, False)):
+        segments = [(0, n, 0, 0), *((n + 2 * i, 2, 0, n - 1) for i in range(9))]
+        row = layout.PrefixLayout([], torch.zeros(1), segments, {None: (None, True)})
+        assert (row.shared_sequences(True) is not None) == merges

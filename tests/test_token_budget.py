@@ -128,7 +128,9 @@ SPLIT = [
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "family", "rows", "options"), slow_but(SPLIT, SPLIT[0], SPLIT[2], SPLIT[4]), ids=str
+    ("trainer_class", "family", "rows", "options"),
+    slow_but(SPLIT, SPLIT[0], SPLIT[2], SPLIT[4]),
+    ids=range(len(SPLIT)),
 )
 def test_groups_that_are_split(trainer_class, family, rows, options):
     """With a budget below each group, its prompt is forwarded once, and its completions one by one."""

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from helpers.completions import random_completions
-from helpers.devices import NO_STAND_IN
+from helpers.devices import GPU, NO_STAND_IN
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
 from helpers.trainer_utils import relative_difference
 from test_generation import build as build_to_sample
@@ -14,6 +14,7 @@ from test_generation import config
 from torch.nn.attention import varlen
 
 from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward import kernels, layout
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.generation.transformers import generate_completions
@@ -80,6 +81,17 @@ def test_bfloat16(name, checkpointing, device, kernel_calls):
     """Decoders use torch's variable-length kernel, with windows and for branches behind images that see themselves."""
     check_bfloat16(name, device, "sdpa", checkpointing)
     assert any(right == 0 for _, right in kernel_calls) == (device == "cuda")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio"])
+def test_merged_attention(name, device, monkeypatch):
+    """Completions attend to their prompt and to themselves in two calls, as where a copy of keys would be large."""
+    calls, forward = [], kernels.flash_forward
+    monkeypatch.setattr(kernels, "flash_forward", lambda *args: calls.append(args) or forward(*args))
+    monkeypatch.setattr(layout, "_COPIED_KEYS", 1)
+    check_bfloat16(name, device, "sdpa")
+    assert calls
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])

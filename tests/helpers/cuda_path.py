@@ -2,11 +2,13 @@
 """The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
 
 import itertools
+from collections import Counter
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.forward import head, kernels
 
@@ -52,6 +54,17 @@ def gradients(gradient, query, key, value, output, lse, sequences, window, scali
         for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
             total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
     return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
+
+
+def flash_forward(query, key, value, sequences, is_causal, scaling):
+    """A stand-in for `kernels.flash_forward`."""
+    return attend(query, key, value, sequences, (-1, 0 if is_causal else -1), scaling)
+
+
+def flash_backward(*states_and_sequences_and_scaling):
+    """A stand-in for `kernels.flash_backward`."""
+    *states, sequences, is_causal, scaling = states_and_sequences_and_scaling
+    return gradients(*states, sequences, (-1, 0 if is_causal else -1), scaling)
 
 
 def _check(query, key, value, sequences):
@@ -125,8 +138,22 @@ def cuda_path(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "has_varlen_kernel", lambda query: True)
         patch.setattr(varlen, "varlen_attn", kernel)
+        patch.setattr(kernels, "flash_forward", flash_forward)
+        patch.setattr(kernels, "flash_backward", flash_backward)
         patch.setattr(head, "_has_kernel", lambda device: True)
         yield kernel
+
+
+class Counts(TorchDispatchMode):
+    """Counts the `operations` that are dispatched within the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations[function._overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
 
 
 class Attentions(TorchFunctionMode):

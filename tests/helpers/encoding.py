@@ -57,3 +57,10 @@ def extended(inputs, ids: torch.Tensor, **fill) -> dict:
         name: torch.nn.functional.pad(v, (0, len(ids)), value=fill.get(name, 0)) for name, v in per_token.items()
     }
     return {**inputs, **padded, "input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}
+
+
+def own_logps(model, inputs, ids: torch.Tensor) -> torch.Tensor:
+    """Returns log-probabilities of a completion to a prompt's inputs by the model's plain forward."""
+    with torch.no_grad():
+        logits = model(**extended(inputs, ids)).logits[0, -len(ids) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]

@@ -33,7 +33,7 @@ class GenerationEvalCallback(TrainerCallback):
     The callback doesn't change training, with DDP, FSDP2 and DeepSpeed either.
 
     Args:
-        evaluated ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
+        trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
             Trainer to which the callback will be attached.
         eval_dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
             Rows with the prompts. By default the trainer's `eval_dataset`.
@@ -61,20 +61,20 @@ class GenerationEvalCallback(TrainerCallback):
 
     def __init__(
         self,
-        evaluated: SamplingTrainer,
+        trainer: SamplingTrainer,
         eval_dataset: Dataset | Sequence[dict[str, Any]] | None = None,
         reward_funcs: Callable | list[Callable] | None = None,
         args: EvaluationConfig | None = None,
         freq: int | Literal["epoch"] | None = None,
         output_dir: str | None = None,
     ):
-        check_samples(evaluated)
-        if eval_dataset is None and not isinstance(evaluated.eval_dataset, Dataset):
+        check_samples(trainer)
+        if eval_dataset is None and not isinstance(trainer.eval_dataset, Dataset):
             raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
-        named_rewards(reward_funcs or list(evaluated.reward_funcs))
-        self.evaluated = evaluated
+        named_rewards(reward_funcs or list(trainer.reward_funcs))
+        self.trainer = trainer
         self.eval_dataset = eval_dataset
         self.reward_funcs = reward_funcs
         self.args = args
@@ -88,7 +88,7 @@ class GenerationEvalCallback(TrainerCallback):
         self._last_step = -1
         # Early stopping reads the metrics, so it has to run after this callback. The handler is iterating over the old
         # list
-        handler = self.evaluated.callback_handler
+        handler = self.trainer.callback_handler
         stopping = [each for each in handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         handler.callbacks = [each for each in handler.callbacks if each not in stopping] + stopping
 
@@ -109,8 +109,8 @@ class GenerationEvalCallback(TrainerCallback):
         **_: EventPart,
     ):
         # A trainer with several datasets evaluates more than once in a step, and `freq` comes before it
-        current = self.evaluated.is_in_train and state.global_step == self._last_step
-        if not current and (self.freq is None or self.evaluated.is_in_train and self._chooses(args, metrics)):
+        current = self.trainer.is_in_train and state.global_step == self._last_step
+        if not current and (self.freq is None or self.trainer.is_in_train and self._chooses(args, metrics)):
             self._evaluate(state, control)
             current = True
         if current and metrics is not None:
@@ -129,7 +129,7 @@ class GenerationEvalCallback(TrainerCallback):
             self._evaluate(state, control)
 
     def _evaluate(self, state: TrainerState, control: TrainerControl) -> None:
-        self.result = evaluate_trainer(self.evaluated, self.eval_dataset, self.reward_funcs, self.args)
+        self.result = evaluate_trainer(self.trainer, self.eval_dataset, self.reward_funcs, self.args)
         self._last_step = state.global_step
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
@@ -138,5 +138,5 @@ class GenerationEvalCallback(TrainerCallback):
         due = control.should_log
         # TRL's `log` would add the training metrics since its last call, which the next log then misses
         log: Callable[..., None] = Trainer.log
-        log(self.evaluated, dict(self._logged))
+        log(self.trainer, dict(self._logged))
         control.should_log = due

@@ -153,32 +153,23 @@ def _prefix_attention(
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+    own = shared_states = key, value
     if layout.states is not None and layout.n_known:
-        key, value = (torch.cat(each, dim=2) for each in zip(layout.states[module], (key, value), strict=True))
+        shared_states = layout.states[module]
     elif layout.states is not None:
-        layout.states.setdefault(module, (key, value))  # the recomputation of checkpointing calls this again
+        layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
     branches = []
     if takes_varlen and layout.has_sequences(with_prompts):
-        queries, keys, sequences = layout.sequences(window, with_prompts)
-        # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
-        rows, *states = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-        output = kernels.varlen_attention(
-            rows if queries is None else rows.index_select(0, queries),
-            *(gather_copies(each, keys) for each in states),
-            sequences=sequences,
-            scaling=options.get("scaling"),
-            window_size=(-1 if window is None else window - 1, 0),
-            softcap=options.get("softcap"),
-            library=base == _LIBRARY,
-        )
+        branches = [_varlen_attention(base, query, own, shared_states, layout, window, with_prompts, options)]
         if with_prompts:
-            return output[None], None
-        branches = [output]
+            return branches[0][None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    if not takes_varlen:
+        key, value = _joined(shared_states, own)
     # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
     # as many heads of keys as of queries
     folds = base != "eager" and options.get("position_bias") is None
@@ -241,5 +232,60 @@ def _takes_varlen(base: str, query: torch.Tensor, value: torch.Tensor, options: 
     """Whether a variable-length kernel computes the attention of a causal layer."""
     if base == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
         return False
-    fits_torch = options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
-    return kernels.has_varlen_kernel(query) and (base == _LIBRARY or fits_torch)
+    return kernels.has_varlen_kernel(query) and (base == _LIBRARY or _fits_torch(query, value, options))
+
+
+def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+    """Whether torch's variable-length kernel, where there is one, takes these states and options."""
+    return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
+
+
+def _joined(
+    known: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row behind known ones, if these are others."""
+    return own if known is own else (torch.cat([known[0], own[0]], dim=2), torch.cat([known[1], own[1]], dim=2))
+
+
+def _varlen_attention(
+    base: str,
+    query: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor],
+    shared: tuple[torch.Tensor, torch.Tensor],
+    layout: PrefixLayout,
+    window: int | None,
+    with_prompts: bool,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attention `(Q, heads, head_dim)` of the sequences of a row, from its keys and values, and those they share."""
+
+    def select(states: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        return states if index is None else states.index_select(0, index)
+
+    # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
+    merges = window is None and _fits_torch(query, own[1], options)
+    calls = layout.shared_sequences(with_prompts) if merges else None
+    if calls is None:
+        own = shared = _joined(shared, own)
+    # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
+    query, *states = (each.squeeze(0).transpose(0, 1) for each in (query, *own, *shared))
+    if calls is not None:
+        rows, own_sequences, continuing, keys, shared_sequences = calls
+        return kernels.merged_attention(
+            *(select(each, rows) for each in (query, *states[:2])),
+            *(gather_copies(each, keys) for each in states[2:]),
+            index=continuing,
+            own=own_sequences,
+            shared=shared_sequences,
+            scaling=options.get("scaling"),
+        )
+    queries, keys, sequences = layout.sequences(window, with_prompts)
+    return kernels.varlen_attention(
+        select(query, queries),
+        *(gather_copies(each, keys) for each in states[:2]),
+        sequences=sequences,
+        scaling=options.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=options.get("softcap"),
+        library=base == _LIBRARY,
+    )

@@ -10,6 +10,7 @@ from typing import TypedDict, cast
 import torch
 import torch.nn.functional as F
 
+from .autograd import Context
 from .layout import Sequences
 
 
@@ -48,10 +49,7 @@ def varlen_attention(
     `(T, heads, head_dim)`; returns `(T, heads, head_dim)`.
     """
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
-    # Kernels want heads of one size, a multiple of 8, while those of latent attention have 192 and 128
-    width = -(-max(query.size(-1), size) // 8) * 8
-    if {query.size(-1), size} != {width}:
-        query, key, value = (F.pad(each, (0, width - each.size(-1))) for each in (query, key, value))
+    query, key, value = _of_one_size(query, key, value)
     if library:
         from flash_attn import flash_attn_varlen_func
 
@@ -65,6 +63,115 @@ def varlen_attention(
         kernel = cast(Callable[..., torch.Tensor], varlen_attn)
         output = kernel(query, key, value, *sequences, scale=scaling, window_size=window_size, **gqa)
     return output if output.size(-1) == size else output[..., :size]
+
+
+def _of_one_size(*states: torch.Tensor) -> list[torch.Tensor]:
+    """Pads heads: kernels want one size, a multiple of 8, while those of latent attention have 192 and 128."""
+    width = -(-max(each.size(-1) for each in states) // 8) * 8
+    return [each if each.size(-1) == width else F.pad(each, (0, width - each.size(-1))) for each in states]
+
+
+def merged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shared_key: torch.Tensor,
+    shared_value: torch.Tensor,
+    *,
+    index: torch.Tensor | None,
+    own: Sequences,
+    shared: Sequences,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """
+    Causal attention within sequences of a row, of which the queries at `index` (`None`: all) also attend to all shared
+    keys of theirs: two calls of torch's kernel, merged by log-sum-exp as in
+    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes as in [`varlen_attention`].
+    """
+    scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
+    states = _of_one_size(query, key, value, shared_key, shared_value)
+    return _Merged.apply(*states, index, own, shared, scaling)[..., :size]
+
+
+class _Merged(torch.autograd.Function):
+    """The gradient of `varlen_attn` would leave out that of the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[tuple[Sequences, Sequences, float]],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        shared_key: torch.Tensor,
+        shared_value: torch.Tensor,
+        index: torch.Tensor | None,
+        own: Sequences,
+        shared: Sequences,
+        scaling: float,
+    ) -> torch.Tensor:
+        output, lse = flash_forward(query, key, value, own, True, scaling)
+        others, others_lse = flash_forward(_rows(query, index), shared_key, shared_value, shared, False, scaling)
+        before, both = _rows(output, index), torch.logaddexp(_rows(lse.T, index).T, others_lse)
+        weight = (others_lse - both).exp().T[..., None]
+        merged = torch.lerp(before.to(weight.dtype), others.to(weight.dtype), weight).to(output.dtype)
+        if index is None:
+            output, lse = merged, both
+        else:
+            output, lse = output.index_copy(0, index, merged), lse.index_copy(1, index, both)
+        ctx.save_for_backward(query, key, value, shared_key, shared_value, index, output, lse)
+        ctx.settings = own, shared, scaling
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Context[tuple[Sequences, Sequences, float]], gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
+        own, shared, scaling = ctx.settings
+        # With the output and the log-sum-exp of both calls, each gives its share of the gradient
+        of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, own, True, scaling)
+        gradient, query, output = (_rows(each, index) for each in (gradient, query, output))
+        lse = _rows(lse.T, index).T.contiguous()
+        more, *of_shared = flash_backward(
+            gradient, query, shared_key, shared_value, output, lse, shared, False, scaling
+        )
+        of_query = of_query + more if index is None else of_query.index_add(0, index, more)
+        return of_query, *of_own, *of_shared, None, None, None, None
+
+
+def _rows(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return values if index is None else values.index_select(0, index)
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: Sequences,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of torch's kernel, and the log-sum-exp of the scores `(heads, Q)`."""
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(query, key, value, *sequences, 0.0, is_causal, False, scale=scaling)[:2]
+
+
+def flash_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values, from the output and the log-sum-exp over all keys, these or others."""
+    # Of dropout, which there is none of
+    random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
+    backward = torch.ops.aten._flash_attention_backward
+    return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random, scale=scaling)
 
 
 @functools.cache

@@ -33,6 +33,10 @@ _LENGTH_TOLERANCE = 1.25
 # gets its own call, where its branches share a mask; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
 
+# From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
+# With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
+_COPIED_KEYS = 2**14
+
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
 
@@ -132,6 +136,53 @@ class PrefixLayout:
             longest = int(lengths.max()), int((seen + lengths).max())
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._masks[key]
+
+    def shared_sequences(
+        self, with_prompts: bool
+    ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
+        """
+        What [`sequences`] returns without a window, for two calls: each sequence attends to its own tokens, and all
+        that continue the same tokens, as one sequence, to these; `None` where this would save few copies of keys.
+
+        Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
+        the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
+        the row, known ones included, `(K,)`; and the arguments for them.
+        """
+        key = ("shared", with_prompts)
+        if key not in self._masks:
+            self._masks[key] = self._shared_sequences(with_prompts)
+        return self._masks[key]
+
+    def _shared_sequences(self, with_prompts: bool):
+        segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
+        shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
+        behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
+        taken = 0
+        for _, length, parent, n in segments:
+            if n:
+                behind[parent].append(torch.arange(taken, taken + length))
+            taken += length
+        free = 0 if self.n_known else 1  # known keys are copied to stand before others
+        n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
+        if not n_copied or n_copied < _COPIED_KEYS:
+            return None
+        starts, lengths, _, _ = torch.tensor(segments).T
+        rows = [torch.cat(each) for each in behind.values()]
+        index, device = torch.cat(rows), self.restore_index.device
+
+        def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
+
+        own, longest = bounds(lengths)
+        queries, most = bounds(torch.tensor([len(each) for each in rows]))
+        keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
+        return (
+            None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device),
+            (own, own, longest, longest),
+            None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
+            to_device(torch.cat([*shared.values()]), device),
+            (queries, keys, most, farthest),
+        )
 
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
