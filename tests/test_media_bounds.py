@@ -332,6 +332,87 @@ def test_images_of_too_many_rows_are_refused_by_their_header(size):
         load_image(ref("image", data + bytes(4)))
 
 
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
+def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):
+    """Its stream is intact and holds fewer bytes."""
+    width, height = 37, 23
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    sizes = [
+        (len(range(x, width, across)), len(range(y, height, down)))
+        for x, y, across, down in (passes if interlaced else [(0, 0, 1, 1)])
+    ]
+    rows = b"".join(b"\0" + b"\x55" * -(-columns * depth * channels // 8) for columns, n in sizes for _ in range(n))
+
+    def png(pixels):
+        def chunk(kind, data):
+            return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+        head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
+        stream = zlib.compress(pixels)
+        parts = chunk(b"IHDR", head), chunk(b"IDAT", stream[:9]), chunk(b"IDAT", stream[9:]), chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+    if (color, depth) != (0, 16):  # it has no known scale
+        assert load_image(ref("image", png(rows))).size == (width, height)
+    for n in (len(rows) - 1, len(rows) // 2, 0):
+        with pytest.raises(MediaError, match=f"the image is cut off: {n} of {len(rows)} bytes of pixels; repair it"):
+            load_image(ref("image", png(rows[:n])))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"subsampling": 0, "quality": 95}, {"restart_marker_rows": 2}, {"optimize": True}],
+    ids=str,
+)
+def test_a_jpeg_that_ends_early_is_named(mode, options):
+    """Its end is marked. What is whole stays as Pillow has it, also in the grey of missing blocks."""
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 150, 3), np.uint8)
+    for picture in (Image.fromarray(pixels), Image.new("RGB", (150, 100), (128, 128, 128))):
+        whole = image_file(picture.convert(mode), "JPEG", **options)
+        expected = np.asarray(Image.open(io.BytesIO(whole)).convert("RGB"))
+        for behind in (b"", bytes(99), whole):
+            np.testing.assert_array_equal(np.asarray(load_image(ref("image", whole + behind))), expected)
+    whole = image_file(Image.fromarray(pixels).convert(mode), "JPEG", **options)
+    for share in (0.4, 0.7, 0.95):
+        cut = whole[: int(len(whole) * share)].rstrip(b"\xff") + b"\xff\xd9"
+        with pytest.raises(
+            MediaError, match="row 3, column 'image': the image is cut off, its scan ends early; repair it"
+        ):
+            load_image(ref("image", cut))
+
+
+def part_of_screen(box, color, back, local=False, mode="P", **options):
+    """A GIF of 8 x 6 with a frame of one color in a part of its screen."""
+    left, top, width, height = box
+    picture = Image.new(mode, (width, height), color)
+    if mode == "P":
+        picture.putpalette([10, 20, 30, 200, 30, 40, 30, 200, 40, 30, 40, 200])
+    data = image_file(picture, "GIF", optimize=False, **options)
+    colors = 3 * 2 ** (1 + (data[10] & 7))
+    frame = data.index(struct.pack("<BHHHH", 44, 0, 0, width, height), 13 + colors)
+    screen = struct.pack("<HHBBB", 8, 6, 0 if local else data[10], back, 0)
+    place = struct.pack("<BHHHHB", 44, left, top, width, height, data[10] if local else 0)
+    table, pixels = data[13 : 13 + colors], data[frame + 10 :]
+    return data[:6] + screen + (b"" if local else table) + data[13 + colors : frame] + place + table * local + pixels
+
+
+@pytest.mark.parametrize("box", [(0, 0, 8, 6), (2, 1, 4, 3), (7, 5, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("color", "back", "more"),
+    [(1, 0, {}), (0, 3, {}), (1, 2, {"transparency": 3}), (1, 0, {"local": True}), (9, 3, {"mode": "L"})],
+)
+def test_a_gif_that_fills_a_part_of_its_screen_is_that_of_ffmpeg(box, color, back, more):
+    data = part_of_screen(box, color, back, **more)
+    with av.open(io.BytesIO(data)) as container:
+        shown = next(container.decode(video=0)).to_ndarray(format="rgba")
+    expected = np.where(shown[..., 3:] > 0, shown[..., :3], 255)
+    assert shown.shape[:2] == (6, 8)
+    np.testing.assert_array_equal(np.asarray(load_image(ref("image", data))), expected)
+    np.testing.assert_array_equal(load_video(ref("video", data))[0][0], expected)
+
+
 # Compressed files, and files of another type
 
 

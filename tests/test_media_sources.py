@@ -12,6 +12,7 @@ import time
 import zipfile
 from urllib.parse import urlsplit
 
+import datasets
 import fsspec
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from trl_multimodal_rft.data.reading import http as http_client
 from trl_multimodal_rft.data.reading.decoding import decoding, load_audio, load_image, load_video
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, without_credentials
 from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.features import restore_rows, undecoded
 from trl_multimodal_rft.data.rows.unread import check_columns
 
 
@@ -97,9 +99,12 @@ def site():
 
 
 _HEARD = []  # paths that the interpreter opened or started while `watched` is active
+_ON_OPENING: dict[str, list] = {}  # what is done when the interpreter first opens a path
 
 
 def _listen(event, args):
+    if event == "open" and _ON_OPENING.get(str(args[0])):
+        _ON_OPENING[str(args[0])].pop()()
     if _HEARD and event in ("open", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect"):
         _HEARD[-1].append((event, str(args[0]) if event == "open" else str(args)))
 
@@ -200,6 +205,43 @@ def test_local_files_can_be_kept_to_folders(tmp_path, monkeypatch):
     assert load_image(ref("image", tmp_path / "other.png")).getpixel((0, 0)) == RED
     monkeypatch.chdir(tmp_path)
     assert load_image(ref("image", "other.png", allowed_media_folders=(".",))).getpixel((0, 0)) == RED
+
+
+def replaced(path, other):
+    path.rename(path.parent.parent / "away")
+    path.symlink_to(other)
+
+
+CHANGES = {
+    "a link": (replaced, "'.*else/medium' is in none of `allowed_media_folders`"),
+    "a folder": (lambda path, other: replaced(path.parent, other.parent), "'.*else/medium' is in none of "),
+    "a pipe": (lambda path, other: (path.unlink(), os.mkfifo(path)), "it isn't a regular file"),
+    "more": (lambda path, other: path.write_bytes(bytes(10**6)), "more than 100,000 bytes"),
+}
+
+
+CHANGED = [(kind, change) for kind in ("image", "audio", "video", "feature") for change in CHANGES]
+
+
+@pytest.mark.parametrize(("kind", "change"), [each for each in CHANGED if each != ("feature", "a pipe")])
+def test_a_file_that_changes_after_its_check_is_refused(kind, change, tmp_path, monkeypatch):
+    """It changes as it is opened, by a hook of the interpreter; a feature must not open it again."""
+    path, other = tmp_path / "media" / "in" / "medium", tmp_path / "else" / "medium"
+    for file, color in ((path, RED), (other, (1, 2, 3))):
+        file.parent.mkdir(parents=True)
+        file.write_bytes({"audio": wav, "video": mp4}.get(kind, lambda color=color: png(color))())
+    rules = {"allowed_media_folders": [str(tmp_path / "media")], "max_media_bytes": 10**5}
+    run, message = CHANGES[change]
+    changes = [lambda: run(path, other)]
+    monkeypatch.setitem(_ON_OPENING, str(path), changes)
+    if kind != "feature":
+        with pytest.raises(MediaError, match=f"row 3, column '{kind}'.*{message}"):
+            load(ref(kind, path, **rules))
+        return
+    changes.append(list)  # nothing, at first
+    rows = undecoded(datasets.Dataset.from_dict({"image": [str(path)]}).cast_column("image", datasets.Image()))
+    [row] = restore_rows(rows.__getitems__([0]), MediaRules(**rules))
+    assert row["image"].getpixel((0, 0)) == RED and len(changes) == 1
 
 
 # One URL parser sees the allowed host
@@ -421,10 +463,14 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @pytest.mark.parametrize(("start", "drop"), [*((start, b"0") for start in DRIPS), (CONTINUE, CONTINUE)])
 def test_a_drip_ends_wherever_it_is(start, drop):
-    started = time.monotonic()
-    with dripping(start, drop) as url, pytest.raises(MediaError, match="`media_timeout`"):
-        load_image(ref("image", url, media_timeout=0.5))
-    assert time.monotonic() - started < 60
+    """Its thread ends, too, while the server goes on."""
+    started, threads = time.monotonic(), threading.active_count() + 1
+    with dripping(start, drop) as url:
+        with pytest.raises(MediaError, match="`media_timeout`"):
+            load_image(ref("image", url, media_timeout=0.5))
+        while threading.active_count() > threads and time.monotonic() - started < 60:
+            time.sleep(0.05)
+        assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("entry", ["default", "machine 127.0.0.1", "machine localhost"])

@@ -84,6 +84,11 @@ DAMAGES = [
     *[(file, empty) for file in ("optimizer.pt", "scheduler.pt", "rollout_state_0.pt", "trainer_state.json")],
     ("model.safetensors", halve),
 ]
+WITHOUT_MANIFEST = [
+    *[(file, halve) for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt")],
+    *[(file, halve) for file in ("config.json", "model.safetensors", "trainer_state.json", "training_args.bin")],
+    *[(file, harm) for file in ("optimizer.pt", "rollout_state_0.pt") for harm in (flip, empty)],
+]
 
 
 def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
@@ -99,6 +104,13 @@ def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
     halve(folder / "manifest.json")
     with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
         trainer.train(resume_from_checkpoint=str(folder))
+    (folder / "manifest.json").unlink()  # formats tell of damage, too
+    for file, harm in WITHOUT_MANIFEST:
+        harm(folder / file)
+        with pytest.raises(ValueError, match=f"isn't whole: {file} (can't be read|is empty|has other)"):
+            trainer.train(resume_from_checkpoint=str(folder))
+        shutil.copy(Path(straight.args.output_dir, "checkpoint-2", file), folder / file)
+    assert verify_checkpoint(folder) == []
     with pytest.raises(ValueError, match="checkpoint-7 isn't whole: there is no such folder"):
         trainer.train(resume_from_checkpoint=str(output / "checkpoint-7"))
 
@@ -126,11 +138,16 @@ def test_what_cannot_be_read_is_an_error_that_names_it(output):
     ]:
         manifest.write_text(hostile)
         assert verify_checkpoint(folder) == [f"manifest.json can't be read ({reason})"]
+    for make_other in (manifest.mkdir, lambda: os.mkfifo(manifest)):
+        manifest.rmdir() if manifest.is_dir() else manifest.unlink()
+        make_other()
+        assert verify_checkpoint(folder) == ["manifest.json can't be read (it isn't a regular file)"]
+    manifest.unlink()
     manifest.write_text(content)
     folder.chmod(0)
     try:
         with as_nobody():
-            assert verify_checkpoint(folder) == ["manifest.json can't be read (Permission denied)"]
+            assert verify_checkpoint(folder) == ["it can't be read (Permission denied)"]
     finally:
         folder.chmod(0o755)
     assert verify_checkpoint(folder) == []

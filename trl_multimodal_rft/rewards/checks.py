@@ -84,15 +84,19 @@ def check_signature(reward_func: Callable, name: str, arguments: Collection[str]
 
 
 @contextmanager
-def _explained(columns: dict[str, Any], rows: Sequence[int] | None, name: str) -> Iterator[None]:
-    """Adds the function, rows of the dataset and the format of completions to errors of a reward function."""
-    row_indices = range(len(columns["completions"])) if rows is None else rows
+def _explained(
+    columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
+) -> Iterator[None]:
+    """Adds the function, the row of the dataset and the format of completions to errors of a reward function."""
+    numbers = range(len(columns["completions"])) if rows is None else rows
     try:
         yield
     except RowError as error:
-        raise RowError(row_indices[error.position], error.problem) from None
+        raise RowError(numbers[error.position], error.problem) from None
     except Exception as error:
-        error.add_note(f"The reward function '{name}' raised this for one of the rows {sorted(set(row_indices))}.")
+        failing = _raising(reward_func, columns, type(error))
+        where = f"row {numbers[failing]}" if failing is not None else f"one of the rows {sorted(set(numbers))}"
+        error.add_note(f"The reward function '{name}' raised this for {where}.")
         if not isinstance(error, (AttributeError, TypeError)):
             raise
         conversational = not all(isinstance(completion, str) for completion in columns["completions"])
@@ -107,6 +111,20 @@ def _explained(columns: dict[str, Any], rows: Sequence[int] | None, name: str) -
                 "messages: `[{'role': 'user', 'content': ...}]`."
             )
         raise
+
+
+def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
+    """The position of a completion for which a plain function raises alone, too. Others may wait for servers."""
+    plain = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
+    for position in range(len(columns["completions"])) if plain and not torch.distributed.is_initialized() else ():
+        alone = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
+        try:
+            reward_func(**alone | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
+        except kind:
+            return position
+        except Exception:
+            continue
+    return None
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
@@ -138,7 +156,7 @@ def checked_reward(
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         check_signature(reward_func, name, {**columns, **further})
         finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows)
-        return {**columns, **further}, _explained(columns, rows, name), finish
+        return {**columns, **further}, _explained({**columns, **further}, rows, name, reward_func), finish
 
     return wrap_reward(reward_func, name, prepare)
 

@@ -2,6 +2,7 @@
 """The manifest of a checkpoint: a missing or changed file is found before a run resumes from it."""
 
 import json
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data.rows.fingerprint import differences
@@ -47,13 +49,20 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     try:
         if not folder.is_dir():
             return ["there is no such folder"]
-        found, manifest = _files(folder), _read(folder)
-    except Exception as error:  # the content of a manifest may be anything
+        found = _files(folder)
+    except (OSError, RecursionError) as error:
+        return [f"it can't be read ({_reason(error)})"]
+    try:
+        manifest = _read(folder)
+    except Exception as error:  # its content may be anything
         return [f"{_MANIFEST} can't be read ({_reason(error)})"]
     expected = {} if manifest is None else manifest.files
     wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
-    kept = [name for name in expected if name in found]
-    changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
+    if manifest is None:
+        kept, changes = [*found], _for_each(_damage, found.values())
+    else:
+        kept = [name for name in expected if name in found]
+        changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
@@ -88,6 +97,8 @@ def _read(folder: Path) -> _Manifest | None:
     path = folder / _MANIFEST
     if not path.exists():
         return None
+    if not path.is_file():  # reading a pipe wouldn't end
+        raise OSError("it isn't a regular file")
     content = json.loads(path.read_text())
     files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
     return _Manifest(content["model_only"], content["datasets"], files)
@@ -130,3 +141,24 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
         return None if _measure(file) == expected else "has other content"
     except OSError as error:
         return f"can't be read ({_reason(error)})"
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a file that no manifest lists, as far as its format tells."""
+    if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
+        return None
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(1)
+        if not start:
+            return "is empty"
+        if file.suffix == ".json":
+            json.loads(file.read_bytes())
+        elif file.suffix == ".safetensors":
+            safe_open(file, "pt")
+        elif file.suffix != ".distcp" and start != b"\x80":  # where older versions of torch begin
+            with zipfile.ZipFile(file) as archive:
+                return archive.testzip() and "has other content than was written"
+    except Exception as error:  # its content may be anything
+        return f"can't be read ({_reason(error)})"
+    return None

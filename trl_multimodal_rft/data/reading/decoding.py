@@ -21,7 +21,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from ...versions import is_torchcodec_usable
 from .containers import best_stream, check_complete, check_container, has_idr_picture, is_indexed
-from .images import check_exif, check_object, check_pixels, open_image
+from .images import check_exif, check_object, check_pixels, load_pixels, open_image
 from .refs import MediaError, MediaRef
 from .sources import fetch_file, open_file
 
@@ -72,16 +72,17 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image = encoded_source(ref)
+        image, stream = encoded_source(ref), None
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            image = open_image(ref, open_source(ref))
+            stream = open_source(ref)
+            image = open_image(ref, stream)
         check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         check_pixels(ref, image.size)
-        image.load()
+        image = load_pixels(ref, image, stream)
         check_pixels(ref, image.size)  # the header of an icon may be wrong
         check_exif(ref, image)
         if image.mode[0] in "IF":
@@ -357,7 +358,7 @@ def encoded_source(ref: MediaRef) -> Any:
 
 
 def open_source(ref: MediaRef) -> BinaryIO:
-    return open_file(fetch_file(ref, encoded_source(ref)))
+    return open_file(ref, fetch_file(ref, encoded_source(ref)))
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:

@@ -66,7 +66,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     with decoding(ref):
         file, suffix = _source_file(ref), None
         if file is not None and not {"video_start", "video_end"} & ref.options.keys():
-            with open_file(file) as stream:
+            with open_file(ref, file) as stream:
                 head = stream.read(_HEAD)
             starts = _VIEWABLE[ref.modality].items()
             suffix = next((each for each, start in starts if re.match(start, head, re.DOTALL)), None)
@@ -77,7 +77,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
             raise ref.error(f"{size / 1e6:.1f} MB are too much to log")
-        with open_file(file) as stream:
+        with open_file(ref, file) as stream:
             return MediaFile(ref.modality, stream.read(), suffix, ref.rules)
 
 

@@ -2,11 +2,12 @@
 """HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +15,8 @@ from urllib.parse import urljoin
 
 import requests
 import urllib3
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
 
 
 P = ParamSpec("P")
@@ -66,7 +69,7 @@ def ask(
 ) -> Answer:
     """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
-    attempt = 0
+    attempt, opened = 0, list[HTTPConnection]()
     while True:
         attempt += 1
         until = deadline if attempt_seconds is None else min(deadline, time.monotonic() + attempt_seconds)
@@ -74,7 +77,7 @@ def ask(
         try:
             with nullcontext(session) if session else requests.Session() as open_session:
                 limits = until, to_connect, max_bytes
-                call = partial(_attempt, method, url, *limits, json, open_session, may_visit)
+                call = partial(_attempt, method, url, *limits, json, open_session, may_visit, opened)
                 answer, retry_after = within(until, call)
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
@@ -84,6 +87,11 @@ def ask(
             reason = str(error)
         except _CONNECTION_ERRORS as error:
             reason = type(error).__name__
+        finally:  # ends the thread, which a server may keep busy by endless `100 Continue`
+            for connection in opened:
+                if (sock := connection.sock) is not None:
+                    with suppress(OSError):  # it is closed
+                        sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
             tried = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
@@ -134,6 +142,7 @@ def _attempt(
     json: dict[str, Any] | None,
     session: requests.Session,
     may_visit: Callable[[str], None] | None,
+    opened: list[HTTPConnection],
 ) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
@@ -145,8 +154,12 @@ def _attempt(
         auth = None if may_visit is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
         settings: dict[str, Any] = {**session.merge_environment_settings(request.url, {}, True, None, None)}
-        # Not by the session, which reads the whole body of a redirect
         adapter = session.get_adapter(request.url or url)
+        if may_visit is not None and isinstance(adapter, HTTPAdapter):
+            tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
+            pool: Any = adapter.get_connection_with_tls_context(request, **tls)
+            pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
+        # Not by the session, which reads the whole body of a redirect
         with adapter.send(request, timeout=(min(left, to_connect), left), **settings) as response:
             if response.is_redirect and may_visit is not None:
                 url = urljoin(url, response.headers["Location"])
@@ -157,6 +170,11 @@ def _attempt(
             answer = Answer(response.status_code, body, is_html, response.headers.get("Date", ""))
             return answer, float(wait) if wait.isdecimal() else 0.0
     raise requests.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
+
+
+def _open(make: type[HTTPConnection], opened: list[HTTPConnection], **settings) -> HTTPConnection:
+    opened.append(make(**settings))
+    return opened[-1]
 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:

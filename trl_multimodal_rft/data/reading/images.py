@@ -6,9 +6,12 @@ import time
 from io import BytesIO
 from typing import IO, BinaryIO, cast
 
+import numpy as np
 import PIL.Image
 from PIL import ImageFile
+from PIL.GifImagePlugin import GifImageFile
 
+from .containers import check_png
 from .refs import MediaRef
 from .sources import Bounded
 
@@ -20,6 +23,7 @@ _LONGEST_EDGE = 1_000_000  # pixels of an image, as decoders need memory for eac
 _MOST_GIF_HEADER = 2**21  # bytes, as Pillow joins comments in quadratic time
 _MOST_EXIF = 2**16  # bytes in a JPEG, the size of one segment
 _SPARE = 2**20  # bytes of headers, which may be read twice
+_SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
 _JPEG_WORK = 2**36  # pixels times bytes of a JPEG per decoding step: 30 bytes may be a scan of all pixels
 
 
@@ -61,6 +65,51 @@ def check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
             f"{size[0]} x {size[1]} pixels exceed the limit of {ref.rules.max_image_pixels:,}; make it smaller, or "
             "raise `max_image_pixels`"
         )
+
+
+def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) -> PIL.Image.Image:
+    """Decodes an image, and refuses a PNG or a JPEG of which a part is missing."""
+    if stream is not None and image.format == "PNG":
+        check_png(ref, stream)
+    if isinstance(image, GifImageFile) and image.tile and "transparency" not in image.info:
+        return _on_screen(image)
+    image.load()
+    if stream is not None and image.format in ("JPEG", "MPO"):
+        _check_jpeg(ref, image, stream)
+    return image
+
+
+def _on_screen(image: GifImageFile) -> PIL.Image.Image:
+    """The first frame of a GIF on the background of its screen, as FFmpeg shows it; Pillow takes its first color."""
+    box, color = image.tile[0][1], image.info.get("background")
+    image.load()
+    if box == (0, 0, *image.size):
+        return image
+    palette = bytes(image.global_palette.palette) if image.global_palette else bytes(i // 3 for i in range(768))
+    ground = "white" if color is None else tuple(palette[3 * color : 3 * color + 3])
+    screen = PIL.Image.new("RGB", image.size, ground)
+    screen.paste(image.crop(box).convert("RGB"), box)
+    return screen
+
+
+def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
+    """Refuses a JPEG whose scan ends before its last block, of which decoders leave the rest grey or coarse."""
+    stream.seek(0)
+    data, scan = stream.read(), 2
+    while data[scan : scan + 1] == b"\xff" and data[scan + 1] != 0xDA:
+        scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
+    corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
+    if "progressive" in image.info or _SCAN in data[scan + 2 :] or (abs(corner - 128) < 2).all():
+        # A whole scan doesn't read what is put behind it
+        longer = BytesIO(data[: data.find(_END, scan)] + bytes(range(1, 255)) * 8 + _END)
+        try:
+            again = open_image(ref, longer)
+            again.load()
+            whole = again.tobytes() == image.tobytes()
+        except OSError:
+            whole = False
+        if not whole:
+            raise ref.error("the image is cut off, its scan ends early; repair it or remove the row")
 
 
 def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:

@@ -6,6 +6,7 @@ import binascii
 import math
 import os
 import re
+import stat
 import time
 import zipfile
 from contextlib import closing
@@ -69,7 +70,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     until = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        opened = fsspec.open(link, "rb").open() if file is None else open_file(file)
+        opened = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
         with closing(opened):
             stream = cast("IO[bytes]", opened)
             if member is not None:
@@ -123,12 +124,22 @@ class Bounded:
         return getattr(self._stream, name)
 
 
-def open_file(file: str | bytes) -> BinaryIO:
+def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     """Opens what [`fetch_file`] returns. Decoders get streams, since a name can stand for several files."""
     if isinstance(file, bytes):
         return BytesIO(file)
     # By its descriptor, as decoders read patterns and formats from the name of a stream, too
-    return open(os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
+    number = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    stream, opened, link = open(number, "rb"), os.fstat(number), f"/proc/self/fd/{number}"
+    try:
+        if not stat.S_ISREG(opened.st_mode):
+            raise OSError("it isn't a regular file")
+        # What the name stands for may have changed since it was checked
+        _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), opened.st_size)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
@@ -177,18 +188,22 @@ def _local(ref: MediaRef, path: str) -> str:
     written, path = path, rooted(ref, path)
     if _BASE64.fullmatch(written.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
-    real, folders = os.path.realpath(path), ref.rules.allowed_media_folders
-    if folders is not None and not any(Path(real).is_relative_to(os.path.realpath(f)) for f in folders):
-        raise ref.error(f"'{real}' is in none of `allowed_media_folders`; add its folder if you trust the data")
+    _check_file(ref, os.path.realpath(path), 0)
     if not os.path.isfile(path):
         where = ""
         if not os.path.isabs(written):
             folder = ref.rules.media_dir and f"`media_dir`, '{ref.rules.media_dir}'"
             where = f" (relative paths start from {folder or 'the working directory; `media_dir` names another'})"
         raise ref.error(f"no such file: '{os.path.abspath(path)}'{where}; correct the path or remove the row")
-    if os.path.getsize(path) > ref.rules.max_media_bytes:
-        raise _too_large(ref)
     return path
+
+
+def _check_file(ref: MediaRef, path: str, size: int) -> None:
+    folders = ref.rules.allowed_media_folders
+    if folders is not None and not any(Path(path).is_relative_to(os.path.realpath(f)) for f in folders):
+        raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
+    if size > ref.rules.max_media_bytes:
+        raise _too_large(ref)
 
 
 def _check_domain(ref: MediaRef, url: str) -> None:

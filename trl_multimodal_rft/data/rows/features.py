@@ -175,8 +175,11 @@ def _media(decoded: Decoded) -> Any:
     ref = _ref(decoded)
     with decoding(ref):
         file = fetch_file(ref, encoded_source(ref))
-        with open_file(file) as stream:
+        with open_file(ref, file) as stream:
             check_file(ref, stream)
+            if ref.rules.allowed_media_folders is not None:  # the feature would open the name again
+                stream.seek(0)
+                file = stream.read()
         value, feature = ref.source.value, ref.source.feature
         if not isinstance(feature, Image) and not is_torchcodec_usable():
             name = type(feature).__name__

@@ -104,7 +104,7 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.
         path, data = value["path"], value["bytes"]
         if data is None:
             ref = MediaRef(type(feature).__name__.lower(), path, {}, column, index, rules)
-            with open_file(fetch_file(ref, path)) as stream:
+            with open_file(ref, fetch_file(ref, path)) as stream:
                 data = stream.read()
         return {"bytes": data, "path": None if path is None else os.path.basename(path)}
 
