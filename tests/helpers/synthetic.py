@@ -52,17 +52,19 @@ FAMILIES: dict[str, Callable[..., tuple[hf.PreTrainedModel, list[EncodedPrompt]]
 # Reference values of the models
 
 
-def own_logps(model, prompts, ids, mask):
+def own_logps(model, prompts, ids, mask, temperature=1.0):
     """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
     logps = torch.zeros(ids.shape)
     for row, length in enumerate(mask.sum(1).tolist()):
         own = ids[row, :length]
-        scores = plain_logits(model, prompts[row], own).log_softmax(-1)
-        logps[row, :length] = scores.gather(-1, own[:, None])[:, 0]
+        if length:
+            scores = (plain_logits(model, prompts[row], own) / temperature).log_softmax(-1)
+            logps[row, :length] = scores.gather(-1, own[:, None])[:, 0]
     return logps
 
 
 def gradients(model, logps):
+    """Gradients of an objective that weights every token differently."""
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
     model.zero_grad(set_to_none=True)
     (logps * weights).sum().backward()

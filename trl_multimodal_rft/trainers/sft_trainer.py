@@ -215,7 +215,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         if display is not None and display.needs_example:
             messages, args = None, self.args
             if sequence.modalities:
-                ignored, placeholders = args.ignored_media_columns or (), self.data_collator.placeholders
+                ignored, placeholders = args.ignored_media_columns or (), self.data_collator.encoder.placeholders
                 shown = {**row, "prompt": row.get("messages") or row["prompt"]}
                 messages = rows_to_messages([shown], ignored, placeholders, args.rules)[0]["prompt"]
             ids, learned = sequence.input_ids, sequence.learned
