@@ -93,10 +93,8 @@ def completion_scores(
             [`install_prefix_attention`] applied; and the same model without wrappers.
         prompts (`Sequence[EncodedPrompt]`):
             Each completion's prompt, length `B`; completions of a group share one object.
-        completion_ids, completion_mask (`torch.Tensor`):
-            Right-padded completions, and 1 on their tokens, shape `(B, C)`.
-        packed (`bool`, *optional*, defaults to `True`):
-            Whether each prompt is forwarded once for all its completions.
+        completion_ids, completion_mask, packed (`torch.Tensor`, `torch.Tensor`, `bool`):
+            Right-padded completions, and 1 on their tokens, shape `(B, C)`; whether prompts are forwarded once for all.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all, in
             so many forwards at least, of which surplus ones weigh nothing. By default all prompts share one.
@@ -104,16 +102,14 @@ def completion_scores(
             Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~models.ValueHead`].
-        logits_temperature, logit_bias (`float`, `dict[int, float]`, *optional*):
-            Temperature of log-probabilities from the model's logits, which are then in memory for all completion
-            tokens, for models without a fused head; and what is added to these logits, by token.
-        extra_outputs (`Collection[str]`, *optional*, defaults to `()`):
-            Further fields of TRL's fused head to compute from the model's logits.
+        logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
+            For models without a fused head: temperature of log-probabilities from the model's logits, which are in
+            memory for all tokens; what is added to them, by token; and further fields of the head to compute.
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
         hidden, logps (`bool`, *optional*, default to `False` and `True`):
-            Whether to return the states that the LM head gets for each token, and log-probabilities and entropies.
+            Whether to return the LM head's input for each token, and log-probabilities and entropies.
         target ([`~forward.divergence.Target`], *optional*):
             Distributions to compare the tokens' with, for `divergences` and entropies.
         states (`dict`, *optional*):

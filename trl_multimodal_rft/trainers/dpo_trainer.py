@@ -228,7 +228,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             dataset = dataset.add_column(name, values)
         return dataset
 
-    def compute_ref_log_probs(self, model, inputs):
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Computes the reference's log-probabilities of a micro-batch.
 
@@ -257,7 +257,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
         return self._policy.score(model, prompts, ids, mask, packed=packed, compute_aux_loss=compute_aux_loss)
 
-    def _compute_loss(self, model, inputs, return_outputs):
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
         if return_outputs:
             raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
         if self.args.self_check and self.model.training:
@@ -279,7 +279,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             log_sum_sq_probs=scores.log_sum_sq_probs,
             aux_loss=scores.aux_loss,
         )
-        loss = super()._compute_loss(lambda **kwargs: outputs, _as_rows(inputs), False)
+        # Typed as GRPO's by the mixins
+        loss = super()._compute_loss(lambda **kwargs: outputs, _as_rows(inputs), False)  # pyrefly: ignore
         if scores.deferred is None:
             return loss
         return self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)

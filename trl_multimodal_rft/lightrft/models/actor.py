@@ -236,7 +236,7 @@ class Actor(nn.Module):
             `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        known = self._known(dict(zip(_VISION, vision, strict=True)) | media)
+        known = _accepted_media(self.base_model, dict(zip(_VISION, vision, strict=True)) | media)
         if packed_seq_lens is not None:
             return self._forward_packed(sequences, num_actions, packed_seq_lens, known, return_output)
         if num_actions is None and not return_output:
@@ -252,8 +252,10 @@ class Actor(nn.Module):
             check_num_actions(num_actions, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
-        inputs = self._inputs(sequences, known, num_actions or 0)
+        inputs: dict[str, Any] = bare_inputs(self.base_model, sequences, known, num_actions or 0)
         inputs["attention_mask"] = attention_mask
+        if _has_router(self.base_model):
+            inputs["output_router_logits"] = True
         if self.config.get_text_config() is self.config:
             # Language models number their positions from the left edge, padding included
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
@@ -292,7 +294,12 @@ class Actor(nn.Module):
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
         prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
         scores = self.policy_forward.score(
-            self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
+            self.model,
+            prompts,
+            completion_ids,
+            mask.long(),
+            packed=True,
+            compute_aux_loss=_has_router(self.base_model),
         )
         logps = scores.logps[mask][None].float()
         if not return_output:
@@ -301,26 +308,6 @@ class Actor(nn.Module):
         if self.high_entropy_token_ratio > 0:
             output["action_entropy"] = scores.entropies[mask][None].detach()
         return logps, output
-
-    @property
-    def _has_router(self) -> bool:
-        return hasattr(self.config.get_text_config(), "output_router_logits")
-
-    def _known(self, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        accepted = self._accepted
-        known = {n: value for n, value in media.items() if value is not None and (n in accepted or n not in _GRIDS)}
-        for name, value in known.items():
-            if name not in accepted or not isinstance(value, torch.Tensor):
-                raise TypeError(f"{type(self.base_model).__name__} takes no media tensor `{name}`.")
-        return known
-
-    @property
-    def _accepted(self) -> set[str]:
-        return set(inspect.signature(type(self.base_model).forward).parameters) - _NOT_MEDIA
-
-    def _inputs(self, sequences: torch.Tensor, media: dict[str, Any], num_actions: int) -> dict[str, Any]:
-        router = {"output_router_logits": True} if self._has_router else {}
-        return {**bare_inputs(self.base_model, sequences, media, num_actions), **router}
 
     # Sampling
 
@@ -365,7 +352,10 @@ class Actor(nn.Module):
         kwargs |= dict(zip(_VISION, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
-        media = self._known({name: kwargs.pop(name) for name in tensors if name in self._accepted | _GRIDS})
+        media = _accepted_media(
+            self.base_model,
+            {name: kwargs.pop(name) for name in tensors if name in _media_names(self.base_model) | _GRIDS},
+        )
         # Effective options: those of this call, then a generation config among them, then the model's
         config = kwargs.get("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
@@ -375,7 +365,7 @@ class Actor(nn.Module):
         if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
         inputs = self._inputs(input_ids, media, 0)
-        if self._has_router:
+        if _has_router(self.base_model):
             inputs["output_router_logits"] = False  # decoding needs no load-balancing loss
         eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
         if pad_id is None:
@@ -555,3 +545,21 @@ def _add_lora(
         if module not in before:
             module.training = model.training  # a loaded model has no dropout
     return adapted
+
+
+def _has_router(model: PreTrainedModel) -> bool:
+    return hasattr(model.config.get_text_config(), "output_router_logits")
+
+
+def _media_names(model: PreTrainedModel) -> set[str]:
+    return set(inspect.signature(type(model).forward).parameters) - _NOT_MEDIA
+
+
+def _accepted_media(model: PreTrainedModel, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The media that a model takes, without grids that it doesn't. Raises a `TypeError` for others."""
+    names = _media_names(model)
+    accepted = {n: value for n, value in media.items() if value is not None and (n in names or n not in _GRIDS)}
+    for name, value in accepted.items():
+        if name not in names or not isinstance(value, torch.Tensor):
+            raise TypeError(f"{type(model).__name__} takes no media tensor `{name}`.")
+    return accepted
