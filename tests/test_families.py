@@ -12,6 +12,7 @@ from helpers.chats import RATE
 from helpers.completions import random_completions
 from helpers.encoding import assert_same_features, extended
 from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, encode, mel_extractor, tokenizer  # noqa: F401
+from helpers.marks import slow_but
 from helpers.packed_rows import LLAMA4_PACKS
 from helpers.trainer_utils import checkpoint, make_trainer, relative_difference, text_rows
 from packaging.version import Version
@@ -70,9 +71,7 @@ def gradients(model):
 
 
 @pytest.mark.usefixtures("mel_extractor")
-@pytest.mark.parametrize(
-    "name", [*FAMILIES, *MORE_FAMILIES, "lfm2_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", slow_but([*FAMILIES, *MORE_FAMILIES, "lfm2_vl", "qwen3_5_moe"], *FAMILIES))
 def test_by_name(name, tmp_path):
     """
     One batch holds prompts with media of different sizes and numbers, and one without. Features, scores, gradients and

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.marks import slow_but
 from helpers.resumed_runs import (
     REPLAY,
     Case,
@@ -90,9 +91,7 @@ def state(trainer) -> dict:
 NOT_COMPARED = {"buffered_inputs", "groups", "metrics"}
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), stops_of(CASES, {"audio", "shared trunk", "adapter", "replay, dynamic sampling"})
-)
+@pytest.mark.parametrize(("name", "step"), stops_of(CASES, {"audio", "shared trunk"}))
 def test_resumed_run_is_the_uninterrupted_run(name, step, straight, tmp_path):
     case, uninterrupted = CASES[name], straight(name)
     fresh = case.make(tmp_path).model.state_dict()
@@ -139,7 +138,7 @@ def copied(straight, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("name", ["audio", "adapter", "shared trunk"])
+@pytest.mark.parametrize("name", slow_but(["audio", "adapter", "shared trunk"], "audio", "shared trunk"))
 def test_checkpoint_without_a_critic(name, copied, tmp_path):
     folder = copied(name, 3)
     shutil.rmtree(folder / "critic")

@@ -12,6 +12,7 @@ from helpers.completions import G, random_completions
 from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
+from helpers.marks import slow_but
 from helpers.packed_rows import backward, skip_linear_attention
 from helpers.trainer_utils import (
     QUESTIONS,
@@ -102,7 +103,7 @@ def separate(monkeypatch):
     return within
 
 
-@pytest.mark.parametrize("mode", ["sdpa", "eager", "cuda"])
+@pytest.mark.parametrize("mode", slow_but(["sdpa", "eager", "cuda"], "sdpa", "cuda"))
 @pytest.mark.parametrize("name", [*every_family(), *every_family(OTHERS)])
 def test_trees_equal_separate_rows(name, mode, monkeypatch, separate):
     if (name, mode) == ("phi4_multimodal", "eager"):
@@ -201,16 +202,16 @@ BATCH = {"per_device_train_batch_size": 16, "shuffle_dataset": False, "learning_
 RATES = {"dr_grpo": 0.3, "cispo": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *(("grpo", {"loss_type": loss, "beta": 0.05, "learning_rate": RATES.get(loss, 0.03)}) for loss in LOSSES),
-        ("grpo", {"num_iterations": 2, "max_tokens_per_microbatch": 300}),
-        ("rloo", {"beta": 0.1}),
-        ("ppo", {"num_ppo_epochs": 2}),
-        ("ppo", {"shared_trunk": True}),
-    ],
-)
+UPDATES = [("grpo", {"loss_type": loss, "beta": 0.05, "learning_rate": RATES.get(loss, 0.03)}) for loss in LOSSES]
+OF_TRAINERS = [
+    ("grpo", {"num_iterations": 2, "max_tokens_per_microbatch": 300}),
+    ("rloo", {"beta": 0.1}),
+    ("ppo", {"num_ppo_epochs": 2}),
+    ("ppo", {"shared_trunk": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), slow_but([*UPDATES, *OF_TRAINERS], UPDATES[0], *OF_TRAINERS))
 def test_updates_equal_those_of_separate_prompts(kind, options, separate):
     options = {**BATCH, **options}
     ours = run(counting(kind), "qwen2_5_vl", clip_rows(), **options)

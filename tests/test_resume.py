@@ -175,9 +175,7 @@ QUICK = {
     "replay, dynamic sampling, adaptive KL",
     "synchronised reference",
     "dropout",
-    "difficulty",
     "frozen encoder",
-    "views, replay, dynamic sampling",
     "rloo, replay, dynamic sampling, difficulty",
 }
 

@@ -94,7 +94,7 @@ def completion_scores(
         prompts (`Sequence[EncodedPrompt]`):
             Each completion's prompt, length `B`; completions of a group share one object.
         completion_ids, completion_mask, packed (`torch.Tensor`, `torch.Tensor`, `bool`):
-            Right-padded completions, and 1 on their tokens, shape `(B, C)`; whether prompts are forwarded once for all.
+            Right-padded completions, and 1 on their tokens, shape `(B, C)`; whether prompts are forwarded once.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all, in
             so many forwards at least, of which surplus ones weigh nothing. By default all prompts share one.
