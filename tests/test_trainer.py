@@ -330,7 +330,7 @@ def test_reward_functions_stay_what_was_passed(trainer_class, tmp_path):
     trainer = make_trainer(trainer_class, "qwen2_audio", text_rows(), tmp_path, reward=given)
     assert all(one is other for one, other in zip(trainer.reward_funcs, given, strict=True))
     assert trainer.reward_funcs is not given
-    trainer.reward_funcs[1] = lambda **_: 1.0
+    trainer.reward_funcs = [length_and_sum, lambda **_: 1.0]
     with pytest.raises(ValueError, match="'length_and_sum_2' returned 1.0 for 8 completions"):
         trainer.train()
     assert trainer.reward_funcs[0] is length_and_sum

@@ -212,9 +212,7 @@ class MultimodalTrainer(CheckpointMixin):
     def _make_run(self, unseen: set[str]) -> Run:
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         rewards = RewardFunctions(
-            self.reward_func_names,
-            self.reward_funcs,
-            self.reward_processing_classes,
+            lambda: (self.reward_func_names, self.reward_funcs, self.reward_processing_classes),
             self.chat_template_kwargs,
             {argument: getattr(self, name, None) for argument, name in names.items()},
             getattr(self, "async_loop", None),

@@ -62,13 +62,23 @@ class MetricLog:
 class RewardFunctions:
     """The reward functions of a run, to which a trainer may add; of each its name, and the processor of a model."""
 
-    names: list[str]
-    functions: list[Any]
-    processors: list[Any]
+    now: Callable[[], tuple[list[str], list[Any], list[Any]]]  # these three, which a user may replace
     template_kwargs: dict[str, Any]
     logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
     loop: AbstractEventLoop | None  # of asynchronous functions
     were_called: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return self.now()[0]
+
+    @property
+    def functions(self) -> list[Any]:
+        return self.now()[1]
+
+    @property
+    def processors(self) -> list[Any]:
+        return self.now()[2]
 
 
 @dataclass
