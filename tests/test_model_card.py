@@ -13,7 +13,7 @@ import pytest
 from helpers.families import encode
 from helpers.hub_worker import media_files
 from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, text_rows, video_rows
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard, ModelCardData, constants
 from torch.testing import assert_close
 from transformers.audio_utils import load_audio
 from trl import GRPOConfig
@@ -36,6 +36,7 @@ from trl_multimodal_rft.reporting.model_card import (
     PAPERS,
     base_metadata,
     held_out_lines,
+    held_out_results,
     in_text,
     is_hub_name,
     quick_start,
@@ -106,7 +107,11 @@ def test_card_asks_what_was_asked(tmp_path):
         trainer.save_model()
         trainer.create_model_card()
         text = (tmp_path / name / "README.md").read_text()
-        assert re.search(r"- Held-out accuracy: 0.0% \(.*% to .*%, of 8 rows\)\n", text)
+        (interval,) = re.findall(r"- Held-out accuracy: 0.0% \((.*% to .*%, of 8 rows)\)\n", text)
+        (result,) = ModelCard(text).data.eval_results
+        assert result.metric_name == f"Held-out accuracy, confidence interval {interval}"
+        assert (result.metric_type, result.metric_value, result.dataset_name) == ("accuracy", 0.0, "held-out rows")
+        assert result.task_type == "image-text-to-text" and ModelCard(text).data.model_name == name
         (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         ast.parse(code)
         (line,) = re.findall(r"^messages = (.*)$", code, re.MULTILINE)
@@ -116,9 +121,18 @@ def test_card_asks_what_was_asked(tmp_path):
         assert [block["type"] for block in messages[-1]["content"]] == ["image", "text"]
 
 
-def test_held_out_lines():
+def test_held_out_results_and_lines():
+    """The card has `model-index` in the Hub's format, with the dataset if it is known."""
     before = {"step": 0, "eval_accuracy": 0.0}
     after = {"step": 9, "eval_accuracy": 0.5, "eval_accuracy_low": 0.25, "eval_accuracy_high": 0.75, "eval_rows": 12}
+    (result,) = held_out_results([before, after], "audio-text-to-text", "someone/questions")
+    data = ModelCardData(model_name="mine", eval_results=[result])
+    metric = {"type": "accuracy", "value": 0.5}
+    metric["name"] = "Held-out accuracy, confidence interval 25.0% to 75.0%, of 12 rows"
+    results = {"task": {"type": "audio-text-to-text"}, "metrics": [metric]}
+    results["dataset"] = {"name": "someone/questions", "type": "someone/questions"}
+    assert data.to_dict() == {"model-index": [{"name": "mine", "results": [results]}]}
+    assert held_out_results([{"step": 1}], None, None) is None
     assert held_out_lines([{"step": 1, "reward": 1.0}]) == []
     expected = "50.0% (25.0% to 75.0%, of 12 rows), 0.0% before training"
     assert held_out_lines([before, {"step": 1}, after]) == [("Held-out accuracy", expected)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from accelerate.utils import is_peft_model
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment
 from torch import nn
@@ -81,6 +81,9 @@ PAPERS: dict[str, Any] = {
     "contrast_view": paper_of(contrast_bonus),
 }
 
+
+# The interval of the held-out accuracy in a log
+_INTERVAL = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
 
 # Options that are named where they are on, and where they are set
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
@@ -167,12 +170,27 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not measured:
         return []
     first, last = measured[0], measured[-1]
-    interval = ""
-    if "eval_accuracy_low" in last:
-        ends = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
-        interval = f" ({ends})".format(**last)
+    interval = f" ({_INTERVAL})".format(**last) if "eval_accuracy_low" in last else ""
     before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
     return [("Held-out accuracy", f"{last['eval_accuracy']:.1%}{interval}{before}")]
+
+
+def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
+    """The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
+    last = next((logs for logs in reversed(history) if "eval_accuracy" in logs), None)
+    if last is None:
+        return None
+    interval = f", confidence interval {_INTERVAL}".format(**last) if "eval_accuracy_low" in last else ""
+    return [
+        EvalResult(
+            task_type=task or "text-generation",
+            dataset_type=dataset or "custom",
+            dataset_name=dataset or "held-out rows",
+            metric_type="accuracy",
+            metric_name=f"Held-out accuracy{interval}",
+            metric_value=round(last["eval_accuracy"], 4),
+        )
+    ]
 
 
 def quick_start(
@@ -220,11 +238,13 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     data = ModelCard.load(path).data
     assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
-    data.pop("model_name", None)  # which only results need
     # Names that the Hub resolves
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     data.pipeline_tag = data.pipeline_tag or task_of(kinds)
+    data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
+    named = model_name is not None or data.eval_results is not None  # results need a name
+    data.model_name = (name if in_text(name) == name else "model") if named else None
     adapter = is_peft_model(run.model)
     if adapter:
         data.library_name = "peft"
