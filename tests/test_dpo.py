@@ -49,7 +49,7 @@ CASES = {
     "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
     "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
     "MPO": MPO,
-    "forward_kl": {"f_divergence_type": "forward_kl", "distance": 0.004, "learning_rate": 0.003},
+    "forward_kl": {"f_divergence_type": "forward_kl", "distance": 0.001, "learning_rate": 0.1},
     "js_divergence": {"f_divergence_type": "js_divergence"},
     "alpha_divergence": {"f_divergence_type": "alpha_divergence"},
     "length desensitized": {"ld_alpha": 0.3},
