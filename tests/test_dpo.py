@@ -154,6 +154,8 @@ def own_logps(model, processor, prompts, answers):
         for i, prompt in enumerate(prompts):
             said = [*prompt, *chat("assistant", answers[offset + i % 4])]
             options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            if any(part["type"] == "video" for part in prompt[0]["content"]):
+                options["processor_kwargs"] = {"videos_kwargs": {"do_sample_frames": False}}
             inputs = processor.apply_chat_template([said], **options).to(torch.float64)
             n = processor.apply_chat_template([prompt], add_generation_prompt=True, **options)["input_ids"].size(1)
             logits = model(**inputs).logits[:, n - 1 : -1].log_softmax(-1)
@@ -162,7 +164,7 @@ def own_logps(model, processor, prompts, answers):
 
 
 @pytest.mark.parametrize("packing", ["prefix", "padded"])
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_omni", "qwen2_audio", "qwen3_vl", "gemma3n"], "qwen2_5_omni"))
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_omni", "qwen2_audio", "qwen3_vl"], "qwen2_5_omni"))
 def test_loss_and_gradient_are_those_of_the_paper(family, packing, tmp_path):
     """Compares with equation 7 of the paper, in float64, on a plain forward of each prompt with each completion."""
     prompts, answers, dataset = conversations(family)
