@@ -291,10 +291,12 @@ def _check_dataset(name: str, dataset: Any) -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """Makes the output folder. Raises `OSError` if it can't be written to."""
+    """Raises `OSError` if an output folder can't be made or written to. It isn't made yet."""
+    path = os.path.abspath(folder)
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
     try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise OSError(
             f"`output_dir={folder!r}` can't be written to ({error.strerror}); name another folder, or allow writing "

@@ -364,7 +364,7 @@ class Actor(nn.Module):
             raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
         if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
-        inputs = self._inputs(input_ids, media, 0)
+        inputs: dict[str, Any] = bare_inputs(self.base_model, input_ids, media, 0)
         if _has_router(self.base_model):
             inputs["output_router_logits"] = False  # decoding needs no load-balancing loss
         eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
