@@ -15,7 +15,7 @@ from helpers.trainer_utils import load as load_model
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
 
-from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer
+from trl_multimodal_rft import CompactLogCallback, MultimodalDPOConfig, MultimodalDPOTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
 
@@ -265,6 +265,21 @@ def test_other_rows_train_and_evaluate(family, rows, tmp_path):
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_rewards/margins"} <= metrics.keys()
     assert trainer.evaluate(rows(3))["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["messages", "whole conversations"])
+def test_the_console_shows_the_first_pair(form, tmp_path, capsys):
+    row = {**FORMS[form], "image": image(56, 56)["image"]}
+    trainer = run_ours(Dataset.from_list([row] * 4), tmp_path, max_steps=1)
+    trainer.add_callback(CompactLogCallback())
+    trainer.train()
+    assert "It is a cat." in capsys.readouterr().out
+
+
+def test_a_reference_of_some_rows_is_an_error(tmp_path):
+    options = {"precompute_ref_log_probs": True, "dataloader_drop_last": True, "per_device_eval_batch_size": 3}
+    with pytest.raises(ValueError, match="The reference scored 3 of 4 rows; .* don't set `dataloader_drop_last`"):
+        run_ours(image_pairs(4), tmp_path, **options)
 
 
 # Rows

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Direct preference optimization with media."""
 
-import textwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +11,14 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
 from trl import DPOTrainer
+from trl.data_utils import extract_prompt
 
 from ..checks.run_checks import Checks
-from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
 from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, unwrapped
-from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import RowStream
 from .arguments import check_arguments
@@ -85,18 +83,6 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     """
 
     _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
-    _name = "DPO"
-    _paper = {
-        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-        "id": "2305.18290",
-        "citation": textwrap.dedent("""\
-            @inproceedings{rafailov2023direct,
-                title     = {{Direct Preference Optimization: Your Language Model is Secretly a Reward Model}},
-                author    = {Rafael Rafailov and Archit Sharma and Eric Mitchell and others},
-                year      = 2023,
-                booktitle = {Advances in Neural Information Processing Systems 36},
-            }"""),
-    }
 
     def __init__(
         self,
@@ -187,17 +173,9 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         check_preferences(dataset, "eval", self.data_collator)
         return dataset
 
-    def _show(self, row: Row, pair: PreferencePair) -> None:
-        """Shows the first row of a run on the console, if there is one."""
-        display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
-        if display is not None and display.needs_example:
-            messages, args = None, self.args
-            if pair.modalities:
-                placeholders = self.data_collator.encoder.placeholders
-                [shown] = rows_to_messages([row], args.ignored_media_columns or (), placeholders, args.rules)
-                messages = shown["prompt"]
-            prompt = pair.input_ids.tolist()
-            display.show_example(self.data_collator.model, self.processing_class, prompt, messages, pair.chosen)
+    def _example(self, row: Row, pair: PreferencePair) -> tuple[list, list[int], list[int]]:
+        columns: Any = row if row.get("prompt") else extract_prompt(dict(row))
+        return columns["prompt"], pair.input_ids.tolist(), pair.chosen
 
     # Reference
 
@@ -221,10 +199,16 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         was_training, found = self.model.training, []
         self.model.eval()
         for batch in self.get_eval_dataloader(dataset):
-            logps = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
-            found.append(self.accelerator.gather_for_metrics(torch.stack(logps, dim=1)).cpu())
+            pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
+            found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
         self.model.train(was_training)
-        for name, values in zip(REFERENCE, torch.cat(found).T.tolist(), strict=True):
+        logps = torch.cat(found)
+        if len(logps) != len(dataset):
+            raise ValueError(
+                f"The reference scored {len(logps)} of {len(dataset)} rows; with `precompute_ref_log_probs=True`, "
+                "remove rows that can't be read, and don't set `dataloader_drop_last`."
+            )
+        for name, values in zip(REFERENCE, logps.T.tolist(), strict=True):
             dataset = dataset.add_column(name, values)
         return dataset
 
@@ -309,7 +293,7 @@ def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
     `(1, tokens)`, counts the tokens of padded rows, as TRL's does.
     """
     mask = inputs["completion_mask"]
-    n_tokens = int(2 * sum(map(len, inputs["sequences"])) + mask.sum())
+    n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in inputs["sequences"])
     return {
         "input_ids": pad(inputs["completion_ids"], (1, 0)),
         "completion_mask": pad(mask, (1, 0)),

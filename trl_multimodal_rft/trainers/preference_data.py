@@ -45,10 +45,7 @@ class PreferenceCollator(SupervisedCollator):
             `completion_mask`, `(2 * B, C)`, of all chosen completions before the rejected ones; and the reference's
             log-probabilities, `(B,)`, if rows have them.
         """
-        pairs = [
-            row.prompt if isinstance(row, EncodedRow) else self.encode(Row(place, row))
-            for place, row in enumerate(rows)
-        ]
+        pairs = self._encoded(rows)
         stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
         ids = [torch.tensor(getattr(pair, name)) for name in ("chosen", "rejected") for pair in pairs]
         batch = {

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel
 
 from ..data.rows.batches import BatchShape, seeded_order
+from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
@@ -18,6 +19,7 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..policy import Fallbacks, PolicyForward
+from ..reporting.console import console_of
 from ..rollout.stream import EncodedRow, named_dataset, warn_of_positions
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
@@ -91,8 +93,20 @@ class CompletionTrainer(CheckpointMixin):
             self._show(stored[0], sequences[0])
         return batch
 
-    def _show(self, row: Row, sequence: Any) -> None:
-        """Gets the first row of each micro-batch of training, and its sequence, for the console."""
+    def _show(self, row: Row, sequence: EncodedPrompt) -> None:
+        """Shows the first row of a run on the console, if there is one."""
+        display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
+        if display is not None and display.needs_example:
+            (chat, prompt, target), messages, collator = self._example(row, sequence), None, self.data_collator
+            if sequence.modalities:
+                ignored, placeholders = self.args.ignored_media_columns or (), collator.encoder.placeholders
+                [shown] = rows_to_messages([{**row, "prompt": chat}], ignored, placeholders, self.args.rules)
+                messages = shown["prompt"]
+            display.show_example(collator.model, self.processing_class, prompt, messages, target)
+
+    def _example(self, row: Row, sequence: Any) -> tuple[list, list[int], list[int]]:
+        """The messages of a row, the ids that precede its target, and those of the target."""
+        raise NotImplementedError
 
     def _rollout_state(self) -> dict[str, Any]:
         return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}

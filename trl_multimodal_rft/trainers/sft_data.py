@@ -63,12 +63,12 @@ class SupervisedCollator:
             `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, -100 on tokens
             that aren't learned.
         """
-        sequences: list[Any] = [
-            row.prompt if isinstance(row, EncodedRow) else self.encode(Row(place, row))
-            for place, row in enumerate(rows)
-        ]
+        sequences = self._encoded(rows)
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
         return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+
+    def _encoded(self, rows: Sequence[Any]) -> list[Any]:
+        return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
 
     def encode(self, row: Row) -> SupervisedSequence:
         """A row as a sequence of at most `max_length` tokens."""

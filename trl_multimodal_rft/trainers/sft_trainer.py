@@ -13,13 +13,12 @@ from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, Tr
 from trl import SFTTrainer
 
 from ..checks.run_checks import Checks
-from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..encoding.supervised import SupervisedSequence
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
-from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import RowStream
 from .arguments import check_arguments
@@ -209,18 +208,10 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     def _prepare_rows(self, dataset: Any) -> Any:
         return prepare_rows(dataset, "eval", self.data_collator)
 
-    def _show(self, row: Row, sequence: SupervisedSequence) -> None:
-        """Shows the first row of a run on the console, if there is one."""
-        display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
-        if display is not None and display.needs_example:
-            messages, args = None, self.args
-            if sequence.modalities:
-                ignored, placeholders = args.ignored_media_columns or (), self.data_collator.encoder.placeholders
-                shown = {**row, "prompt": row.get("messages") or row["prompt"]}
-                messages = rows_to_messages([shown], ignored, placeholders, args.rules)[0]["prompt"]
-            ids, learned = sequence.input_ids, sequence.learned
-            prompt, target = ids[: int(learned.int().argmax())].tolist(), ids[learned].tolist()
-            display.show_example(self.data_collator.model, self.processing_class, prompt, messages, target)
+    def _example(self, row: Row, sequence: SupervisedSequence) -> tuple[list, list[int], list[int]]:
+        ids, learned = sequence.input_ids, sequence.learned
+        chat = row.get("messages") or row.get("prompt") or []
+        return chat, ids[: int(learned.int().argmax())].tolist(), ids[learned].tolist()
 
     # Update
 
