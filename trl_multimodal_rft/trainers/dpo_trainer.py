@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Direct preference optimization with media."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,8 +174,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         check_preferences(dataset, "eval", self.data_collator)
         return dataset
 
-    def _example(self, row: Row, pair: PreferencePair) -> tuple[list, list[int], list[int]]:
-        columns: Any = row if row.get("prompt") else extract_prompt(dict(row))
+    def _example(self, row: Row, pair: PreferencePair) -> tuple[Sequence, list[int], list[int]]:
+        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
         return columns["prompt"], pair.input_ids.tolist(), pair.chosen
 
     # Reference

@@ -104,7 +104,7 @@ class CompletionTrainer(CheckpointMixin):
                 messages = shown["prompt"]
             display.show_example(collator.model, self.processing_class, prompt, messages, target)
 
-    def _example(self, row: Row, sequence: Any) -> tuple[list, list[int], list[int]]:
+    def _example(self, row: Row, sequence: Any) -> tuple[Sequence, list[int], list[int]]:
         """The messages of a row, the ids that precede its target, and those of the target."""
         raise NotImplementedError
 

@@ -2,7 +2,7 @@
 """Supervised fine-tuning with media."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -208,7 +208,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     def _prepare_rows(self, dataset: Any) -> Any:
         return prepare_rows(dataset, "eval", self.data_collator)
 
-    def _example(self, row: Row, sequence: SupervisedSequence) -> tuple[list, list[int], list[int]]:
+    def _example(self, row: Row, sequence: SupervisedSequence) -> tuple[Sequence, list[int], list[int]]:
         ids, learned = sequence.input_ids, sequence.learned
         chat = row.get("messages") or row.get("prompt") or []
         return chat, ids[: int(learned.int().argmax())].tolist(), ids[learned].tolist()
