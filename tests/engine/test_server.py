@@ -101,6 +101,7 @@ def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
     trainer.train()
     assert max(trainer.differences) < 1e-5 and len(trainer.differences) == 4
     assert ("view/reward" in trainer.state.log_history[0]) == bool(options)
+    assert trainer.vllm_generation._counters()["vllm:generation_tokens"] > 0
 
 
 def test_tools_show_media(server, omni, tmp_path):
@@ -160,9 +161,9 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     before = n_tokens(server)
     with ThreadPoolExecutor(1) as pool:
         options = {**engine.sampling, "stop_token_ids": []}
-        given = {"timeout": 60.0}
+        given = {"timeout": 60.0, "vocabulary": 10**6}
         answer = pool.submit(at_once, lambda each: server_completions(server, None, each, options, **given), asked)
-        while n_tokens(server) < before + 200:
+        while n_tokens(server) < before + 200 and not answer.done():
             time.sleep(0.01)
         client._post(f"{server}/pause?mode=keep")
         old, new = copy.deepcopy(trainer.model), trainer.model
