@@ -35,7 +35,7 @@ from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor
-from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
@@ -381,7 +381,9 @@ def test_metrics_are_explained():
     """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
     own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
-    theirs = "".join(Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer))
+    theirs = "".join(
+        Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer)
+    )
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}
     assert len(found) > 40
