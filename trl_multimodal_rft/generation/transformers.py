@@ -19,7 +19,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
-from ..forward.layer_masks import Causal, seen_within
+from ..forward.layer_masks import Causal, span_mask
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from .caches import GrowingLayer, growing_cache
@@ -386,7 +386,7 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
     # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one attends to it.
     masks = [(prompt, mask) for prompt in prompts for mask in linear_masks(model, prompt, 1).values()]
     allowed = [(len(prompt), mask.prompt if isinstance(mask, Causal) else mask) for prompt, mask in masks]
-    sees_last = any(each is not None and bool(seen_within(each[: n - 1], n)[:, -1].any()) for n, each in allowed)
+    sees_last = any(each is not None and bool(span_mask(each[: n - 1], n)[:, -1].any()) for n, each in allowed)
     return 0 if sees_last or min(map(len, prompts)) < 2 else -1
 
 
