@@ -287,9 +287,9 @@ class PolicyForward:
                 return {"values": completion_scores(call, policy, *completions, value_head=critic, **options).values}
             return {"values": completion_values(critic, critic.model, *completions, **options)}
 
-        given = CompletionBatch(prompts, completion_ids, completion_mask)
+        batch = CompletionBatch(prompts, completion_ids, completion_mask)
         read = critic.model if isinstance(critic, Critic) else policy
-        return self._without_loss(values, model, read, given, packed).values
+        return self._without_loss(values, model, read, batch, packed).values
 
     def states(
         self,
@@ -307,28 +307,28 @@ class PolicyForward:
             scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
             return {"hidden": scores.tensors()["hidden"]}
 
-        given = CompletionBatch(prompts, completion_ids, completion_mask)
-        return self._without_loss(states, model, policy, given, packed).tensors()["hidden"]
+        batch = CompletionBatch(prompts, completion_ids, completion_mask)
+        return self._without_loss(states, model, policy, batch, packed).tensors()["hidden"]
 
     def _without_loss(
         self,
         function: Callable[[Forward, CompletionBatch, dict], dict[str, torch.Tensor]],
         model: nn.Module,
         read: PreTrainedModel,
-        given: CompletionBatch,
+        batch: CompletionBatch,
         packed: bool,
     ) -> Scores:
         """What a function of a model's forward, of completions and of options returns, in parts; `read` gets them."""
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
-            completions = self._with_dummies(model, given.rows(rows))
+            completions = self._with_dummies(model, batch.rows(rows))
             options = self._forwards(completions, packed, self.fallbacks, states)
             with self._autocast():
                 tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
             return Scores(**tensors).rows(slice(len(rows)))
 
-        lengths = None if self.max_tokens is None else given.mask.sum(1).tolist()
-        return self._in_parts(part, model, [read], given, lengths, packed, keeps=packed)
+        lengths = None if self.max_tokens is None else batch.mask.sum(1).tolist()
+        return self._in_parts(part, model, [read], batch, lengths, packed, keeps=packed)
 
     def _score_part(
         self,
@@ -465,7 +465,7 @@ class PolicyForward:
             with ready as generating_model, same_adapters(generating_model):
                 unwrapped_model = self.unwrapped(generating_model)
                 device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
-                if branches is None or branches.asked is None:  # else the cache holds what the media gave
+                if branches is None or branches.continuations is None:  # else the cache holds what the media gave
                     with self._autocast():
                         encode_once(unwrapped_model, [*prompts, *dummies], device)
                 return generate_in_parts(
