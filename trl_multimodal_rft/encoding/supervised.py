@@ -235,12 +235,32 @@ class SupervisedEncoder:
         return PreferencePair(**vars(prompt), **completions)
 
     def preference_prompt(self, row: Row) -> str | list:
-        """The prompt of a row with preferences: text, or messages with its media."""
+        """
+        Returns the prompt of a row with preferences.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+
+        Returns:
+            `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
+        """
         pair, messages, n = self._preference(row, "chosen")
         return _prompt_of(pair, messages[:n])
 
     def encode_view(self, row: Row, view: View) -> EncodedPrompt:
-        """Encodes the prompt of a row with preferences under a view of its media."""
+        """
+        Encodes the prompt of a row with preferences under a view of its media.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+            view ([`~views.View`]):
+                The view.
+
+        Returns:
+            [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
+        """
         return self._encode(self.preference_prompt(row), row, view)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
