@@ -397,6 +397,10 @@ def test_a_reference_of_some_rows_is_an_error(tmp_path):
     options = {"precompute_ref_log_probs": True, "dataloader_drop_last": True, "per_device_eval_batch_size": 3}
     with pytest.raises(ValueError, match="The reference scored 3 of 4 rows; .* don't set `dataloader_drop_last`"):
         run_ours(image_pairs(4), tmp_path, **options)
+    columns = {name: image_pairs(4)[:][name] for name in ("prompt", "chosen", "rejected")}
+    narrow = image_pairs(4).with_transform(lambda batch: {k: v[: len(batch["prompt"])] for k, v in columns.items()})
+    with pytest.raises(ValueError, match="the dataset's transform leaves out; let it keep the columns"):
+        run_ours(narrow, tmp_path, precompute_ref_log_probs=True)
 
 
 # Rows

@@ -219,8 +219,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             dataset = dataset.add_column(name, values)
         if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
             raise ValueError(
-                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it return "
-                "the columns that it gets, too, or use `map` in its place."
+                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "
+                "the columns that it gets, or use `map` in its place."
             )
         return dataset
 
