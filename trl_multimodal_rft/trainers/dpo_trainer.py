@@ -28,7 +28,7 @@ from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import RowStream
 from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
-from .optimizer import choose_what_trains
+from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
 from .reading import CompletionTrainer, reading_policy
 from .setup import (
@@ -148,7 +148,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
             )
-        choose_what_trains(self.model, args, self.optimizer)
+        freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
         self._stream = RowStream(
