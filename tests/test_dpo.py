@@ -381,6 +381,7 @@ def test_other_rows_train_and_evaluate(family, rows, tmp_path):
     trainer.train()
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_rewards/margins"} <= metrics.keys()
+    assert ("eval_media/contribution" in metrics) == (family == "qwen2_audio")
     assert trainer.evaluate(rows(3))["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
 
 

@@ -51,7 +51,8 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of chosen completions move, in nats per token, when sounds of their prompts become
-            silent, and images and videos grey. Each takes two forwards of two completions. 0 measures nothing.
+            silent, and images and videos grey. Each takes two forwards of two completions. Evaluations measure it
+            once. 0 measures nothing.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and

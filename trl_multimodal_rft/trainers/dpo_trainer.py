@@ -271,8 +271,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
         if self.args.self_check and self.model.training:
             self.checks.on_pairs(model, inputs["sequences"], self.args.packing == "prefix")
-        if self.model.training:
-            self._measure_contribution(model, inputs)
+        self._measure_contribution(model, inputs)
         if not all(name in inputs for name in self._reference):
             if self.args.precompute_ref_log_probs and self.ref_model is None and not is_peft_model(self.model):
                 raise ValueError(
@@ -322,16 +321,20 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         return (conditional + anchored).sum() / n
 
     def _measure_contribution(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Logs how far media move the log-probabilities of some chosen completions, where that is due."""
-        step, every = self.state.global_step, self.args.media_contribution_steps
-        if not every or step == self._measured_step or not is_due(every, step, 1):
+        """
+        Logs how far media move the log-probabilities of some chosen completions: with the first micro-batch of an
+        update where that is due, and with the first one of an evaluation that has media.
+        """
+        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
+        is_first = step != self._measured_step if training else "media/contribution" not in metrics
+        if not every or not is_first or (training and not is_due(every, step, 1)):
             return
-        self._measured_step, n = step, len(inputs["sequences"])
+        self._measured_step = step if training else self._measured_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
         completions = inputs["sequences"], ids, mask
-        metrics = media_contribution(self._policy, model, completions, mask, inputs["encode_view"])
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
+            metrics[name].append(value)
 
     # Card
 
