@@ -27,6 +27,10 @@ from ..rollout.tools import TOOLS
 FILE = Path(__file__).with_name("options.json")
 PAGE = FILE.parents[2] / "docs" / "generated" / "options.md"
 SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "evaluate", "filter")
+_ABOUT = """
+Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
+TRL's configs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.
+""".strip()
 # Arguments of `accelerate launch` that the command sets
 _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
@@ -115,8 +119,7 @@ def page() -> str:
             title = ", ".join(f"`{command}`" for command in option["commands"])
             trainers.setdefault(title, []).append(f"- **`{option['name']}`** ({default}): {option['help']}")
     sections = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in trainers.items())
-    start = "Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of TRL's"
-    return f"# Options\n\n{start}\nconfigs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.\n\n{sections}\n"
+    return f"# Options\n\n{_ABOUT}\n\n{sections}\n"
 
 
 if __name__ == "__main__":
