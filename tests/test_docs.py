@@ -412,7 +412,7 @@ def test_metrics_are_explained():
 
 def test_papers_have_configs():
     """Each line of arguments makes a config, and each command is one."""
-    text = (ROOT / "docs" / "papers.md").read_text()
+    text = (ROOT / "docs" / "algorithms.md").read_text()
     papers = [each for own in PAPERS.values() for each in (own.values() if isinstance(own, dict) else [own]) if each]
     assert not [paper for paper in papers if paper.number not in text]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| [")]

@@ -25,6 +25,7 @@ from trl_multimodal_rft.rollout.tools import TOOLS
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.options import launched_parser, options_of
+from trl_multimodal_rft.spelling import split_settings
 
 
 ROOT = Path(__file__).parents[1]
@@ -224,8 +225,47 @@ def test_page_names_no_other():
     assert sorted(set(named)) == sorted(RECIPES)
 
 
+# Owners of the sources' own repositories
+OWNERS = {"HarryHsing/EchoInk", "hiyouga", "huaixuheqing", "inclusionAI", "ModalMinds", "NUS-TRAIL", "NVIDIA-NeMo"}
+OWNERS |= {"OpenGVLab", "xiaomi-research"}
+
+
 def test_comments_say_where_values_are_from():
-    assert all(all(origins(path.read_text()).values()) for path in RECIPES.values())
+    """Each value has a source, and a source in another repository than its authors' is called a fork."""
+    for name, path in RECIPES.items():
+        text = path.read_text()
+        assert all(origins(text).values()), name
+        repositories = re.findall(r"https://github\.com/(([\w.-]+)/[\w.-]+)", " ".join(header(path).get("Sources", ())))
+        is_fork = any(OWNERS.isdisjoint(repository) for repository in repositories)
+        assert not is_fork or re.search(r"\bforks?\b|project that kept it", " ".join(header(path)["Note"])), name
+
+
+PAPERS = [row.split(" | ") for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if "recipe `" in row]
+
+
+def agree(paper, recipe):
+    """Whether a paper's value is the recipe's: of a method with settings the name, and what both set."""
+    if not isinstance(paper, str):
+        return paper == recipe
+    (name, settings), (other, others) = split_settings(paper), split_settings(recipe)
+    settings, others = settings or {}, others or {}
+    return name == other and all(agree(settings[key], others[key]) for key in settings.keys() & others.keys())
+
+
+def test_agreement_of_settings():
+    assert agree("blank(fraction=0.5, schedule='sigmoid')", "blank(schedule='sigmoid(steepness=30)')")
+    assert not agree("cpgd(weight='std')", "cpgd(weight='one')") and not agree("dapo", "grpo") and not agree(4, 5)
+
+
+@pytest.mark.parametrize("row", PAPERS, ids=lambda row: row[0])
+def test_papers_and_recipes_agree(row):
+    """Where a row of the papers names a recipe, what both set is the same."""
+    recipe = yaml.safe_load(RECIPES[re.search(r"recipe `([\w/]+)`", row[2])[1]].read_text())
+    rewards = re.search(r"`--reward_funcs ([^`]+)`", row[1])
+    arguments = re.match(r"`(?:\w+Config\()?(.*?)\)?`", row[1].lstrip())[1]
+    values = eval(f"dict({arguments})") | ({"reward_funcs": rewards[1].split()} if rewards else {})
+    common = values.keys() & recipe.keys()
+    assert common and not {key: (values[key], recipe[key]) for key in common if not agree(values[key], recipe[key])}
 
 
 URL = f"https://github.com/a/b/blob/{40 * 'c'}/run.sh"
