@@ -87,18 +87,12 @@ def aggregate(
 ) -> dict[str, float | None]:
     """The metrics of an [`EvaluationResult`] that follow from the records of its rows."""
     scored = [record for record in records if None not in record["correct"]]
-    n = args.num_samples
+    n = len(scored[0]["correct"]) if scored else args.num_samples
     right = np.array([sum(record["correct"]) for record in scored])
     metrics: dict[str, float | None] = {}
 
     def add(name: str, values: np.ndarray, one_each: bool) -> None:
-        """The mean of each row's value in [0, 1], which is 0 or 1 if a row is one observation (`one_each`)."""
-        low = high = None
-        if len(values) and one_each:
-            low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
-        elif len(values) > 1:
-            low, high = np.clip(mean_interval(values, args.confidence), 0.0, 1.0).tolist()
-        metrics.update({name: mean(values), f"{name}_low": low, f"{name}_high": high})
+        metrics.update(estimate(name, values, one_each, args.confidence))
 
     add("accuracy", right / n, one_each=n == 1)
     for k in args.pass_at:
@@ -108,10 +102,7 @@ def aggregate(
     for k in args.majority_at or ():
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
         add(f"majority@{k}", votes, one_each=n < 2 * k)
-    if args.group_by is not None:
-        for value in sorted({record[GROUP] for record in scored}):
-            of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
-            add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
+    metrics |= accuracy_by_group(scored, right / n, n == 1, args)
     if args.ablate is not None:
         pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
         shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
@@ -133,6 +124,27 @@ def aggregate(
         metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
         metrics |= {f"tools/ended_by_{end}": ended.count(end) / len(ended) for end in ENDS}
     return {**metrics, "rows": len(records), "scored_rows": len(scored)}
+
+
+def estimate(name: str, values: np.ndarray, one_each: bool, confidence: float) -> dict[str, float | None]:
+    """The mean of rows' values in [0, 1], which are 0 or 1 if a row is one observation (`one_each`), with its ends."""
+    low = high = None
+    if len(values) and one_each:
+        low, high = wilson_interval(int(values.sum()), len(values), confidence)
+    elif len(values) > 1:
+        low, high = np.clip(mean_interval(values, confidence), 0.0, 1.0).tolist()
+    return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def accuracy_by_group(
+    scored: Sequence[dict[str, Any]], shares: np.ndarray, one_each: bool, args: EvaluationConfig
+) -> dict[str, float | None]:
+    """Accuracy of the rows with each value of `group_by`."""
+    metrics: dict[str, float | None] = {}
+    for value in sorted({record[GROUP] for record in scored}) if args.group_by is not None else ():
+        of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
+        metrics |= estimate(f"accuracy/{value}", shares[of_group], one_each, args.confidence)
+    return metrics
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float | None:
