@@ -25,7 +25,7 @@ from ..rewards.calls import call_rewards, reward_arguments, reward_loop
 from ..rewards.checks import checked_reward
 from ..rewards.preference import verdict_in
 from .config import EvaluationConfig
-from .result import GROUP, EvaluationResult, accuracy_by_group, aggregate, estimate, mean
+from .result import GROUP, EvaluationResult, aggregate, estimate, mean
 
 
 # Entries of an evaluation's row with an item for each completion
@@ -45,11 +45,10 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     Returns:
         [`EvaluationResult`]: Rows of pairs, with the completions and `verdicts` of the first order before those of the
         second. Metrics are those of [`evaluate`], in which a pair is one observation: `accuracy` is the share of right
-        verdicts in both orders. Others are, of pairs with each completion of one order beside that of the other:
-        `consistent_accuracy`, how often both are right; `flips`, how often both name the same position, so that the
-        preferred answer changes with the order; `accuracy_without_ties`, of pairs that aren't equally good, if some
-        are; and shares of verdicts: `predicted_ties`, `unreadable`, and `first_preferred` of those that name a
-        position. All but these have intervals.
+        verdicts in both orders. Others are `consistent_accuracy`, how often both orders are right; `flips`, how often
+        both name the same position, so that the preferred answer changes with the order; `accuracy_without_ties`, of
+        pairs that aren't equally good, if some are; and shares of verdicts: `predicted_ties`, `unreadable`, and
+        `first_preferred` of those that name a position. All but these have intervals.
 
     Example:
     ```python
@@ -61,37 +60,43 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     orders: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
         orders[row["index"] // 2].append(row)
-    pairs = [_joined(index, *rows, args) for index, rows in orders.items() if len(rows) == 2]
-    metrics = aggregate(pairs, result.settings["reward_funcs"], replace(args, pass_at=[], majority_at=[]))
-    skipped = {index // 2: reason for index, reason in result.skipped.items()}
-    metrics |= {"skipped_rows": len(skipped)} if "skipped_rows" in result.metrics else {}
-    scored = [pair for pair in pairs if None not in pair["correct"]]
+    pairs = [_joined(index, *rows) for index, rows in orders.items() if len(rows) == 2]
+    metrics = _metrics(pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args)
     n = args.num_samples
-
-    def share(agree: Callable[[Any, Any], bool], name: str) -> np.ndarray:
-        halves = ((pair[name][:n], pair[name][n:]) for pair in scored)
-        return np.array([np.mean([agree(*both) for both in zip(*each, strict=True)]) for each in halves])
-
-    one_each, confidence = n == 1, args.confidence
-    metrics |= estimate("consistent_accuracy", share(lambda a, b: a and b, "correct"), one_each, confidence)
-    metrics |= estimate("flips", share(lambda a, b: a == b in ("A", "B"), "verdicts"), one_each, confidence)
-    metrics |= _without_ties(scored, [pair["solution"] == "tie" for pair in scored], False, args)
+    for name, column, agree in (
+        ("consistent_accuracy", "correct", lambda first, second: bool(first and second)),
+        ("flips", "verdicts", lambda first, second: first == second in ("A", "B")),
+    ):
+        halves = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
+        shares = np.array([np.mean([agree(*each) for each in both]) for both in halves])
+        metrics |= estimate(name, shares, n == 1, args.confidence)
     verdicts = [verdict for pair in pairs for verdict in pair["verdicts"]]
     metrics["predicted_ties"] = mean([verdict == "tie" for verdict in verdicts])
     metrics["unreadable"] = mean([verdict is None for verdict in verdicts])
     metrics["first_preferred"] = mean([verdict == "A" for verdict in verdicts if verdict in ("A", "B")])
-    metrics |= {name: value for name, value in result.metrics.items() if name.startswith("metric/")}
-    for pair in pairs:
-        pair.pop(GROUP)
-    return EvaluationResult(metrics, pairs, {**result.settings, "pairs": True}, skipped)
+    skipped = {index // 2: reason for index, reason in result.skipped.items()}
+    metrics |= {"skipped_rows": len(skipped)} if "skipped_rows" in result.metrics else {}
+    return EvaluationResult(metrics, pairs, result.settings | {"pairs": True}, skipped)
 
 
-def _joined(index: int, first: dict[str, Any], second: dict[str, Any], args: EvaluationConfig) -> dict[str, Any]:
+def _joined(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The record of a pair, whose completions are those of both orders."""
     lists = [name for name in first if name in _LISTS or name.startswith(("reward/", "extra/"))]
     joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
-    verdicts = [verdict_in(completion) for completion in joined["completions"]]
-    return {**first, "index": index, **joined, "verdicts": verdicts, GROUP: str(first.get(str(args.group_by)))}
+    return {**first, "index": index, **joined, "verdicts": list(map(verdict_in, joined["completions"] or ()))}
+
+
+def _metrics(
+    pairs: list[dict[str, Any]], ties: list[bool], names: Sequence[str], args: EvaluationConfig
+) -> dict[str, float | None]:
+    """Metrics of evaluations that apply to pairs, and the accuracy of those that aren't equally good."""
+    grouped = [{**pair, GROUP: str(pair.get(str(args.group_by)))} for pair in pairs]
+    metrics = aggregate(grouped, names, replace(args, pass_at=[], majority_at=[]))
+    if any(ties):
+        others = [pair["correct"] for pair, tie in zip(pairs, ties, strict=True) if not tie]
+        shares = np.array([np.mean(correct) for correct in others if None not in correct])
+        metrics |= estimate("accuracy_without_ties", shares, len(pairs[0]["correct"]) == 1, args.confidence)
+    return metrics
 
 
 def score_pairs(
@@ -122,10 +127,8 @@ def score_pairs(
             Processes, which share the pairs. By default a new one.
 
     Returns:
-        [`EvaluationResult`]: Metrics `accuracy`, `accuracy_without_ties` if some pairs are equally good, both with
-        intervals, `accuracy/<value>` of each value of `group_by`, `margin` (the mean score of chosen completions minus
-        that of rejected ones, of the other pairs), `predicted_ties`, `rows` and `scored_rows`. Rows have the `scores`
-        of both completions.
+        [`EvaluationResult`]: Metrics as in [`pair_result`], but for those of two orders, and `margin`, the mean score
+        of chosen completions minus that of rejected ones. Rows have the `scores` of both completions.
 
     Raises:
         `ValueError`: If the dataset has no pairs, or the function returns something else than a number or `None` per
@@ -138,49 +141,38 @@ def score_pairs(
     """
     check_pairs(dataset)
     args, accelerator = args or EvaluationConfig(), accelerator or Accelerator()
-    stored, name = DatasetRows(dataset), get_callable_name(reward_func)
+    stored, name, skips = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
-    records, skipped = [], {}
+    pairs, skipped, size = [], {}, 1 if skips else args.batch_size
     with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop:
-
-        def record(batch: Sequence[Row]) -> None:
-            numbers = [row.row_index for row in batch for _ in _COMPLETIONS]
+        for batch in (stored.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
+            rows = [row.row_index for row in batch for _ in _COMPLETIONS]
             try:
                 arguments = _arguments(batch, media_rules)
-                function = checked_reward(reward_func, name, media_rules, numbers)
-                scores = call_rewards({name: function}, arguments, loop)[name]
+                functions = {name: checked_reward(reward_func, name, media_rules, rows)}
+                scores = call_rewards(functions, arguments, loop)[name]
             except MediaError as error:
-                if args.on_media_error != "skip":
+                if not skips:
                     raise
-                if len(batch) == 1:
-                    skipped[numbers[0]] = str(error)
-                for row in batch if len(batch) > 1 else ():
-                    record([row])
-                return
-            texts = [[as_text(strip_media(each)) for each in arguments[key]] for key in ("prompts", "completions")]
-            for i, row in enumerate(batch):
-                both = slice(2 * i, 2 * i + 2)
-                pair = {"index": row.row_index, "prompt": texts[0][2 * i], "completions": texts[1][both]}
-                pair |= _compared(scores[both], bool(row.get(TIE)), tie_margin)
-                records.append({**pair, GROUP: str(row.get(str(args.group_by)))})
-
-        for start in range(0, len(indices), args.batch_size):
-            record(stored.__getitems__([*indices[start : start + args.batch_size]]))
-    records = sorted(gather_object(records), key=lambda pair: pair["index"])
+                skipped[rows[0]] = str(error)
+                continue
+            texts = {
+                key: [as_text(strip_media(each)) for each in arguments[key]] for key in ("prompts", "completions")
+            }
+            for i, row in zip(range(0, len(scores), 2), batch, strict=True):
+                pair: dict[str, Any] = {} if args.group_by is None else {args.group_by: row.get(args.group_by)}
+                pair |= {"index": row.row_index, "prompt": texts["prompts"][i]}
+                pair |= _compared(scores[i], scores[i + 1], bool(row.get(TIE)), tie_margin)
+                pairs.append({**pair, "completions": texts["completions"][i : i + 2]})
+    pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
     skipped = dict(gather_object([*skipped.items()]))
-    scored = [pair for pair in records if None not in pair["correct"]]
-    right, ties = np.array([float(pair["correct"][0]) for pair in scored]), [pair[TIE] for pair in scored]
-    metrics = estimate("accuracy", right, True, args.confidence)
-    metrics |= _without_ties(scored, ties, True, args)
-    metrics |= accuracy_by_group(scored, right, True, args)
+    metrics = _metrics(pairs, [pair[TIE] for pair in pairs], (), args)
+    scored = [pair for pair in pairs if None not in pair["scores"]]
     metrics["margin"] = mean([pair["scores"][0] - pair["scores"][1] for pair in scored if not pair[TIE]])
     metrics["predicted_ties"] = mean([pair["predicted_tie"] for pair in scored])
-    metrics |= {"rows": len(records), "scored_rows": len(scored)}
-    metrics |= {"skipped_rows": len(skipped)} if args.on_media_error == "skip" else {}
-    for pair in records:
-        pair.pop(GROUP)
+    metrics |= {"skipped_rows": len(skipped)} if skips else {}
     settings = {**asdict(args), "reward_funcs": [name], "tie_margin": tie_margin, "pairs": True}
-    return EvaluationResult(metrics, records, settings, skipped)
+    return EvaluationResult(metrics, pairs, settings, skipped)
 
 
 def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
@@ -196,20 +188,10 @@ def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     return {**arguments, "trainer_state": TrainerState(), **logs}
 
 
-def _compared(scores: Sequence[float | None], tie: bool, tie_margin: float) -> dict[str, Any]:
+def _compared(chosen: float | None, rejected: float | None, tie: bool, tie_margin: float) -> dict[str, Any]:
     """What the scores of a pair say about it."""
-    chosen, rejected = scores
     correct = predicted = None
     if chosen is not None and rejected is not None:
         predicted = abs(chosen - rejected) <= tie_margin
         correct = predicted if tie else chosen > rejected and not predicted
     return {"scores": [chosen, rejected], "correct": [correct], "predicted_tie": predicted, TIE: tie}
-
-
-def _without_ties(
-    scored: Sequence[dict[str, Any]], ties: Sequence[bool], one_each: bool, args: EvaluationConfig
-) -> dict[str, float | None]:
-    if not any(ties):
-        return {}
-    right = [np.mean(pair["correct"]) for pair, tie in zip(scored, ties, strict=True) if not tie]
-    return estimate("accuracy_without_ties", np.array(right), one_each, args.confidence)

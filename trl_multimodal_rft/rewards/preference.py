@@ -61,13 +61,20 @@ def preference_reward(
 
 def verdict_in(text: str) -> Verdict | None:
     """
-    The verdict that a judge writes behind its thoughts: `"A"` if the first answer is better, `"B"` if the second is,
-    or `"tie"`; `None` without one, and if several contradict each other.
+    The verdict that a judge writes behind its thoughts.
 
     It is in `<answer>` tags, as `"1"` of [R1-Reward](https://huggingface.co/papers/2505.02835) and `"Image 1 is
     better"` or `"Both images are equally good"` of LightRFT; a field `better`, `verdict` or `final_verdict` of JSON,
     as that of [Omni-RRM](https://huggingface.co/papers/2602.00846); in double brackets, as `"[[C]]"` for a tie of
     [MT-Bench](https://huggingface.co/papers/2306.05685); or, without any of these, what [`extract_answer`] finds.
+
+    Args:
+        text (`str`):
+            Completion.
+
+    Returns:
+        `str` or `None`: `"A"` if the first answer is better, `"B"` if the second is, or `"tie"`; `None` without a
+        verdict, and if several contradict each other.
     """
     written = text.rpartition("</think>")[2].partition("<think>")[0]
     marked = ["".join(groups) for groups in _MARKED.findall(written)] or [extract_answer(written)]
