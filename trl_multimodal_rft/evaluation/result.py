@@ -91,26 +91,26 @@ def aggregate(
     right = np.array([sum(record["correct"]) for record in scored])
     metrics: dict[str, float | None] = {}
 
-    def add(name: str, values: np.ndarray, single: bool) -> None:
-        metrics.update(estimate(name, values, single, args.confidence))
+    def add(name: str, values: np.ndarray, is_binary: bool) -> None:
+        metrics.update(estimate(name, values, is_binary, args.confidence))
 
-    add("accuracy", right / n, single=n == 1)
+    add("accuracy", right / n, is_binary=n == 1)
     for k in args.pass_at:
-        add(f"pass@{k}", pass_at_k(n, right, k), single=k == n)
+        add(f"pass@{k}", pass_at_k(n, right, k), is_binary=k == n)
     for k in args.majority_at or ():
         # Answers that differ in case, whitespace or punctuation only agree
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
-        add(f"majority@{k}", votes, single=n < 2 * k)
+        add(f"majority@{k}", votes, is_binary=n < 2 * k)
     if args.group_by is not None:
         for value in sorted({record[GROUP] for record in scored}):
             of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
-            add(f"accuracy/{value}", right[of_group] / n, single=n == 1)
+            add(f"accuracy/{value}", right[of_group] / n, is_binary=n == 1)
     if args.ablate is not None:
         pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
         shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
         for name, values in zip(("with", "without"), shares, strict=True):
-            add(f"accuracy_{name}_{args.ablate}", values, single=n == 1)
+            add(f"accuracy_{name}_{args.ablate}", values, is_binary=n == 1)
         contribution = shares[0] - shares[1]
         name = f"{args.ablate}_contribution"
         low, high = paired_interval(contribution, args.confidence) if pairs else (None, None)
@@ -130,10 +130,10 @@ def aggregate(
     return {**metrics, "rows": len(records), "scored_rows": len(scored)}
 
 
-def estimate(name: str, values: np.ndarray, single: bool, confidence: float) -> dict[str, float | None]:
-    """The mean of rows' values in [0, 1], which are 0 or 1 if a row is a `single` observation, and its interval."""
+def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) -> dict[str, float | None]:
+    """The mean of rows' values in [0, 1], which are 0 or 1 if `is_binary`, and its interval."""
     low = high = None
-    if len(values) and single:
+    if len(values) and is_binary:
         low, high = wilson_interval(int(values.sum()), len(values), confidence)
     elif len(values) > 1:
         low, high = np.clip(mean_interval(values, confidence), 0.0, 1.0).tolist()

@@ -20,7 +20,7 @@ from ..models.pretrained import load_trained
 from ..rewards.model import RewardModel
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
-from .preflight import check_given
+from .preflight import check_model_and_dataset
 from .prompts import with_system_message
 
 
@@ -140,7 +140,7 @@ def evaluate_by_name(
     default: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
     """Evaluates a model on a dataset, both by their names, by default with the benchmark's or these rewards."""
-    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
+    check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
         raise ValueError(
