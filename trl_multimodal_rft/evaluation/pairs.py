@@ -156,14 +156,11 @@ def score_pairs(
                     raise
                 skipped[rows[0]] = str(error)
                 continue
-            texts = {
-                key: [as_text(strip_media(each)) for each in arguments[key]] for key in ("prompts", "completions")
-            }
+            prompts, texts = ([as_text(strip_media(v)) for v in arguments[k]] for k in ("prompts", "completions"))
             for i, row in zip(range(0, len(scores), 2), batch, strict=True):
-                pair: dict[str, Any] = {} if args.group_by is None else {args.group_by: row.get(args.group_by)}
-                pair |= {"index": row.row_index, "prompt": texts["prompts"][i]}
+                pair = {"index": row.row_index, "prompt": prompts[i], "completions": texts[i : i + 2]}
                 pair |= _compared(scores[i], scores[i + 1], bool(row.get(TIE)), tie_margin)
-                pairs.append({**pair, "completions": texts["completions"][i : i + 2]})
+                pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
     skipped = dict(gather_object([*skipped.items()]))
     metrics = _metrics(pairs, [pair[TIE] for pair in pairs], (), args)

@@ -12,7 +12,7 @@ from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
-from ..data.rows.pairs import JUDGE_TEMPLATE, judge_rows
+from ..data.rows.pairs import judge_rows
 from ..encoding.processors import load_processor
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
 from ..evaluation.result import summary
@@ -65,9 +65,6 @@ class PairArguments(EvaluationArguments):
             "orders, or the reward model."
         },
     )
-    judge_template: str | None = field(
-        default=None, metadata={"help": "Prompt of a judge, with {question}, {answer_a} and {answer_b}."}
-    )
     tie_margin: float = field(
         default=0.0, metadata={"help": "Largest difference of a reward model's scores that predicts a tie."}
     )
@@ -91,9 +88,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
 def load_judge_rows(script_args: RFTScriptArguments, pair_args: PairArguments, split: str) -> Dataset:
     """Pairs in both orders. A system message is the judge's."""
     pairs = load_rows(replace(script_args, system_prompt=None), pair_args, split)
-    return with_system_message(
-        judge_rows(pairs, pair_args.judge_template or JUDGE_TEMPLATE), script_args.system_prompt
-    )
+    return with_system_message(judge_rows(pairs), script_args.system_prompt)
 
 
 def score_by_name(
@@ -111,20 +106,14 @@ def score_by_name(
             "`--pairs` measures one of `--model_name_or_path` and `--reward_model_name_or_path`; leave the other out."
         )
     options = model_init_kwargs(model_args) | {"trust_remote_code": trusts}
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **options)
-    processor = load_processor(name, model_args.model_revision, trusts)
-    reward = RewardModel(
-        model.to(accelerator.device),
-        processor,
-        batch_size=2 * config.batch_size,
-        audio_overlong=pair_args.audio_overlong,
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **options).to(accelerator.device)
+    processor, size = load_processor(name, model_args.model_revision, trusts), 2 * config.batch_size
+    reward = RewardModel(model, processor, batch_size=size, audio_overlong=pair_args.audio_overlong)
     rules = MediaRules(media_dir=pair_args.media_dir, **budgets_of(config))
     with accelerator.main_process_first():
         dataset = load_rows(script_args, pair_args, split)
-    result = score_pairs(
-        reward, dataset, config, tie_margin=pair_args.tie_margin, media_rules=rules, accelerator=accelerator
-    )
+    options = {"tie_margin": pair_args.tie_margin, "media_rules": rules, "accelerator": accelerator}
+    result = score_pairs(reward, dataset, config, **options)
     result.settings |= {"model": name, "dataset": script_args.dataset_name, "split": split}
     return result
 

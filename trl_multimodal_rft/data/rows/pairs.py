@@ -8,7 +8,7 @@ import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
 from ...families import MODALITIES
-from .columns import as_text
+from .columns import as_text, strip_media
 
 
 JUDGE_TEMPLATE = """\
@@ -25,7 +25,7 @@ Answer B:
 {answer_b}
 
 Think in <think> </think>, then write which answer is better in <answer> </answer>: A, B or tie."""
-_ANSWERS = re.compile(r"\{(answer_a|answer_b)\}")
+_SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
 _TAG = re.compile(rf"<({'|'.join(MODALITIES)})>")
 _COLUMNS = ("prompt", "chosen", "rejected")
 # Column of rows whose completions are equally good, so that which of them is `chosen` says nothing
@@ -59,18 +59,18 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     ```
     """
     check_pairs(dataset)
-    before, slot, after = template.partition("{question}")
-    if not slot or {*_ANSWERS.findall(template)} != {"answer_a", "answer_b"}:
-        raise ValueError("`template` must contain {question}, {answer_a} and {answer_b}, which the judge compares.")
+    parts = _SLOTS.split(template)
+    if sorted(parts[1::2]) != ["answer_a", "answer_b", "question"]:
+        raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
     columns: dict[str, list] = {"prompt": [], "solution": []}
     texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
     for row in texts:
         # A tag in an answer stands for no medium
-        answers = [_TAG.sub(r"< \1>", _text(row[name])) for name in ("chosen", "rejected")]
+        answers = [_TAG.sub(r"< \1>", as_text(strip_media(row[name]))) for name in ("chosen", "rejected")]
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
-            start, end = (_filled(part, {"answer_a": first, "answer_b": second}) for part in (before, after))
-            content = [_block(start), *_blocks(row["prompt"]), _block(end)]
-            columns["prompt"].append([{"role": "user", "content": content}])
+            shown = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
+            content = [shown[part] if i % 2 else [_block(part)] for i, part in enumerate(parts)]
+            columns["prompt"].append([{"role": "user", "content": _joined(sum(content, []))}])
             columns["solution"].append("tie" if row.get(TIE) else better)
     asks_blocks = isinstance(texts[0]["prompt"], list) and isinstance(texts[0]["prompt"][0]["content"], list)
     kept = Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if asks_blocks else None
@@ -92,16 +92,6 @@ def check_pairs(dataset: Dataset) -> None:
         raise ValueError("The dataset has no pairs; pass at least one row.")
 
 
-def _text(value: str | list[dict[str, Any]]) -> str:
-    if isinstance(value, str):
-        return value
-    contents = [message["content"] or "" for message in value]
-    texts = [
-        each if isinstance(each, str) else "".join(block.get("text") or "" for block in each) for each in contents
-    ]
-    return as_text([{**message, "content": text.strip()} for message, text in zip(value, texts, strict=True)])
-
-
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks of a prompt, of several messages with their roles."""
     if isinstance(prompt, str):
@@ -115,8 +105,15 @@ def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return blocks
 
 
-def _filled(part: str, answers: dict[str, str]) -> str:
-    return _ANSWERS.sub(lambda slot: answers[slot[1]], part)
+def _joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins texts that follow each other, as some chat templates strip each block."""
+    joined: list[dict[str, Any]] = []
+    for block in blocks:
+        if joined and block.get("text") is not None and joined[-1].get("text") is not None:
+            joined[-1] = _block(joined[-1]["text"] + block["text"])
+        else:
+            joined.append(block)
+    return joined
 
 
 def _block(text: str) -> dict[str, Any]:
