@@ -48,19 +48,15 @@ def _running(
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
     decoder, outputs, overrides = model.get_decoder(), [], {**batch.injected, **kwargs}
-    handles = [
+    with (
         decoder.register_forward_pre_hook(
             lambda module, args, received: (args, {**received, **overrides}), with_kwargs=True
         ),
         decoder.register_forward_hook(lambda module, args, output: outputs.append(output)),
-    ]
-    masks = without_masks(decoder) if "prefix_layout" in overrides else nullcontext()
-    try:
-        with frozen_features(model, batch.parts), masks:
-            yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+        frozen_features(model, batch.parts),
+        without_masks(decoder) if "prefix_layout" in overrides else nullcontext(),
+    ):
+        yield outputs
 
 
 def completion_scores(
