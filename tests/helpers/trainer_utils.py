@@ -26,6 +26,7 @@ from trl_multimodal_rft import (
     MultimodalDistillationConfig,
     MultimodalDistillationTrainer,
     MultimodalDPOConfig,
+    MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
@@ -319,6 +320,7 @@ TRAINERS = {
     "rloo": MultimodalRLOOTrainer,
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
+    "dpo": MultimodalDPOTrainer,
     "distillation": MultimodalDistillationTrainer,
 }
 CONFIGS = {
