@@ -8,7 +8,7 @@ import reprlib
 import warnings
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -46,11 +47,11 @@ from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
-from ..forward.processes import refuse_separate_runs
+from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
@@ -242,7 +243,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
     one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed configs that step
     with gradients that aren't finite.
     """
-    refuse_separate_runs(
+    check_one_run(
         args.world_size,
         ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
@@ -323,17 +324,10 @@ def warn_of_truncation(args: SamplingConfig) -> None:
         )
 
 
-@contextmanager
-def image_token_id(config, placeholders: set[int]):
+def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> AbstractContextManager[None]:
     """TRL reads `config.image_token_id` for every processor; a model without images has none."""
-    missing = not hasattr(config, "image_token_id")
-    if missing:
-        config.image_token_id = min(placeholders, default=None)
-    try:
-        yield
-    finally:
-        if missing:
-            del config.image_token_id
+    has_images = hasattr(config, "image_token_id")
+    return nullcontext() if has_images else replaced(config, image_token_id=min(placeholders, default=None))
 
 
 @contextmanager
