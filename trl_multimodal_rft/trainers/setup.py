@@ -609,8 +609,8 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     name = get_config_model_id(model.config)
     if not name:
         raise ValueError(
-            "The model has no path from which to load its reference; save it and pass the folder, or, to trainers that "
-            "take one, pass a copy as `ref_model`."
+            "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
+            "trainers that take a `ref_model`."
         )
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
