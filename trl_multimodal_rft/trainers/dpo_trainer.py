@@ -117,6 +117,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         set_seed(args.seed)  # as TRL does before it loads a model
         loaded = load_parts(model, args, processing_class, quantization_config, max_completion_length=0)
         model, processing_class = loaded.model, loaded.processing_class
+        self._starts_as_reference = ref_model is None
         if ref_model is None:
             ref_model = load_reference(model, args, peft_config, quantization_config)
         self.card_notes = CardNotes()
@@ -140,7 +141,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 ref_model=ref_model,
                 args=args,
                 data_collator=collator,
-                train_dataset=_without_rows(train_dataset, processing_class),
+                # Without any, TRL raises
+                train_dataset=None if train_dataset is None else _without_rows(train_dataset, processing_class),
                 eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
                 callbacks=callbacks,
@@ -273,10 +275,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             self.checks.on_pairs(model, inputs["sequences"], self.args.packing == "prefix")
         self._measure_contribution(model, inputs)
         if not all(name in inputs for name in self._reference):
-            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_peft_model(self.model):
+            is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
+            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
                 raise ValueError(
-                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate`; "
-                    "pass it as `eval_dataset` to the trainer."
+                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
+                    "after an update, or that was another model; pass it as `eval_dataset` to the trainer."
                 )
             logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | dict(zip(self._reference, logps, strict=True))
