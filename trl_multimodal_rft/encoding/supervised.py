@@ -200,7 +200,7 @@ class SupervisedEncoder:
         mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
         return encoded, padded, mask
 
-    def encode_preference(self, row: Row) -> PreferencePair:
+    def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end.
         Without a `prompt`, it is what both completions start with.
@@ -208,6 +208,9 @@ class SupervisedEncoder:
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
+            whole (`bool`, *optional*, defaults to `False`):
+                Whether a row without media is tokenized as two texts, of which the tokens that both start with are the
+                prompt: what scores the end of a text knows no boundary in it.
 
         Returns:
             [`PreferencePair`]: The prompt and the completions.
@@ -217,7 +220,8 @@ class SupervisedEncoder:
                 after the prompt.
             [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in a completion.
         """
-        name, completions, prompt = f"row {row.row_index}", {}, None
+        name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
+        whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
         for column in ("chosen", "rejected"):
             check_decoded(row.get(column), column, row.row_index)
             if not row.get(column):
@@ -231,10 +235,13 @@ class SupervisedEncoder:
             chat, completion = _chat(pair, name, column)
             messages = self._messages(pair, chat, completion, column)
             _check_text_only(messages[len(chat) :])
+            if whole and next(iter_refs(messages), None) is None:
+                texts.append(self._encode_text(pair, messages))
+                continue
             completions[column] = self._completion_ids(pair, messages, len(chat), name, self._end)
             if prompt is None:
                 prompt = self._encode(_prompt_of(pair, messages[: len(chat)]), pair)
-        return PreferencePair(**vars(prompt), **completions)
+        return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
@@ -307,6 +314,12 @@ class SupervisedEncoder:
             audio_overlong=self.audio_overlong,
             row=row.row_index,
         )
+
+    def _encode_text(self, row: Row, messages: list) -> EncodedPrompt:
+        """A prompt and its completion without media, in one."""
+        if isinstance(_prompt_of(row, messages), str):
+            return self.encode_text(row["prompt"] + row["completion"], row.row_index)
+        return self._encode(messages, row, add_generation_prompt=False)
 
     def _encode_pair(
         self, row: Row, messages: list, n: int, name: str, end: str = ""
@@ -408,6 +421,13 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
         row=prompt.row,
         learned=torch.zeros(len(prompt) + n, dtype=torch.bool),
     )
+
+
+def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
+    """A pair whose prompt are the tokens that both texts start with."""
+    ids, others = chosen.input_ids.tolist(), rejected.input_ids.tolist()
+    n = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+    return PreferencePair(**vars(chosen.part(slice(n))), chosen=ids[n:], rejected=others[n:])
 
 
 def _check_text_only(messages: list[dict[str, Any]]) -> None:

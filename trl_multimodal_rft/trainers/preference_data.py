@@ -72,6 +72,38 @@ class PreferenceCollator(SupervisedCollator):
         return replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
 
 
+@dataclass
+class ComparisonCollator(PreferenceCollator):
+    """Encodes what a reward model compares, and pads it."""
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        A micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: That of [`PreferenceCollator`], and `margin` and `tie`, `(B,)`, 0 and false for rows without.
+        """
+        stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
+        margins = torch.tensor([float(row.get("margin") or 0.0) for row in stored])
+        return {**super().__call__(rows), "margin": margins, "tie": torch.tensor([bool(row.get("tie")) for row in stored])}
+
+    def encode(self, row: Row) -> PreferencePair:
+        """A row as a pair of at most `max_length` tokens each, the prompt included."""
+        encoder = replace(self.encoder, template_kwargs=self._template_variables(row))
+        pair, longest = encoder.encode_preference(row, whole=True), self.args.max_length
+        n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
+        if longest is not None and n_tokens > longest:
+            raise MediaError(
+                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({longest}), and what is judged "
+                "isn't cut; raise it, or leave such rows out with `on_media_error='skip'`"
+            )
+        return pair
+
+
 def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> None:
     """Raises a `ValueError` for a dataset, or one of a dictionary of them, that has no preferences or is empty."""
     if isinstance(dataset, dict):

@@ -126,12 +126,12 @@ def reading_policy(
 ) -> PolicyForward:
     """
     What scores completions of models, the first of which is trained, packed if the config says so and all models
-    allow it, with these `outputs` of TRL's fused head.
+    allow it, with these `outputs` of TRL's fused head; reward models have none.
     """
     obstacle = next(filter(None, map(sharing_obstacle, models)), None)
     if obstacle and packs:
         logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
-    heads = [add_fused_head(model, outputs=outputs) for model in models]
+    heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
     if not all(heads):
         logger.warning(
             f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "

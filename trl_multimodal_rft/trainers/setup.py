@@ -343,7 +343,7 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record: logging.LogRecord):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation")]
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
@@ -377,14 +377,19 @@ class Loaded:
 
 
 def load_parts(
-    model: Any, args: Any, processing_class: Any, quantization_config: Any, max_completion_length: int | None
+    model: Any,
+    args: Any,
+    processing_class: Any,
+    quantization_config: Any,
+    max_completion_length: int | None,
+    load: Callable[..., PreTrainedModel] = load_model,
 ) -> Loaded:
     """Loads a model and its processor where given by name, and refuses those that can't be trained."""
     if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
         model = model.model_for(args)
     by_name = isinstance(model, str)
     if by_name:
-        model = load_policy(model, args, quantization_config)
+        model = load_policy(model, args, quantization_config, load)
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
     source: Any = None
     if processing_class is None:
@@ -587,7 +592,9 @@ def with_media_reader(
     )
 
 
-def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
+def load_policy(
+    name: str, args, quantization_config=None, load: Callable[..., PreTrainedModel] = load_model
+) -> PreTrainedModel:
     init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:
@@ -599,7 +606,7 @@ def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
     if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    model = load_model(name, **init_kwargs)
+    model = load(name, **init_kwargs)
     freeze_as_built(model)
     return model
 

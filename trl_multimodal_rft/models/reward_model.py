@@ -1,0 +1,135 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reward models: a model of the policy's class that scores a sequence at its last token."""
+
+import functools
+from typing import Any, TypeVar, cast
+
+import transformers
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from .pretrained import SOURCE, load_model, policy_class, read_config
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class _Scores(GenericForSequenceClassification):
+    """Takes the place of the LM head of the next class, whose masks and positions stay."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super(GenericForSequenceClassification, self).__init__(config)
+        model = cast(Any, self)
+        del model.lm_head
+        model.num_labels = config.num_labels
+        model.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        model.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return False
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+@functools.cache
+def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """
+    The class of reward models on the backbone of a policy's class. Names of weights are those of transformers'
+    `...ForSequenceClassification`, and where transformers has one for the family, each loads what the other saves.
+
+    Args:
+        policy (`type`):
+            Class of the policy.
+
+    Returns:
+        `type`: Its subclass, with a linear layer `score` instead of the LM head.
+    """
+    stem = policy.__name__.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    # The tied weight is the LM head's
+    members = {"__module__": __name__, "base_model_prefix": policy.base_model_prefix, "_tied_weights_keys": {}}
+    return type(f"{stem}ForSequenceClassification", (_Scores, policy), members)
+
+
+def as_reward_model(model: _Model) -> _Model:
+    """
+    Makes a reward model of a policy, whose LM head goes, or of a sequence classifier, whose score it keeps.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model, whose modules are taken over.
+
+    Returns:
+        The same type: The reward model, with an adapter if there was one; the model itself if it is one. A new score
+        is initialized as the other weights are.
+
+    Raises:
+        `ValueError`: If the model has no backbone of its own, or several labels.
+    """
+    if is_peft_model(model):
+        adapter: Any = model
+        adapter.base_model.model = as_reward_model(adapter.get_base_model())
+        return model
+    if isinstance(model, _Scores):
+        return model
+    given = cast(PreTrainedModel, model)
+    score, name = getattr(given, "score", None), type(given).__name__
+    if given.base_model is given:
+        raise ValueError(
+            f"{name} has no backbone apart from its LM head, so that it can't be a reward model; train another family."
+        )
+    if score is None:
+        config = given.config.get_text_config()
+        score = nn.Linear(config.hidden_size, 1, bias=False, device=given.device, dtype=given.dtype)
+        nn.init.normal_(score.weight, std=getattr(config, "initializer_range", 0.02))
+        given.config.num_labels = 1
+    elif given.config.num_labels != 1:
+        raise ValueError(f"{name} has `num_labels={given.config.num_labels}`; a reward model has `num_labels=1`.")
+    kind = type(given) if given.can_generate() else policy_class(given.config)
+    made = object.__new__(reward_model_class(kind))
+    modules = {made.base_model_prefix: given.base_model, "score": score}
+    tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
+    own = {"_modules": modules, "num_labels": 1, "all_tied_weights_keys": tied, "generation_config": None}
+    vars(made).update({**vars(given), **own})
+    return cast(_Model, made)
+
+
+def load_reward_model(name: str, **kwargs) -> PreTrainedModel:
+    """
+    Loads a reward model: a saved one, a sequence classifier of transformers, or a policy, which gets a new score.
+
+    Args:
+        name (`str`):
+            Folder or repository of the Hub.
+        kwargs:
+            Arguments of `from_pretrained`.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The reward model.
+
+    Raises:
+        `ValueError`: As [`as_reward_model`] says.
+    """
+    kind = register_reward_model(name, **kwargs)
+    return as_reward_model(load_model(name, **kwargs, **({} if kind is None else {"architecture": kind})))
+
+
+def register_reward_model(name: str, **kwargs) -> type[PreTrainedModel] | None:
+    """
+    Tells [`~transformers.AutoModelForSequenceClassification`] how to load a saved reward model of a family for which
+    transformers has no class. `kwargs` are those of `from_pretrained`.
+
+    Returns the class of reward models of that family; `None` if it is no reward model.
+    """
+    source = {key: kwargs[key] for key in (*SOURCE, "trust_remote_code") if key in kwargs}
+    fields, _ = PreTrainedConfig.get_config_dict(name, **source)
+    if not (fields.get("architectures") or [""])[0].endswith("ForSequenceClassification"):
+        return None
+    config, policy = read_config(name, **source)
+    kind = reward_model_class(policy)
+    if not hasattr(transformers, kind.__name__):
+        AutoModelForSequenceClassification.register(type(config), kind, exist_ok=True)
+    return kind
