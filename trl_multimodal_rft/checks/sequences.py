@@ -92,7 +92,9 @@ def check_rewards(policy: PolicyForward, model: nn.Module, pairs: Sequence[Prefe
     def score(packed: bool) -> torch.Tensor:
         return policy.rewards(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).values
 
-    return _compare(measure, lambda: torch.cat([measure.row_reward(row) for row in rows]), score, mask[:, :1] > 0, packs)
+    return _compare(
+        measure, lambda: torch.cat([measure.row_reward(row) for row in rows]), score, mask[:, :1] > 0, packs
+    )
 
 
 def _completions(

@@ -203,7 +203,8 @@ class SupervisedEncoder:
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end.
-        Without a `prompt`, it is what both completions start with.
+        Without a `prompt`, it is what both completions start with. Tokenized texts are `chosen_ids` and
+        `rejected_ids`.
 
         Args:
             row ([`~data.rows.row.Row`]):
@@ -220,6 +221,9 @@ class SupervisedEncoder:
                 after the prompt.
             [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in a completion.
         """
+        if whole and row.get("chosen_ids") and row.get("rejected_ids"):
+            tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
+            return _with_common_start(*map(self.encode_tokens, tokenized))
         name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
         whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
         for column in ("chosen", "rejected"):
@@ -230,6 +234,8 @@ class SupervisedEncoder:
                 )
         check_decoded(row.get("prompt"), "prompt", row.row_index)
         columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        if not columns["prompt"]:
+            raise _no_prompt(name)
         for column in ("chosen", "rejected"):
             pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
             chat, completion = _chat(pair, name, column)
@@ -427,7 +433,15 @@ def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> Prefer
     """A pair whose prompt are the tokens that both texts start with."""
     ids, others = chosen.input_ids.tolist(), rejected.input_ids.tolist()
     n = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+    if n == 0:
+        raise _no_prompt(f"row {chosen.row}")
     return PreferencePair(**vars(chosen.part(slice(n))), chosen=ids[n:], rejected=others[n:])
+
+
+def _no_prompt(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
+    )
 
 
 def _check_text_only(messages: list[dict[str, Any]]) -> None:

@@ -180,8 +180,8 @@ def completion_values(
     """
     Values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    `critic` is a [`~models.Critic`], or returns values of all states as one does, `unwrapped_model` its model; the other arguments are those of
-    [`completion_scores`].
+    `critic` is a [`~models.Critic`], or returns values of all states as one does, `unwrapped_model` its model; the
+    other arguments are those of [`completion_scores`].
     """
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:

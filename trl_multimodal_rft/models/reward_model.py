@@ -20,11 +20,12 @@ class _Scores(GenericForSequenceClassification):
     """Takes the place of the LM head of the next class, whose masks and positions stay."""
 
     def __init__(self, config: PreTrainedConfig):
-        super(GenericForSequenceClassification, self).__init__(config)
-        model = cast(Any, self)
-        del model.lm_head
-        model.num_labels = config.num_labels
-        model.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        policy: Any = super(GenericForSequenceClassification, self)  # of the next class
+        policy.__init__(config)
+        model, head = cast(Any, self), policy.get_output_embeddings()
+        delattr(model, next(name for name, module in model.named_children() if module is head))
+        model.num_labels = config.num_labels or 1
+        model.score = nn.Linear(config.get_text_config().hidden_size, model.num_labels, bias=False)
         model.post_init()
 
     @classmethod
@@ -49,8 +50,11 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
         `type`: Its subclass, with a linear layer `score` instead of the LM head.
     """
     stem = policy.__name__.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
-    # The tied weight is the LM head's
-    members = {"__module__": __name__, "base_model_prefix": policy.base_model_prefix, "_tied_weights_keys": {}}
+    members = {
+        "__module__": policy.__module__,  # by which transformers knows names of weights in other versions
+        "base_model_prefix": policy.base_model_prefix,
+        "_tied_weights_keys": {},  # which are those of the LM head
+    }
     return type(f"{stem}ForSequenceClassification", (_Scores, policy), members)
 
 
@@ -87,13 +91,14 @@ def as_reward_model(model: _Model) -> _Model:
         nn.init.normal_(score.weight, std=getattr(config, "initializer_range", 0.02))
         given.config.num_labels = 1
     elif given.config.num_labels != 1:
-        raise ValueError(f"{name} has `num_labels={given.config.num_labels}`; a reward model has `num_labels=1`.")
+        raise ValueError(f"{name} has `num_labels={given.config.num_labels}`; reward models require `num_labels=1`.")
     kind = type(given) if given.can_generate() else policy_class(given.config)
     made = object.__new__(reward_model_class(kind))
     modules = {made.base_model_prefix: given.base_model, "score": score}
     tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
     own = {"_modules": modules, "num_labels": 1, "all_tied_weights_keys": tied, "generation_config": None}
     vars(made).update({**vars(given), **own})
+    vars(made).pop("_weight_conversions", None)  # between names of the policy's class
     return cast(_Model, made)
 
 

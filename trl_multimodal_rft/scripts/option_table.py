@@ -21,7 +21,7 @@ from ..rollout.tools import TOOLS
 
 
 FILE = Path(__file__).with_name("options.json")
-SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "evaluate", "filter")
+SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
 # Arguments of `accelerate launch` that the command sets
 _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 

@@ -25,6 +25,9 @@ from .sft_data import SupervisedCollator
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
 
+# What a reward model reads besides
+COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
+
 
 @dataclass
 class PreferenceCollator(SupervisedCollator):
@@ -89,7 +92,11 @@ class ComparisonCollator(PreferenceCollator):
         """
         stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
         margins = torch.tensor([float(row.get("margin") or 0.0) for row in stored])
-        return {**super().__call__(rows), "margin": margins, "tie": torch.tensor([bool(row.get("tie")) for row in stored])}
+        return {
+            **super().__call__(rows),
+            "margin": margins,
+            "tie": torch.tensor([bool(row.get("tie")) for row in stored]),
+        }
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair of at most `max_length` tokens each, the prompt included."""

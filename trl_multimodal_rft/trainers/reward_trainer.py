@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
-from trl.data_utils import extract_prompt
+from trl.data_utils import extract_prompt, get_dataset_column_names
 
 from ..checks.run_checks import Checks
 from ..data.rows.row import Row
@@ -27,7 +27,7 @@ from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import RowStream
 from .arguments import check_arguments
 from .optimizer import choose_what_trains
-from .preference_data import COLUMNS, ComparisonCollator, check_preferences
+from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
 from .reading import CompletionTrainer, reading_policy
 from .reward_config import MultimodalRewardConfig
 from .setup import (
@@ -168,7 +168,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             args,
             self.accelerator,
             encode=self.data_collator.encode,
-            columns=[*COLUMNS, "margin", "tie"] if args.remove_unused_columns else None,
+            columns=[*COLUMNS, *COMPARISON] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -188,8 +188,12 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         """Refuses adapters that packed rows would leave out, and warns if they leave the score as it is."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
         if any(each.is_prompt_learning for each in configs):
-            raise ValueError("Prompt learning puts virtual tokens before a prompt, which packed rows don't have; use LoRA.")
-        if configs and not any(each.requires_grad for each in self._unwrapped(self.model).score.parameters()):
+            raise ValueError(
+                "Prompt learning puts virtual tokens before a prompt, which packed rows don't have; use LoRA."
+            )
+        if configs and not any(
+            each.requires_grad for each in self._unwrapped(self.model).get_submodule("score").parameters()
+        ):
             logger.warning(
                 "The adapter leaves `score` as it is, at random unless the model is a reward model; set "
                 "`task_type='SEQ_CLS'` or `modules_to_save=['score']` in the PEFT config."
@@ -198,6 +202,10 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     # Rows
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        columns = set(get_dataset_column_names(dataset) or ())
+        if columns & {"chosen_ids", "chosen_input_ids"}:
+            parent: Any = super()  # typed as GRPO's by the mixins
+            return parent._prepare_dataset(dataset, processing_class, args, dataset_name)
         check_preferences(dataset, dataset_name, self.data_collator)
         return dataset  # whose rows are encoded when they are read
 
@@ -246,5 +254,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     def _training_lines(self) -> list[tuple[str, str]]:
         coefficient = self.args.center_rewards_coefficient
-        lines = [("Loss", "Bradley-Terry")] + [("`center_rewards_coefficient`", f"`{coefficient}`")] * bool(coefficient)
+        lines = [("Loss", "Bradley-Terry")] + [("`center_rewards_coefficient`", f"`{coefficient}`")] * bool(
+            coefficient
+        )
         return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]

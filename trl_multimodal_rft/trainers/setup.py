@@ -2,6 +2,7 @@
 """What a trainer checks and loads before TRL's constructor."""
 
 import atexit
+import itertools
 import logging
 import os
 import reprlib
@@ -49,6 +50,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
+from ..models.reward_model import register_reward_model
 from ..models.towers import freeze_as_built
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
@@ -343,7 +345,9 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record: logging.LogRecord):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")]
+    loggers = [
+        logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")
+    ]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
@@ -550,16 +554,25 @@ class RewardSources:
         return known if self.reward_funcs else {}
 
 
-def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
+def reward_sources(
+    reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
+) -> RewardSources:
     """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
     of_environments = toolbox.reward_funcs()
     if not reward_funcs:
         reward_funcs, of_environments = [*of_environments.values()], {}
-    if not reward_funcs and needed:
+    if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     processors = processors or [None] * len(reward_funcs)
     processors = processors if isinstance(processors, list) else [processors]
-    return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
+    by_name = [isinstance(each, str) for each in reward_funcs]
+    for name in itertools.compress(reward_funcs, by_name):
+        source = {
+            "revision": (args.model_init_kwargs or {}).get("revision"),
+            "trust_remote_code": args.trust_remote_code,
+        }
+        register_reward_model(name, **source)
+    return RewardSources(reward_funcs, processors, by_name, of_environments)
 
 
 def with_media_reader(
