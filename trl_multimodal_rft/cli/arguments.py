@@ -131,7 +131,7 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
 
 
 def families(parser: Parser) -> None:
-    parser.add_argument("--only_known", action="store_true", help="list only models with family-specific rules")
+    parser.add_argument("--with_rules", action="store_true", help="list only models with family-specific rules")
 
 
 def prepare(parser: Parser) -> None:

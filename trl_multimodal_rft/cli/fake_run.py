@@ -64,14 +64,14 @@ class FakeFloats(TorchDispatchMode):
     @staticmethod
     def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Indices without boolean masks; a fake mask counts as all ones."""
-        known: list[torch.Tensor | None] = []
+        kept: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
                 mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
-                known += mask.nonzero().unbind(1)
+                kept += mask.nonzero().unbind(1)
             else:
-                known.append(index)
-        return known
+                kept.append(index)
+        return kept
 
 
 def _tensors(*values: PyTree) -> list[torch.Tensor]:
@@ -91,10 +91,10 @@ class Watch(TorchDispatchMode):
     `MemTracker` and `FlopCounterMode` agree; the time of the first is quadratic in the number of layers.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()):
+    def __init__(self, baseline: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.now = self.peak = self.operations = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
         # Torch counts GPU operators alone, and registers some when they are first used
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_operations,

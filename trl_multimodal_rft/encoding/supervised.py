@@ -15,6 +15,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import check_decoded, rows_to_messages
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
+from ..views import View
 from .control_tokens import checked_prompt
 from .join import continued_field
 from .messages import write_chat
@@ -47,6 +48,7 @@ class PreferencePair(EncodedPrompt):
 
     chosen: list[int] = field(kw_only=True)
     rejected: list[int] = field(kw_only=True)
+    view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which the first is rejected
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """The prompt with each completion behind it, in which the completion is learned."""
@@ -233,21 +235,55 @@ class SupervisedEncoder:
                     f"{name} has no `{column}`; give `prompt`, `chosen` and `rejected`, or remove the row."
                 )
         check_decoded(row.get("prompt"), "prompt", row.row_index)
-        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
-        if not columns["prompt"]:
-            raise _no_prompt(name)
         for column in ("chosen", "rejected"):
-            pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
-            chat, completion = _chat(pair, name, column)
-            messages = self._messages(pair, chat, completion, column)
-            _check_text_only(messages[len(chat) :])
+            pair, messages, n = self._preference(row, column)
             if whole and next(iter_refs(messages), None) is None:
                 texts.append(self._encode_text(pair, messages))
                 continue
-            completions[column] = self._completion_ids(pair, messages, len(chat), name, self._end)
+            completions[column] = self._completion_ids(pair, messages, n, name, self._end)
             if prompt is None:
-                prompt = self._encode(_prompt_of(pair, messages[: len(chat)]), pair)
+                prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
+
+    def preference_prompt(self, row: Row) -> str | list:
+        """
+        Returns the prompt of a row with preferences.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+
+        Returns:
+            `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
+        """
+        pair, messages, n = self._preference(row, "chosen")
+        return _prompt_of(pair, messages[:n])
+
+    def encode_view(self, row: Row, view: View) -> EncodedPrompt:
+        """
+        Encodes the prompt of a row with preferences under a view of its media.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+            view ([`~views.View`]):
+                The view.
+
+        Returns:
+            [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
+        """
+        return self._encode(self.preference_prompt(row), row, view)
+
+    def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
+        """A row with one of its completions, the messages of both, and how many of them are the prompt's."""
+        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        if not columns["prompt"]:
+            raise _no_prompt(f"row {row.row_index}")
+        pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
+        chat, completion = _chat(pair, f"row {row.row_index}", column)
+        messages = self._messages(pair, chat, completion, column)
+        _check_text_only(messages[len(chat) :])
+        return pair, messages, len(chat)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
@@ -311,13 +347,16 @@ class SupervisedEncoder:
         texts = {part: checked_prompt(text, *options, names[part]) for part, text in texts.items()}
         return messages if is_text else [*texts["prompt"], *texts["completion"]]
 
-    def _encode(self, messages: str | list, row: Row, **template_kwargs: bool) -> EncodedPrompt:
+    def _encode(
+        self, messages: str | list, row: Row, view: View | None = None, **template_kwargs: bool
+    ) -> EncodedPrompt:
         return encode_prompt(
             messages,
             self.processing_class,
             self.model,
             template_kwargs={**self.template_kwargs, **template_kwargs},
             audio_overlong=self.audio_overlong,
+            view=view,
             row=row.row_index,
         )
 

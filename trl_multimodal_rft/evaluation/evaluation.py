@@ -318,7 +318,7 @@ class Evaluation:
         branches = Branches()
 
         def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt]], _: list[int]):
-            branches.asked = turns
+            branches.continuations = turns
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)

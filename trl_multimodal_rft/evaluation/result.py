@@ -91,32 +91,32 @@ def aggregate(
     right = np.array([sum(record["correct"]) for record in scored])
     metrics: dict[str, float | None] = {}
 
-    def add(name: str, values: np.ndarray, one_each: bool) -> None:
-        """The mean of each row's value in [0, 1], which is 0 or 1 if a row is one observation (`one_each`)."""
+    def add(name: str, values: np.ndarray, is_binary: bool) -> None:
+        """The mean of each row's value in [0, 1], which is 0 or 1 if a row is one observation (`is_binary`)."""
         low = high = None
-        if len(values) and one_each:
+        if len(values) and is_binary:
             low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
         elif len(values) > 1:
             low, high = np.clip(mean_interval(values, args.confidence), 0.0, 1.0).tolist()
         metrics.update({name: mean(values), f"{name}_low": low, f"{name}_high": high})
 
-    add("accuracy", right / n, one_each=n == 1)
+    add("accuracy", right / n, is_binary=n == 1)
     for k in args.pass_at:
-        add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
+        add(f"pass@{k}", pass_at_k(n, right, k), is_binary=k == n)
     # Answers that differ in case, whitespace or punctuation only agree
     answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
     for k in args.majority_at or ():
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
-        add(f"majority@{k}", votes, one_each=n < 2 * k)
+        add(f"majority@{k}", votes, is_binary=n < 2 * k)
     if args.group_by is not None:
         for value in sorted({record[GROUP] for record in scored}):
             of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
-            add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
+            add(f"accuracy/{value}", right[of_group] / n, is_binary=n == 1)
     if args.ablate is not None:
         pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
         shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
         for name, values in zip(("with", "without"), shares, strict=True):
-            add(f"accuracy_{name}_{args.ablate}", values, one_each=n == 1)
+            add(f"accuracy_{name}_{args.ablate}", values, is_binary=n == 1)
         contribution = shares[0] - shares[1]
         name = f"{args.ablate}_contribution"
         low, high = paired_interval(contribution, args.confidence) if pairs else (None, None)

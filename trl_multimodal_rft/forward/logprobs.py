@@ -321,7 +321,7 @@ class _Batch:
     kept: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
-    label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
+    label_index: torch.Tensor | None = None  # positions of the labels, if the host knows them
 
     def placed(self, values: torch.Tensor) -> torch.Tensor:
         """Values `(B, C, ...)` of completions, from values at each position, or at those that are scored."""
@@ -361,13 +361,13 @@ def _scoring_prompts(batch: _Batch, sequences: CompletionBatch, packed: bool) ->
     else:
         first = torch.tensor([batch.labels.size(1) - len(prompt) for prompt in prompts], device=device)
         rows = torch.arange(len(prompts), device=device)[:, None]
-    places = torch.where(scored, first[:, None] + torch.arange(mask.size(1), device=device), 0)
-    batch.labels[rows.expand_as(places)[scored], places[scored]] = following[scored]
+    positions = torch.where(scored, first[:, None] + torch.arange(mask.size(1), device=device), 0)
+    batch.labels[rows.expand_as(positions)[scored], positions[scored]] = following[scored]
     return replace(
         batch,
         label_index=None,
         kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
-        of_completions=lambda values: _masked(values[rows, places], scored),
+        of_completions=lambda values: _masked(values[rows, positions], scored),
     )
 
 
@@ -416,7 +416,11 @@ def _packed_batch(
     return _Batch(
         row.parts,
         inputs,
-        {"prefix_layout": row.layout, "position_ids": row.position_ids, **_places(model, row.layout.places)},
+        {
+            "prefix_layout": row.layout,
+            "position_ids": row.position_ids,
+            **_token_positions(model, row.layout.positions),
+        },
         row.shift_labels,
         lambda: row.label_index,
         n_rows,
@@ -459,7 +463,7 @@ def _padded_batch(
     return _Batch(
         parts,
         inputs,
-        _places(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
+        _token_positions(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
         labels,
         lambda: torch.arange(labels.size(1), device=device)[predicts],
         lambda: (
@@ -475,6 +479,6 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
-def _places(model: PreTrainedModel, places: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Places of tokens in their sequences, for families whose layers would use those in the row."""
-    return {} if family_of(model).query_scale is None else {"token_places": places}
+def _token_positions(model: PreTrainedModel, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions of tokens in their sequences, for families whose layers would use those in the row."""
+    return {} if family_of(model).query_scale is None else {"token_positions": positions}

@@ -16,7 +16,7 @@ from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
-from .preflight import check_given
+from .preflight import check_model_and_dataset
 
 
 BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
@@ -73,7 +73,7 @@ def evaluate_by_name(
     accelerator: Accelerator,
 ) -> tuple[Dataset, EvaluationResult]:
     """Evaluates a model on a dataset, both by their names."""
-    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
+    check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
         raise ValueError(

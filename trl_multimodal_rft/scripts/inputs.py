@@ -22,7 +22,7 @@ from ..trainers.reward_config import MultimodalRewardConfig
 from ..trainers.rloo_config import MultimodalRLOOConfig
 from ..trainers.sft_config import MultimodalSFTConfig
 from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
-from .preflight import check_given
+from .preflight import check_model_and_dataset
 from .prompts import with_system_message, with_texts
 
 
@@ -77,7 +77,7 @@ def trainer_inputs(
     script_args: PromptArguments, training_args: TrainingConfig, model_args: ModelConfig
 ) -> dict[str, Any]:
     """Arguments of a trainer, from those of a script."""
-    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
+    check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     options = training_args.model_init_kwargs  # which a config reads from JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"

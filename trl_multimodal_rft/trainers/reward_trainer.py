@@ -220,7 +220,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
         ids, mask, pairs = inputs["completion_ids"], inputs["completion_mask"], inputs["sequences"]
-        prompts = [*pairs, *pairs]
+        prompts = inputs["prompts"]
         lengths = [len(each) for each in (*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs))]
         packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
         return self._policy.rewards(model, prompts, ids, mask, packed=packed)

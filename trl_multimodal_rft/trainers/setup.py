@@ -47,7 +47,7 @@ from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
-from ..forward.processes import refuse_separate_runs
+from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.reward_model import register_reward_model
@@ -244,7 +244,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
     one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed configs that step
     with gradients that aren't finite.
     """
-    refuse_separate_runs(
+    check_one_run(
         args.world_size,
         ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "

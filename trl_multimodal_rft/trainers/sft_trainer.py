@@ -22,7 +22,7 @@ from ..models.wrapped import unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import RowStream
 from .arguments import check_arguments
-from .optimizer import choose_what_trains
+from .optimizer import freeze_and_check
 from .reading import CompletionTrainer, reading_policy
 from .setup import (
     check_launch,
@@ -172,7 +172,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        choose_what_trains(self.model, args, self.optimizer)
+        freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset: Any = train_dataset
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
