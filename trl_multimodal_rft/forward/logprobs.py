@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -199,7 +199,11 @@ def completion_rewards(
     prompts: Sequence[EncodedPrompt],
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
-    **options: Any,
+    *,
+    packed: bool = True,
+    isolate: Literal["media", "prompt"] | None = None,
+    min_forwards: int = 1,
+    states: States | None = None,
 ) -> torch.Tensor:
     """
     Scores of a reward model, float32 at least, `(B, 1)`: at the last token of each completion that isn't the model's
@@ -225,6 +229,7 @@ def completion_rewards(
             handle.remove()
         return scores[-1][..., 0].to(torch.promote_types(scores[-1].dtype, torch.float32))
 
+    options = {"packed": packed, "isolate": isolate, "min_forwards": min_forwards, "states": states}
     return completion_values(score_tokens, unwrapped_model, prompts, ids, mask, **options).gather(1, ends)
 
 

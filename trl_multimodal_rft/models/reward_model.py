@@ -2,16 +2,20 @@
 """Reward models: a model of the policy's class that scores a sequence at its last token."""
 
 import functools
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
+import torch
 import transformers
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .pretrained import SOURCE, load_model, policy_class, read_config
+from .pretrained import load_model, policy_class, read_config
 
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -19,13 +23,14 @@ _Model = TypeVar("_Model", bound=nn.Module)
 class _Scores(GenericForSequenceClassification):
     """Takes the place of the LM head of the next class, whose masks and positions stay."""
 
+    num_labels = 1
+
     def __init__(self, config: PreTrainedConfig):
-        policy: Any = super(GenericForSequenceClassification, self)  # of the next class
+        policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # of the next class
         policy.__init__(config)
-        model, head = cast(Any, self), policy.get_output_embeddings()
+        model, head = cast(PreTrainedModel, self), policy.get_output_embeddings()
         delattr(model, next(name for name, module in model.named_children() if module is head))
-        model.num_labels = config.num_labels or 1
-        model.score = nn.Linear(config.get_text_config().hidden_size, model.num_labels, bias=False)
+        model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         model.post_init()
 
     @classmethod
@@ -74,7 +79,7 @@ def as_reward_model(model: _Model) -> _Model:
         `ValueError`: If the model has no backbone of its own, or several labels.
     """
     if is_peft_model(model):
-        adapter: Any = model
+        adapter = cast("PeftModel", model)
         adapter.base_model.model = as_reward_model(adapter.get_base_model())
         return model
     if isinstance(model, _Scores):
@@ -96,21 +101,28 @@ def as_reward_model(model: _Model) -> _Model:
     made = object.__new__(reward_model_class(kind))
     modules = {made.base_model_prefix: given.base_model, "score": score}
     tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
-    own = {"_modules": modules, "num_labels": 1, "all_tied_weights_keys": tied, "generation_config": None}
-    vars(made).update({**vars(given), **own})
-    vars(made).pop("_weight_conversions", None)  # between names of the policy's class
+    attributes = {"_modules": modules, "all_tied_weights_keys": tied, "generation_config": None}
+    vars(made).update({**vars(given), **attributes})
+    for name in ("num_labels", "_weight_conversions"):  # the latter are between names of the policy's class
+        vars(made).pop(name, None)
     return cast(_Model, made)
 
 
-def load_reward_model(name: str, **kwargs) -> PreTrainedModel:
+def load_reward_model(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
+) -> PreTrainedModel:
     """
     Loads a reward model: a saved one, a sequence classifier of transformers, or a policy, which gets a new score.
 
     Args:
         name (`str`):
             Folder or repository of the Hub.
+        revision (`str`, *optional*):
+            Version in the repository.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run code that comes with it.
         kwargs:
-            Arguments of `from_pretrained`.
+            Further arguments of `from_pretrained`.
 
     Returns:
         [`~transformers.PreTrainedModel`]: The reward model.
@@ -118,18 +130,21 @@ def load_reward_model(name: str, **kwargs) -> PreTrainedModel:
     Raises:
         `ValueError`: As [`as_reward_model`] says.
     """
-    kind = register_reward_model(name, **kwargs)
-    return as_reward_model(load_model(name, **kwargs, **({} if kind is None else {"architecture": kind})))
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    kind = register_reward_model(name, **source)
+    return as_reward_model(load_model(name, **source, **kwargs, **({} if kind is None else {"architecture": kind})))
 
 
-def register_reward_model(name: str, **kwargs) -> type[PreTrainedModel] | None:
+def register_reward_model(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> type[PreTrainedModel] | None:
     """
     Tells [`~transformers.AutoModelForSequenceClassification`] how to load a saved reward model of a family for which
-    transformers has no class. `kwargs` are those of `from_pretrained`.
+    transformers has no class.
 
     Returns the class of reward models of that family; `None` if it is no reward model.
     """
-    source = {key: kwargs[key] for key in (*SOURCE, "trust_remote_code") if key in kwargs}
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     fields, _ = PreTrainedConfig.get_config_dict(name, **source)
     if not (fields.get("architectures") or [""])[0].endswith("ForSequenceClassification"):
         return None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
@@ -26,7 +27,7 @@ from ..models.wrapped import unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import RowStream
 from .arguments import check_arguments
-from .optimizer import choose_what_trains
+from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
 from .reading import CompletionTrainer, reading_policy
 from .reward_config import MultimodalRewardConfig
@@ -162,7 +163,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             processing_class.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = processing_class
         self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
-        choose_what_trains(self.model, args, self.optimizer)
+        freeze_and_check(self.model, args, self.optimizer)
         self._check_adapter()
         self._stream = RowStream(
             args,
@@ -201,15 +202,19 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     # Rows
 
-    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        columns = set(get_dataset_column_names(dataset) or ())
-        if columns & {"chosen_ids", "chosen_input_ids"}:
-            parent: Any = super()  # typed as GRPO's by the mixins
-            return parent._prepare_dataset(dataset, processing_class, args, dataset_name)
+    def _prepare_dataset(
+        self,
+        dataset: Dataset | IterableDataset,
+        processing_class: Processor,
+        args: MultimodalRewardConfig,
+        dataset_name: str,
+    ) -> Dataset | IterableDataset:
+        if {"chosen_ids", "chosen_input_ids"} & {*(get_dataset_column_names(dataset) or ())}:
+            return super()._prepare_dataset(dataset, tokenizer_of(processing_class), args, dataset_name)
         check_preferences(dataset, dataset_name, self.data_collator)
         return dataset  # whose rows are encoded when they are read
 
-    def _prepare_rows(self, dataset: Any) -> Any:
+    def _prepare_rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return dataset  # which `evaluate` has checked
 
     def _example(self, row: Row, pair: PreferencePair) -> tuple[Sequence, list[int], list[int]]:
@@ -225,15 +230,20 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
         return self._policy.rewards(model, prompts, ids, mask, packed=packed)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, SequenceClassifierOutput]:
         if self.args.self_check and self.model.training:
             self.checks.on_comparisons(model, inputs["sequences"], self.args.packing == "prefix")
         scores, margin, tie = self._score(model, inputs), inputs["margin"], inputs["tie"]
         outputs = SequenceClassifierOutput(logits=scores.values)
         n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in inputs["sequences"])
         rows = {"attention_mask": margin.new_ones(1, n_tokens, dtype=torch.long), "margin": margin}
-        parent: Any = super()  # typed as GRPO's by the mixins
-        loss = parent.compute_loss(lambda **kwargs: outputs, rows)
+        loss = super().compute_loss(lambda **kwargs: outputs, rows)
         chosen, rejected = scores.values[:, 0].chunk(2)
         # That neither is better by the margin: https://huggingface.co/papers/2409.17431, equation 10, up to a constant
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()

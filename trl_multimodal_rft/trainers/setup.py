@@ -2,7 +2,6 @@
 """What a trainer checks and loads before TRL's constructor."""
 
 import atexit
-import itertools
 import logging
 import os
 import reprlib
@@ -565,13 +564,11 @@ def reward_sources(
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     processors = processors or [None] * len(reward_funcs)
     processors = processors if isinstance(processors, list) else [processors]
+    revision = mapping(args.model_init_kwargs).get("revision")
+    for each in reward_funcs:
+        if isinstance(each, str):  # which TRL loads
+            register_reward_model(each, revision=revision, trust_remote_code=args.trust_remote_code)
     by_name = [isinstance(each, str) for each in reward_funcs]
-    for name in itertools.compress(reward_funcs, by_name):
-        source = {
-            "revision": (args.model_init_kwargs or {}).get("revision"),
-            "trust_remote_code": args.trust_remote_code,
-        }
-        register_reward_model(name, **source)
     return RewardSources(reward_funcs, processors, by_name, of_environments)
 
 
