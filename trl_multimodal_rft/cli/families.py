@@ -42,7 +42,7 @@ def classes_with_media() -> dict[str, str]:
 def run(args: argparse.Namespace) -> None:
     """Prints the table."""
     header = ("model_type", "takes", "isolate", "trained part")
-    table: list[tuple[str, ...]] = [header, *rows(args.only_known)]
+    table: list[tuple[str, ...]] = [header, *rows(args.with_rules)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     table.insert(1, tuple("-" * width for width in widths))
     for row in table:

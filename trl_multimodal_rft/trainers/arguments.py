@@ -60,7 +60,8 @@ def help_from_docstring(config_class: type) -> type:
     described = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
     for option in fields(config_class):
         if option.name in described and "help" not in option.metadata:
-            words = re.sub(r"\[([^\]]*)\](?:\([^)]*\))?", r"\1", " ".join(described[option.name].split()))
+            words = " ".join(described[option.name].split())
+            words = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", words)  # links, and not lists
             parts = re.split(r"(?<=[.;])\s+", words.replace("`~", "`").replace("$\\lambda$", "lambda"))
             while len(" ".join(parts)) > _LONGEST_HELP and len(parts) > 1:
                 parts.pop()
