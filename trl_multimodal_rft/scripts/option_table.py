@@ -25,16 +25,12 @@ from ..rollout.tools import TOOLS
 
 
 FILE = Path(__file__).with_name("options.json")
-<<<<<<< HEAD
-SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
-=======
 PAGE = FILE.parents[2] / "docs" / "generated" / "options.md"
-SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "evaluate", "filter")
+SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
 _ABOUT = """
 Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
 TRL's configs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.
 """.strip()
->>>>>>> main
 # Arguments of `accelerate launch` that the command sets
 _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 

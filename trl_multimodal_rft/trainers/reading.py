@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel
 
+from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
@@ -20,11 +21,11 @@ from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
-from ..rollout.stream import EncodedRow, named_dataset, warn_of_positions
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
-from .setup import modalities, warn_of_unread
-from .signatures import Processor
+from .setup import has_unread_rows, modalities, warn_of_unread
+from .signatures import EvalRows, Processor
 
 
 logger = get_logger(__name__)
@@ -42,7 +43,7 @@ class Collator(Protocol):
 
 class CompletionTrainer(CheckpointMixin):
     """
-    Base of the trainers that read completions. A subclass sets `_stream`, and as TRL's `data_collator` a [`Collator`].
+    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a [`Collator`].
     """
 
     data_collator: Any
@@ -53,6 +54,27 @@ class CompletionTrainer(CheckpointMixin):
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_length = 256
+
+    def _start_reading(
+        self,
+        datasets: Mapping[str, EvalRows],
+        columns: Sequence[str] | None,
+        models: Sequence[PreTrainedModel],
+        packs: bool,
+        outputs: tuple[str, ...],
+    ) -> None:
+        """Makes what reads rows, with these columns, and what scores them, see [`reading_policy`]."""
+        self._stream = RowStream(
+            self.args,
+            self.accelerator,
+            encode=self.data_collator.encode,
+            columns=columns,
+            metrics=self._metrics,
+            state=lambda: self.state,
+        )
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        self._policy = reading_policy(self.accelerator, models, self.processing_class, self.args, packs, outputs)
+        self.checks = Checks(self._policy, self.accelerator)
 
     def get_train_dataloader(self):
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import logsigmoid
@@ -17,7 +17,6 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
 from trl.data_utils import extract_prompt, get_dataset_column_names
 
-from ..checks.run_checks import Checks
 from ..data.rows.row import Row
 from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair
@@ -25,22 +24,11 @@ from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import RowStream
-from .arguments import check_arguments
 from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
-from .reading import CompletionTrainer, reading_policy
+from .reading import CompletionTrainer
 from .reward_config import MultimodalRewardConfig
-from .setup import (
-    check_launch,
-    has_unread_rows,
-    load_parts,
-    modalities,
-    no_warning_about_init_kwargs,
-    options_for_constructor,
-    resolve_config,
-    warn_of_unread,
-)
+from .setup import load_for_reading, no_warning_about_init_kwargs, options_for_constructor, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -124,20 +112,9 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         peft_config: Adapter = None,
     ):
         args = resolve_config(MultimodalRewardConfig, args, model)
-        check_arguments(
-            callbacks=callbacks,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        check_launch(args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        warn_of_unread(args, datasets, modalities(model, args), supervised=True)
-        set_seed(args.seed)  # as TRL does before it loads a model
-        parts = args, processing_class, quantization_config
-        loaded = load_parts(model, *parts, max_completion_length=0, load=load_reward_model)
+        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
+        loaded = load_for_reading(model, args, processing_class, datasets, objects, load=load_reward_model)
         model, processing_class = as_reward_model(loaded.model), loaded.processing_class
         tokenizer = tokenizer_of(processing_class)
         self.card_notes = CardNotes()
@@ -165,24 +142,13 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
         freeze_and_check(self.model, args, self.optimizer)
         self._check_adapter()
-        self._stream = RowStream(
-            args,
-            self.accelerator,
-            encode=self.data_collator.encode,
+        self._start_reading(
+            datasets,
             columns=[*COLUMNS, *COMPARISON] if args.remove_unused_columns else None,
-            metrics=self._metrics,
-            state=lambda: self.state,
-        )
-        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        self._policy = reading_policy(
-            self.accelerator,
-            [self._unwrapped(self.model)],
-            processing_class,
-            args,
+            models=[self._unwrapped(self.model)],
             packs=args.packing == "prefix",
             outputs=(),
         )
-        self.checks = Checks(self._policy, self.accelerator)
         self._complete_parts()
 
     def _check_adapter(self) -> None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -57,8 +58,9 @@ from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..rollout.samplers import Sampler
 from ..rollout.view_options import LossView
-from .arguments import check_instances, check_output_dir, check_unsplit
-from .configs import SamplingConfig, TrainerConfig, mapping
+from .arguments import check_arguments, check_instances, check_output_dir, check_unsplit
+from .configs import ReadingConfig, SamplingConfig, TrainerConfig, mapping
+from .signatures import Model, Processor
 
 
 if TYPE_CHECKING:
@@ -409,6 +411,22 @@ def load_parts(
     return Loaded(model, processing_class, source, revision, by_name)
 
 
+def load_for_reading(
+    model: Model,
+    args: ReadingConfig,
+    processing_class: Processor | None,
+    datasets: dict[str, Any],
+    objects: dict[str, Any],
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> Loaded:
+    """[`load_parts`] of a trainer that reads completions, after checks of its arguments, `objects` among them."""
+    check_arguments(**datasets, **objects, processing_class=processing_class)
+    check_launch(args, model)
+    warn_of_unread(args, datasets, modalities(model, args), supervised=True)
+    set_seed(args.seed)  # as TRL does before it loads a model
+    return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
+
+
 def load_for_sampling(
     model: Any,
     args: Any,
@@ -603,9 +621,12 @@ def with_media_reader(
 
 
 def load_policy(
-    name: str, args, quantization_config=None, load: Callable[..., PreTrainedModel] = load_model
+    name: str,
+    args: TrainerConfig,
+    quantization_config: BitsAndBytesConfig | None = None,
+    load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
-    init_kwargs = dict(args.model_init_kwargs or {})
+    init_kwargs = dict(mapping(args.model_init_kwargs))
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:
             raise ValueError(
