@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -394,6 +395,18 @@ def test_the_console_shows_the_first_pair(form, tmp_path, capsys):
     assert "It is a cat." in capsys.readouterr().out
 
 
+def test_the_model_is_the_reference_until_it_is_trained(tmp_path):
+    """As in TRL, with a dataset whose reference wasn't computed before the run."""
+    options = {"precompute_ref_log_probs": True, "max_steps": 1}
+    trainer = run_ours(image_pairs(4), tmp_path, **options)
+    assert trainer.evaluate(image_pairs(3))["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
+    trainer.train()
+    other = run_ours(image_pairs(4), tmp_path, objects={"ref_model": shifted(load_model("qwen2_5_vl")[0])}, **options)
+    for each in (trainer, other):
+        with pytest.raises(ValueError, match="keeps no reference for a dataset that is passed to `evaluate` after"):
+            each.evaluate(image_pairs(3))
+
+
 def test_a_reference_of_some_rows_is_an_error(tmp_path):
     options = {"precompute_ref_log_probs": True, "dataloader_drop_last": True, "per_device_eval_batch_size": 3}
     with pytest.raises(ValueError, match="The reference scored 3 of 4 rows; .* don't set `dataloader_drop_last`"):
@@ -457,6 +470,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
     [
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
         (Dataset.from_list([]), {}, "train dataset has no rows"),
+        (None, {}, "`train_dataset` is required"),
         (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no use in DPO here"),
         (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` moves it"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),

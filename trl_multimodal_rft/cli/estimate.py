@@ -26,11 +26,12 @@ from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
+from ..models.wrapped import replaced
 from ..reporting.console import parts_lines
 from ..rollout.view_options import LossView, view_option
 from ..trainers.arguments import as_names
 from .arguments import OPTIMIZERS, SHARDS
-from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
+from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 
 

@@ -2,9 +2,8 @@
 """Runs of models on fake tensors, to measure memory and operations."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch._ops import OpOverload
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from trl.kernels import chunked_logprob
 
 from ..forward import head, kernels
+from ..models.wrapped import replaced
 
 
 _ATEN = torch.ops.aten
@@ -169,14 +169,3 @@ def kernels_of_gpus() -> Iterator[None]:
         replaced(chunked_logprob, **tiles),
     ):
         yield
-
-
-@contextmanager
-def replaced(module: ModuleType, **functions: Callable) -> Iterator[None]:
-    """Within the context, a module has other functions, for those that don't run on fake tensors."""
-    before = {name: getattr(module, name) for name in functions}
-    vars(module).update(functions)
-    try:
-        yield
-    finally:
-        vars(module).update(before)

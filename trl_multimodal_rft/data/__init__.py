@@ -19,10 +19,12 @@ if TYPE_CHECKING:
         load_verl,
         load_video_r1,
     )
+    from .rows.pairs import judge_rows
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "judge_rows": "rows.pairs",
         "load_audiomcq": "rows.benchmarks",
         "load_avqa": "rows.benchmarks",
         "load_charades_sta": "rows.layouts",

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..families import family_of
+from ..models.wrapped import replaced
 from . import kernels
 from .encoders import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
@@ -118,13 +119,9 @@ def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Restores the attention implementations from before [`install_prefix_attention`] within the context."""
     config = model.get_decoder().config
-    name = config._attn_implementation or "eager"
-    config._attn_implementation = name.removeprefix(_PREFIX)
-    try:
-        with original_encoders(model):
-            yield
-    finally:
-        config._attn_implementation = name
+    original = (config._attn_implementation or "eager").removeprefix(_PREFIX)
+    with replaced(config, _attn_implementation=original), original_encoders(model):
+        yield
 
 
 def _eager_attention(module: nn.Module) -> Attention:

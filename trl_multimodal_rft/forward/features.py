@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from ..families import MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers
 from ..models.towers import find_towers
-from ..models.wrapped import replaced_method
+from ..models.wrapped import replaced
 
 
 # What modules return
@@ -205,14 +205,9 @@ def _calls_of_one(
         reached.extend(_tensors((args, kwargs)))
         raise _Encoded
 
-    handle = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        with torch.enable_grad(), _wrapped(model, modules, scope, call):
-            model(**inputs, use_cache=False)
-    except _Encoded:
-        pass
-    finally:
-        handle.remove()
+    hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
+    with suppress(_Encoded), hook, torch.enable_grad(), _wrapped(model, modules, scope, call):
+        model(**inputs, use_cache=False)
     # What the decoder's inputs would have a gradient of is what the code between frozen modules reads
     read = leaves_of_graph(reached)
     kinds_read = {
@@ -317,13 +312,9 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
     def of_kind(kind: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads its arguments
         def compute(*args: Output, **kwargs: Output) -> Output:
-            before = scope.kind
-            if before not in MODALITIES:  # features of videos may be those of images
-                scope.kind = kind
-            try:
+            # Features of videos may be those of images
+            with replaced(scope, kind=scope.kind if scope.kind in MODALITIES else kind):
                 return method(*args, **kwargs)
-            finally:
-                scope.kind = before
 
         return compute
 
@@ -332,9 +323,9 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
 
     with ExitStack() as stack:
         for kind, method in _methods(model).items():
-            stack.enter_context(replaced_method(model.base_model, method.__name__, of_kind(kind, method)))
+            stack.enter_context(replaced(model.base_model, **{method.__name__: of_kind(kind, method)}))
         for module in modules:
-            stack.enter_context(replaced_method(module, "forward", of_module(module, module.forward)))
+            stack.enter_context(replaced(module, forward=of_module(module, module.forward)))
         yield
 
 

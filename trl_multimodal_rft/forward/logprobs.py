@@ -49,19 +49,15 @@ def _running(
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
     decoder, outputs, overrides = model.get_decoder(), [], {**batch.injected, **kwargs}
-    handles = [
+    with (
         decoder.register_forward_pre_hook(
             lambda module, args, received: (args, {**received, **overrides}), with_kwargs=True
         ),
         decoder.register_forward_hook(lambda module, args, output: outputs.append(output)),
-    ]
-    masks = without_masks(decoder) if "prefix_layout" in overrides else nullcontext()
-    try:
-        with frozen_features(model, batch.parts), masks:
-            yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+        frozen_features(model, batch.parts),
+        without_masks(decoder) if "prefix_layout" in overrides else nullcontext(),
+    ):
+        yield outputs
 
 
 def completion_scores(
@@ -222,11 +218,8 @@ def completion_rewards(
     def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         scores: list[torch.Tensor] = []
         head = unwrapped_model.get_submodule("score")
-        handle = head.register_forward_hook(lambda module, args, output: scores.append(output))
-        try:
+        with head.register_forward_hook(lambda module, args, output: scores.append(output)):
             model(input_ids=input_ids, use_cache=False, **inputs)
-        finally:
-            handle.remove()
         return scores[-1][..., 0].to(torch.promote_types(scores[-1].dtype, torch.float32))
 
     options = {"packed": packed, "isolate": isolate, "min_forwards": min_forwards, "states": states}

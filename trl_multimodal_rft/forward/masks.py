@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..models.wrapped import replaced
 from .layer_masks import Causal, LayerMask
 from .layout import group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
@@ -33,18 +34,6 @@ _MASKS_WITH_WINDOWS = {
 
 # Layer types whose tokens don't interact
 POINTWISE_LAYERS = {"mlp", "moe"}
-
-
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Sets the attention implementation in the text config alone within the context."""
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
@@ -87,7 +76,7 @@ def _described_masks(
     default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default)
     # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
-    with attention_implementation(model, "sdpa"), _masks_by_rows():
+    with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
             inputs_embeds=torch.empty(1, total, 0),

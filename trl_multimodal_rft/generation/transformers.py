@@ -2,8 +2,8 @@
 """Sampling with transformers: each prompt and its media are prefilled once for all its completions."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from ..forward.inputs import left_pad, media_inputs
 from ..forward.layer_masks import Causal, span_mask
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
+from ..models.wrapped import replaced
 from .caches import GrowingLayer, growing_cache
 
 
@@ -326,37 +327,24 @@ def generate_in_parts(
     return torch.cat([F.pad(each, (0, longest - each.size(1)), value=pad_token_id) for each in outputs])[order]
 
 
-@contextmanager
-def without_router_logits(model: PreTrainedModel) -> Iterator[None]:
+def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
     Turns `output_router_logits` of a config off within the context: `generate` would compute the load-balancing loss
     of each decoding step, which fails on padded prompts.
     """
     config = model.config.get_text_config(decoder=True)
-    before = getattr(config, "output_router_logits", None)
-    if before:
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if before:
-            config.output_router_logits = before
+    is_on = getattr(config, "output_router_logits", False)
+    return replaced(config, output_router_logits=False) if is_on else nullcontext()
 
 
-@contextmanager
-def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> AbstractContextManager[None]:
     """
     Replaces a model's generation config within the context.
 
     `generate` fills options that are `None` from it, so that a `min_p` or a repetition penalty that a checkpoint
     recommends would change the distribution that completions are sampled from.
     """
-    before = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = before
+    return replaced(model, generation_config=config)
 
 
 def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:

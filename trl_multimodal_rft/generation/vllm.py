@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, logp_or_none, until_answered
@@ -553,12 +553,7 @@ def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:
     )
 
 
-@contextmanager
-def _with_arguments(engine_kwargs: dict[str, Any]):
+def _with_arguments(engine_kwargs: dict[str, Any]) -> AbstractContextManager[None]:
     """Adds arguments to the engine, which TRL constructs with fixed ones."""
     engine = getattr(vllm_generation, "LLM", None)
-    vllm_generation.LLM = lambda **kwargs: engine(**{**kwargs, **engine_kwargs})
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = engine
+    return replaced(vllm_generation, LLM=lambda **kwargs: engine(**{**kwargs, **engine_kwargs}))

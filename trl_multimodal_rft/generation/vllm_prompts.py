@@ -3,7 +3,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
 from ..families import family_of_processor
+from ..models.wrapped import replaced
 from .vllm_versions import engine_obstacle
 
 
@@ -165,12 +166,6 @@ def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
         )
 
 
-@contextmanager
-def processors_unchecked():
+def processors_unchecked() -> AbstractContextManager[None]:
     """vLLM calls processors on video placeholders without videos, which transformers refuses since 5.23."""
-    checked = ProcessorMixin.validate_inputs
-    ProcessorMixin.validate_inputs = lambda self, *args, **kwargs: None
-    try:
-        yield
-    finally:
-        ProcessorMixin.validate_inputs = checked
+    return replaced(ProcessorMixin, validate_inputs=lambda self, *args, **kwargs: None)

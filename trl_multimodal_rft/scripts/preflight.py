@@ -12,7 +12,8 @@ from .options import NAMES, table
 def check_run(command: str, args: argparse.Namespace) -> None:
     """Checks the arguments of a launched command: those it needs, and names of models, datasets and rewards."""
     dataset = getattr(args, "dataset_name", None) or getattr(args, "datasets", None)
-    check_model_and_dataset(getattr(args, "model_name_or_path", None), dataset)
+    reward_model = getattr(args, "reward_model_name_or_path", None) if getattr(args, "pairs", False) else None
+    check_model_and_dataset(getattr(args, "model_name_or_path", None) or reward_model, dataset)
     if command == "filter" and getattr(args, "by", "contribution") == "contribution":
         check_ablated_modality(getattr(args, "ablate", None))
     check_names(args)

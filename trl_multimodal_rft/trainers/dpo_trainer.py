@@ -27,9 +27,8 @@ from ..reporting.model_card import CardNotes, common_lines
 from .dpo_config import MultimodalDPOConfig
 from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
-from .reading import CompletionTrainer
+from .reading import CompletionTrainer, load_for_reading
 from .setup import (
-    load_for_reading,
     load_reference,
     no_warning_about_init_kwargs,
     options_for_constructor,
@@ -100,6 +99,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
         loaded = load_for_reading(model, args, processing_class, datasets, objects)
         model, processing_class = loaded.model, loaded.processing_class
+        self._starts_as_reference = ref_model is None
         if ref_model is None:
             ref_model = load_reference(model, args, peft_config, quantization_config)
         self.card_notes = CardNotes()
@@ -123,7 +123,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 ref_model=ref_model,
                 args=args,
                 data_collator=collator,
-                train_dataset=_without_rows(train_dataset, processing_class),
+                # Without any, TRL raises
+                train_dataset=None if train_dataset is None else _without_rows(train_dataset, processing_class),
                 eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
                 callbacks=callbacks,
@@ -248,10 +249,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             self.checks.on_pairs(model, inputs["sequences"], self.args.packing == "prefix")
         self._measure_contribution(model, inputs)
         if not all(name in inputs for name in self._reference):
-            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_peft_model(self.model):
+            is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
+            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
                 raise ValueError(
-                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate`; "
-                    "pass it as `eval_dataset` to the trainer."
+                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
+                    "after an update, or that was another model; pass it as `eval_dataset` to the trainer."
                 )
             logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | dict(zip(self._reference, logps, strict=True))

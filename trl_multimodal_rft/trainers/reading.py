@@ -1,12 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
 from ..checks.run_checks import Checks
@@ -19,13 +20,15 @@ from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
+from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
+from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
-from .setup import has_unread_rows, modalities, warn_of_unread
-from .signatures import EvalRows, Processor
+from .setup import Loaded, check_launch, has_unread_rows, load_parts, modalities, warn_of_unread
+from .signatures import EvalRows, Model, Processor
 
 
 logger = get_logger(__name__)
@@ -136,6 +139,22 @@ class CompletionTrainer(CheckpointMixin):
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
         self._total_train_tokens = state["num_tokens"]
+
+
+def load_for_reading(
+    model: Model,
+    args: ReadingConfig,
+    processing_class: Processor | None,
+    datasets: dict[str, Any],
+    objects: dict[str, Any],
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> Loaded:
+    """[`load_parts`] of a trainer that reads completions, after checks of its arguments, `objects` among them."""
+    check_arguments(**datasets, **objects, processing_class=processing_class)
+    check_launch(args, model)
+    warn_of_unread(args, datasets, modalities(model, args), supervised=True)
+    set_seed(args.seed)  # as TRL does before it loads a model
+    return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
 
 
 def reading_policy(

@@ -26,9 +26,9 @@ from ..models.wrapped import unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
-from .reading import CompletionTrainer
+from .reading import CompletionTrainer, load_for_reading
 from .reward_config import MultimodalRewardConfig
-from .setup import load_for_reading, no_warning_about_init_kwargs, options_for_constructor, resolve_config
+from .setup import no_warning_about_init_kwargs, options_for_constructor, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 

@@ -8,20 +8,21 @@ import reprlib
 import warnings
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     BitsAndBytesConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -52,15 +53,14 @@ from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.reward_model import register_reward_model
 from ..models.towers import freeze_as_built
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..rollout.samplers import Sampler
 from ..rollout.view_options import LossView
-from .arguments import check_arguments, check_instances, check_output_dir, check_unsplit
-from .configs import ReadingConfig, SamplingConfig, TrainerConfig, mapping
-from .signatures import Model, Processor
+from .arguments import check_instances, check_output_dir, check_unsplit
+from .configs import SamplingConfig, TrainerConfig, mapping
 
 
 if TYPE_CHECKING:
@@ -326,17 +326,10 @@ def warn_of_truncation(args: SamplingConfig) -> None:
         )
 
 
-@contextmanager
-def image_token_id(config, placeholders: set[int]):
+def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> AbstractContextManager[None]:
     """TRL reads `config.image_token_id` for every processor; a model without images has none."""
-    missing = not hasattr(config, "image_token_id")
-    if missing:
-        config.image_token_id = min(placeholders, default=None)
-    try:
-        yield
-    finally:
-        if missing:
-            del config.image_token_id
+    has_images = hasattr(config, "image_token_id")
+    return nullcontext() if has_images else replaced(config, image_token_id=min(placeholders, default=None))
 
 
 @contextmanager
@@ -409,22 +402,6 @@ def load_parts(
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
     check_processor(processing_class)
     return Loaded(model, processing_class, source, revision, by_name)
-
-
-def load_for_reading(
-    model: Model,
-    args: ReadingConfig,
-    processing_class: Processor | None,
-    datasets: dict[str, Any],
-    objects: dict[str, Any],
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> Loaded:
-    """[`load_parts`] of a trainer that reads completions, after checks of its arguments, `objects` among them."""
-    check_arguments(**datasets, **objects, processing_class=processing_class)
-    check_launch(args, model)
-    warn_of_unread(args, datasets, modalities(model, args), supervised=True)
-    set_seed(args.seed)  # as TRL does before it loads a model
-    return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
 
 
 def load_for_sampling(
@@ -634,7 +611,7 @@ def load_policy(
                 "trainer argument."
             )
         init_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     model = load(name, **init_kwargs)

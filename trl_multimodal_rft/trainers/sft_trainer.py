@@ -20,8 +20,8 @@ from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from .optimizer import freeze_and_check
-from .reading import CompletionTrainer
-from .setup import load_for_reading, no_warning_about_init_kwargs, options_for_constructor, resolve_config
+from .reading import CompletionTrainer, load_for_reading
+from .setup import no_warning_about_init_kwargs, options_for_constructor, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator, prepare_rows
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
