@@ -264,7 +264,7 @@ def test_rows_that_no_forward_scores_exactly_end_the_run(tmp_path, monkeypatch):
     """Images at the positions of text."""
     monkeypatch.setattr(prompts, "prompt_position_ids", lambda model, ids, *_: torch.arange(len(ids))[None])
     trainer = make("qwen2_5_vl", picture_rows(), tmp_path, max_steps=1)
-    message = "qwen2_5_vl can't be trained exactly: log-probabilities of padded rows differ by .* the model's forward"
+    message = "qwen2_5_vl can't be trained exactly: scores of padded rows differ by .* the model's forward"
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
 
