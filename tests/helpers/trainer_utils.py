@@ -30,6 +30,7 @@ from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
     MultimodalPPOTrainer,
+    MultimodalRewardConfig,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTConfig,
@@ -327,6 +328,7 @@ CONFIGS = {
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
     "dpo": MultimodalDPOConfig,
+    "reward": MultimodalRewardConfig,
     "distillation": MultimodalDistillationConfig,
 }
 
