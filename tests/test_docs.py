@@ -36,7 +36,7 @@ from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
@@ -393,7 +393,8 @@ def test_metrics_are_explained():
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
     own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     theirs = "".join(
-        Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer)
+        Path(inspect.getfile(base)).read_text()
+        for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
     )
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}

@@ -29,6 +29,7 @@ from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
     MultimodalPPOTrainer,
+    MultimodalRewardConfig,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTConfig,
@@ -325,6 +326,7 @@ CONFIGS = {
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
     "dpo": MultimodalDPOConfig,
+    "reward": MultimodalRewardConfig,
     "distillation": MultimodalDistillationConfig,
 }
 

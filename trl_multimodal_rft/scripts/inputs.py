@@ -18,6 +18,7 @@ from ..paths import local_path
 from ..trainers.distillation_config import MultimodalDistillationConfig
 from ..trainers.dpo_config import MultimodalDPOConfig
 from ..trainers.grpo_config import MultimodalGRPOConfig
+from ..trainers.reward_config import MultimodalRewardConfig
 from ..trainers.rloo_config import MultimodalRLOOConfig
 from ..trainers.sft_config import MultimodalSFTConfig
 from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
@@ -28,7 +29,7 @@ from .prompts import with_system_message, with_texts
 logger = get_logger(__name__)
 
 SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig
-TrainingConfig = SamplingConfig | MultimodalSFTConfig | MultimodalDPOConfig
+TrainingConfig = SamplingConfig | MultimodalSFTConfig | MultimodalDPOConfig | MultimodalRewardConfig
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:

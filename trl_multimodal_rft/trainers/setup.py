@@ -20,6 +20,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -50,6 +51,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
+from ..models.reward_model import register_reward_model
 from ..models.towers import freeze_as_built
 from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
@@ -337,7 +339,9 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record: logging.LogRecord):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation")]
+    loggers = [
+        logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")
+    ]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
@@ -371,14 +375,19 @@ class Loaded:
 
 
 def load_parts(
-    model: Any, args: Any, processing_class: Any, quantization_config: Any, max_completion_length: int | None
+    model: Any,
+    args: Any,
+    processing_class: Any,
+    quantization_config: Any,
+    max_completion_length: int | None,
+    load: Callable[..., PreTrainedModel] = load_model,
 ) -> Loaded:
     """Loads a model and its processor where given by name, and refuses those that can't be trained."""
     if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
         model = model.model_for(args)
     by_name = isinstance(model, str)
     if by_name:
-        model = load_policy(model, args, quantization_config)
+        model = load_policy(model, args, quantization_config, load)
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
     source: Any = None
     if processing_class is None:
@@ -539,16 +548,23 @@ class RewardSources:
         return known if self.reward_funcs else {}
 
 
-def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
+def reward_sources(
+    reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
+) -> RewardSources:
     """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
     of_environments = toolbox.reward_funcs()
     if not reward_funcs:
         reward_funcs, of_environments = [*of_environments.values()], {}
-    if not reward_funcs and needed:
+    if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     processors = processors or [None] * len(reward_funcs)
     processors = processors if isinstance(processors, list) else [processors]
-    return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
+    revision = mapping(args.model_init_kwargs).get("revision")
+    for each in reward_funcs:
+        if isinstance(each, str):  # which TRL loads
+            register_reward_model(each, revision=revision, trust_remote_code=args.trust_remote_code)
+    by_name = [isinstance(each, str) for each in reward_funcs]
+    return RewardSources(reward_funcs, processors, by_name, of_environments)
 
 
 def with_media_reader(
@@ -581,8 +597,13 @@ def with_media_reader(
     )
 
 
-def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
-    init_kwargs = dict(args.model_init_kwargs or {})
+def load_policy(
+    name: str,
+    args: TrainerConfig,
+    quantization_config: BitsAndBytesConfig | None = None,
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> PreTrainedModel:
+    init_kwargs = dict(mapping(args.model_init_kwargs))
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:
             raise ValueError(
@@ -590,10 +611,10 @@ def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
                 "trainer argument."
             )
         init_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    model = load_model(name, **init_kwargs)
+    model = load(name, **init_kwargs)
     freeze_as_built(model)
     return model
 
