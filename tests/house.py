@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_multimodal_rft"
 BOUNDS = Path(__file__).with_name("house.json")
 LIMITS = {"files": 700, "classes": 450, "functions": 100}
-TRAINERS = ("GRPO", "RLOO", "PPO", "SFT", "DPO", "Distillation")
+TRAINERS = ("GRPO", "RLOO", "PPO", "SFT", "DPO", "Reward", "Distillation")
 
 
 # The interface with TRL

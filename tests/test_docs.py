@@ -36,7 +36,7 @@ from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
@@ -213,7 +213,7 @@ def test_the_docs_are_short():
     sys.stdout.write("".join(f"{number:6} {path}\n" for path, number in sorted(words.items())))
     generated = sum(number for path, number in words.items() if path.startswith("docs/generated/"))
     assert generated <= 6_000
-    assert sum(words.values()) - generated <= 46_000
+    assert sum(words.values()) - generated <= 46_400
 
 
 def test_the_readme_shows_what_is_measured():
@@ -393,7 +393,8 @@ def test_metrics_are_explained():
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
     own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     theirs = "".join(
-        Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer)
+        Path(inspect.getfile(base)).read_text()
+        for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
     )
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "trl_multimodal_rft" / "recipes"
 RECIPES = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
 FAMILIES = {
+    "InternVL3": "internvl",
     "MiMo-VL": "qwen2_5_vl",
     "Qwen2-Audio": "qwen2_audio",
     "Qwen2.5-Omni": "qwen2_5_omni",
@@ -39,9 +40,12 @@ FAMILIES = {
     "Qwen2.5-VL": "qwen2_5_vl",
     "Qwen3-VL": "qwen3_vl",
     "Qwen3.5": "qwen3_5",
+    "Qwen3-Omni": "qwen3_omni_moe",
+    "llava-1.5": "llava",
 }
 # Kinds of media of prepared datasets, images if it isn't here
 KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
+KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
 KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong"), {"audio"})
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
@@ -105,6 +109,7 @@ def sources(folder):
     for split in ("train", "test"):
         Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
     save_grounding(folder)
+    save_preferences(folder)
     (folder / "Vision-OPD-6K").mkdir()
     for name, crop in (("images", None), ("teacher_images", (0, 0, 28, 56))):
         (folder / "Vision-OPD-6K" / name).mkdir()
@@ -161,14 +166,48 @@ def save_grounding(folder):
         Dataset.from_list(rows).to_parquet(folder / "DeepEyes-Datasets-47k" / f"{name}.parquet")
 
 
+def save_preferences(folder):
+    """Handmade files of the datasets of pairs."""
+    pair = {"question": "What is it?", "chosen": "A bird.", "rejected": "A cat."}
+    rows = [{**pair, "image": str(folder / "media" / f"{i}.png"), "idx": str(i)} for i in range(4)]
+    pairs = Dataset.from_list(rows).cast_column("image", Image())
+    pairs.to_parquet(folder / "RLAIF-V-Dataset" / "train-00000-of-00001.parquet")
+    (folder / "MMPR-v1.2").mkdir()
+    (folder / "MMPR-v1.2" / "a.jsonl").write_text(
+        "".join(json.dumps({**row, "image": f"{i}.png"}) + "\n" for i, row in enumerate([pair] * 4))
+    )
+    part = {"root": "media", "annotation": "MMPR-v1.2/a.jsonl", "repeat_time": 1}
+    (folder / "MMPR-v1.2" / "meta.json").write_text(json.dumps({"a": part}))
+    omni = folder / "Omni-Preference"
+    for modality, ending, place in (
+        ("image", "png", "gqa"),
+        ("video", "mp4", "video-dataset/Charades"),
+        ("audio", "wav", "audio_files"),
+    ):
+        (omni / place).mkdir(parents=True)
+        (omni / place / f"0.{ending}").write_bytes((folder / "media" / f"0.{ending}").read_bytes())
+        (omni / "dataset_jsonl" / modality).mkdir(parents=True)
+        path = f"/data/{place.removeprefix('video-dataset/')}/0.{ending}"
+        asked = (
+            f"### Context\n{modality.title()} file: {path}\nQuestion: What?\nCandidate A: A bird.\nCandidate B: A cat."
+        )
+        solution = json.dumps({"better": "A", "score_A": 8, "score_B": 6})
+        row = {f"{modality}s": [path], "messages": [{"role": "user", "content": asked}], "solution": solution}
+        (omni / "dataset_jsonl" / modality / "final_rl_data.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+
+
 def prepared(path, tmp_path):
     """Returns the folder that the recipe's command writes from handmade files."""
     sources(tmp_path / "sources")
     lines = " ".join(header(path)["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
-    place = Path(words[2]) if words[2].endswith("/train.jsonl") else Path(Path(words[2]).name)
+    place = Path(words[2]) if words[2].endswith(("/train.jsonl", "/meta.json")) else Path(Path(words[2]).name)
     words[2] = str(tmp_path / "sources" / place)
-    words = [str(tmp_path / "sources" / "media") if words[i - 1] == "--media_dir" else w for i, w in enumerate(words)]
+    media = {".": str(tmp_path / "sources")}
+    words = [
+        media.get(word, str(tmp_path / "sources" / "media")) if words[i - 1] == "--media_dir" else word
+        for i, word in enumerate(words)
+    ]
     name = words[words.index("--output_dir") + 1]
     words[words.index(name, words.index("--output_dir"))] = str(tmp_path / name)
     main(words)

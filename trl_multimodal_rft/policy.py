@@ -22,7 +22,7 @@ from .forward.attention import attention_obstacle
 from .forward.divergence import Target
 from .forward.inputs import encode_once
 from .forward.layout import CompletionBatch, States, split_samples
-from .forward.logprobs import Forward, completion_scores, completion_values, prompt_states
+from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
@@ -289,7 +289,7 @@ class PolicyForward:
 
         batch = CompletionBatch(prompts, completion_ids, completion_mask)
         read = critic.model if isinstance(critic, Critic) else policy
-        return self._without_loss(values, model, read, batch, packed).values
+        return self._by_function(values, model, read, batch, packed).values
 
     def states(
         self,
@@ -308,24 +308,48 @@ class PolicyForward:
             return {"hidden": scores.tensors()["hidden"]}
 
         batch = CompletionBatch(prompts, completion_ids, completion_mask)
-        return self._without_loss(states, model, policy, batch, packed).tensors()["hidden"]
+        return self._by_function(states, model, policy, batch, packed).tensors()["hidden"]
 
-    def _without_loss(
+    def rewards(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        *,
+        packed: bool,
+        fallbacks: Fallbacks | None = None,
+    ) -> Scores:
+        """
+        The scores that a reward model gives completions, as `values` `(B, 1)`, differentiable where gradients are
+        enabled; see [`~forward.logprobs.completion_rewards`].
+        """
+        policy = self.unwrapped(model)
+
+        def rewards(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
+            return {"values": completion_rewards(call, policy, *completions, **options)}
+
+        batch = CompletionBatch(prompts, completion_ids, completion_mask)
+        return self._by_function(rewards, model, policy, batch, packed, fallbacks)
+
+    def _by_function(
         self,
         function: Callable[[Forward, CompletionBatch, dict], dict[str, torch.Tensor]],
         model: nn.Module,
         read: PreTrainedModel,
         batch: CompletionBatch,
         packed: bool,
+        fallbacks: Fallbacks | None = None,
     ) -> Scores:
         """What a function of a model's forward, of completions and of options returns, in parts; `read` gets them."""
+        fallbacks = self.fallbacks if fallbacks is None else fallbacks
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
             completions = self._with_dummies(model, batch.rows(rows))
-            options = self._forwards(completions, packed, self.fallbacks, states)
+            options = self._forwards(completions, packed, fallbacks, states)
             with self._autocast():
                 tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
-            return Scores(**tensors).rows(slice(len(rows)))
+            return Scores(**self._reaching_all(model, tensors, states)).rows(slice(len(rows)))
 
         lengths = None if self.max_tokens is None else batch.mask.sum(1).tolist()
         return self._in_parts(part, model, [read], batch, lengths, packed, keeps=packed)
@@ -386,15 +410,22 @@ class PolicyForward:
             several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
             several = several or hidden or target is not None  # which engines must find among the outputs
             tensors = self._as_one_forward(model, score) if several else score(model)
+        return Scores(**self._reaching_all(model, tensors, states)).rows(slice(n))  # without dummy prompts
+
+    def _reaching_all(
+        self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
+    ) -> dict[str, torch.Tensor]:
+        """Adds a zero that depends on weights that no forward uses, for whose gradients DDP would wait."""
         # Chunks of a group, but for the last, don't reach what is before the language model
         reaches = states is None or self.accelerator is None or self.accelerator.sync_gradients
+        is_ddp = isinstance(model, DistributedDataParallel)
         if is_ddp and reaches and torch.is_grad_enabled() and not model.find_unused_parameters:
-            name = "logps" if target is None else "divergences"
+            name = next(each for each in ("logps", "divergences", "values") if each in tensors)
             if self._unreached is None:
                 self._unreached = unreached_parameters(model, list(tensors.values()))
-            # A zero that depends on weights that no forward uses, for whose gradients DDP would wait
-            tensors[name] = tensors[name] + sum(0 * parameter.flatten()[0] for parameter in self._unreached)
-        return Scores(**tensors).rows(slice(n))  # without dummy prompts
+            zero = sum(0 * parameter.flatten()[0] for parameter in self._unreached)
+            return {**tensors, name: tensors[name] + zero}
+        return tensors
 
     def _forwards(
         self, completions: CompletionBatch, packed: bool, fallbacks: Fallbacks, states: States | None = None

@@ -19,7 +19,7 @@ from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, require
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
-from .sequences import check_pairs, check_sequences
+from .sequences import check_pairs, check_rewards, check_sequences
 
 
 logger = get_logger(__name__)
@@ -68,6 +68,13 @@ class Checks:
         """Runs the self-check on the first pairs of completions."""
         if self.self_check is None:
             self.self_check = check_pairs(self.policy, model, pairs, packs)
+            self.policy.fallbacks = self.self_check.fallbacks
+            self._show()
+
+    def on_comparisons(self, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> None:
+        """Runs the self-check of a reward model on the first pairs of completions."""
+        if self.self_check is None:
+            self.self_check = check_rewards(self.policy, model, pairs, packs)
             self.policy.fallbacks = self.self_check.fallbacks
             self._show()
 

@@ -202,14 +202,18 @@ class SupervisedEncoder:
         mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
         return encoded, padded, mask
 
-    def encode_preference(self, row: Row) -> PreferencePair:
+    def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end.
-        Without a `prompt`, it is what both completions start with.
+        Without a `prompt`, it is what both completions start with. Tokenized texts are `chosen_ids` and
+        `rejected_ids`.
 
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
+            whole (`bool`, *optional*, defaults to `False`):
+                Whether a row without media is tokenized as two texts, of which the tokens that both start with are the
+                prompt: what scores the end of a text knows no boundary in it.
 
         Returns:
             [`PreferencePair`]: The prompt and the completions.
@@ -219,7 +223,11 @@ class SupervisedEncoder:
                 after the prompt.
             [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in a completion.
         """
-        name, completions, prompt = f"row {row.row_index}", {}, None
+        if whole and row.get("chosen_ids") and row.get("rejected_ids"):
+            tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
+            return _with_common_start(*map(self.encode_tokens, tokenized))
+        name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
+        whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
         for column in ("chosen", "rejected"):
             check_decoded(row.get(column), column, row.row_index)
             if not row.get(column):
@@ -229,10 +237,13 @@ class SupervisedEncoder:
         check_decoded(row.get("prompt"), "prompt", row.row_index)
         for column in ("chosen", "rejected"):
             pair, messages, n = self._preference(row, column)
+            if whole and next(iter_refs(messages), None) is None:
+                texts.append(self._encode_text(pair, messages))
+                continue
             completions[column] = self._completion_ids(pair, messages, n, name, self._end)
             if prompt is None:
                 prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
-        return PreferencePair(**vars(prompt), **completions)
+        return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
     def preference_prompt(self, row: Row) -> str | list:
         """
@@ -266,6 +277,8 @@ class SupervisedEncoder:
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
         """A row with one of its completions, the messages of both, and how many of them are the prompt's."""
         columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        if not columns["prompt"]:
+            raise _no_prompt(f"row {row.row_index}")
         pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
         chat, completion = _chat(pair, f"row {row.row_index}", column)
         messages = self._messages(pair, chat, completion, column)
@@ -346,6 +359,12 @@ class SupervisedEncoder:
             view=view,
             row=row.row_index,
         )
+
+    def _encode_text(self, row: Row, messages: list) -> EncodedPrompt:
+        """A prompt and its completion without media, in one."""
+        if isinstance(_prompt_of(row, messages), str):
+            return self.encode_text(row["prompt"] + row["completion"], row.row_index)
+        return self._encode(messages, row, add_generation_prompt=False)
 
     def _encode_pair(
         self, row: Row, messages: list, n: int, name: str, end: str = ""
@@ -446,6 +465,21 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
         modalities=prompt.modalities,
         row=prompt.row,
         learned=torch.zeros(len(prompt) + n, dtype=torch.bool),
+    )
+
+
+def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
+    """A pair whose prompt are the tokens that both texts start with."""
+    ids, others = chosen.input_ids.tolist(), rejected.input_ids.tolist()
+    n = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+    if n == 0:
+        raise _no_prompt(f"row {chosen.row}")
+    return PreferencePair(**vars(chosen.part(slice(n))), chosen=ids[n:], rejected=others[n:])
+
+
+def _no_prompt(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
     )
 
 

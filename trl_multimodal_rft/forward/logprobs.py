@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -161,7 +162,7 @@ def completion_scores(
 
 
 def completion_values(
-    critic: nn.Module,
+    critic: Callable[..., torch.Tensor],
     unwrapped_model: PreTrainedModel,
     prompts: Sequence[EncodedPrompt],
     completion_ids: torch.Tensor,
@@ -175,8 +176,8 @@ def completion_values(
     """
     Values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    `critic` is a [`~models.Critic`], `unwrapped_model` its model; the other arguments are those of
-    [`completion_scores`].
+    `critic` is a [`~models.Critic`], or returns values of all states as one does, `unwrapped_model` its model; the
+    other arguments are those of [`completion_scores`].
     """
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
@@ -186,6 +187,43 @@ def completion_values(
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
     return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards).values
+
+
+def completion_rewards(
+    model: Forward,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    packed: bool = True,
+    isolate: Literal["media", "prompt"] | None = None,
+    min_forwards: int = 1,
+    states: States | None = None,
+) -> torch.Tensor:
+    """
+    Scores of a reward model, float32 at least, `(B, 1)`: at the last token of each completion that isn't the model's
+    padding token, where transformers' sequence classifiers read them.
+
+    `model` is called, with its wrappers; `unwrapped_model` is its [`~models.reward_model.as_reward_model`]; the other
+    arguments are those of [`completion_values`].
+    """
+    scored = completion_mask.bool() & (completion_ids != unwrapped_model.config.get_text_config().pad_token_id)
+    places = torch.arange(1, scored.size(1) + 1, device=scored.device)
+    ends = (scored * places).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
+    # A value is that of the state before a token: one more token reads the state after the last
+    ids, mask = F.pad(completion_ids, (0, 1)), F.pad(completion_mask, (0, 1))
+    mask = mask.scatter(1, completion_mask.sum(1, keepdim=True), 1)
+
+    def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        scores: list[torch.Tensor] = []
+        head = unwrapped_model.get_submodule("score")
+        with head.register_forward_hook(lambda module, args, output: scores.append(output)):
+            model(input_ids=input_ids, use_cache=False, **inputs)
+        return scores[-1][..., 0].to(torch.promote_types(scores[-1].dtype, torch.float32))
+
+    options = {"packed": packed, "isolate": isolate, "min_forwards": min_forwards, "states": states}
+    return completion_values(score_tokens, unwrapped_model, prompts, ids, mask, **options).gather(1, ends)
 
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:

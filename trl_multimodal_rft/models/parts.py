@@ -66,7 +66,8 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
     """Parts by the dotted names of modules, of which the deepest counts; what is in none is between them."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}
-    for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+    heads = model.get_output_embeddings(), getattr(model, "score", None)
+    for module in (model.get_decoder(), model.get_input_embeddings(), *heads):
         if module in names:
             parts_by_name[names[module]] = "language_model"
     language = [name for name in parts_by_name if name not in ("", model.base_model_prefix)]

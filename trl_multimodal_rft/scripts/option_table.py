@@ -26,7 +26,7 @@ from ..rollout.tools import TOOLS
 
 FILE = Path(__file__).with_name("options.json")
 PAGE = FILE.parents[2] / "docs" / "generated" / "options.md"
-SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "evaluate", "filter")
+SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
 _ABOUT = """
 Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
 TRL's configs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.

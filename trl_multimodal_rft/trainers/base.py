@@ -140,7 +140,7 @@ class MultimodalTrainer(CheckpointMixin):
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
-        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=args.needs_rewards)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, args)
 
         self.card_notes = CardNotes()
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)

@@ -189,7 +189,8 @@ def save_without_weights(
             policy.save_pretrained(folder, state_dict=state)
     elif writes:
         policy.config.save_pretrained(folder)
-        policy.generation_config.save_pretrained(folder)
+        if policy.can_generate():
+            policy.generation_config.save_pretrained(folder)
     if writes:
         processing_class.save_pretrained(folder)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import pad
@@ -17,30 +17,21 @@ from trl.data_utils import extract_prompt
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
 from ..checks.media_contribution import is_due, media_contribution
-from ..checks.run_checks import Checks
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
-from ..models.wrapped import is_unsharded, unwrapped
+from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import RowStream
-from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
 from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
-from .reading import CompletionTrainer, reading_policy
+from .reading import CompletionTrainer, load_for_reading
 from .setup import (
-    check_launch,
-    has_unread_rows,
-    load_parts,
     load_reference,
-    modalities,
     no_warning_about_init_kwargs,
-    options_for_constructor,
     resolve_config,
-    warn_of_unread,
 )
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
@@ -61,7 +52,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model to train, as for [`~trl.DPOTrainer`].
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference model. If `None`, it is the model as it is now, with PEFT without its adapter.
+            Reference model. If `None`, it is loaded from the path that the model was loaded from; with PEFT, it is
+            the model without its adapter.
         args ([`MultimodalDPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -103,19 +95,9 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         peft_config: Adapter = None,
     ):
         args = resolve_config(MultimodalDPOConfig, args, model)
-        check_arguments(
-            callbacks=callbacks,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        check_launch(args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        warn_of_unread(args, datasets, modalities(model, args), supervised=True)
-        set_seed(args.seed)  # as TRL does before it loads a model
-        loaded = load_parts(model, args, processing_class, quantization_config, max_completion_length=0)
+        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
+        loaded = load_for_reading(model, args, processing_class, datasets, objects)
         model, processing_class = loaded.model, loaded.processing_class
         self._starts_as_reference = ref_model is None
         if ref_model is None:
@@ -129,7 +111,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             no_warning_about_init_kwargs(loaded.by_name),
             # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and listen to
             # signals
-            options_for_constructor(
+            replaced(
                 args,
                 enable_jit_checkpoint=False,
                 precompute_ref_log_probs=False,
@@ -153,21 +135,13 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
-        self._stream = RowStream(
-            args,
-            self.accelerator,
-            encode=collator.encode,
-            columns=list(COLUMNS) if args.remove_unused_columns else None,
-            metrics=self._metrics,
-            state=lambda: self.state,
+        self._start_reading(
+            datasets,
+            columns=COLUMNS if args.remove_unused_columns else None,
+            models=[self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None],
+            packs=args.packing == "prefix",
+            outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
         )
-        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
-        outputs = (*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS
-        self._policy = reading_policy(
-            self.accelerator, models, processing_class, args, packs=args.packing == "prefix", outputs=outputs
-        )
-        self.checks = Checks(self._policy, self.accelerator)
         self._rejected, self._measured_step = args.rejected_view_settings, -1
         self._reference = REFERENCE[: 2 if self._rejected.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs

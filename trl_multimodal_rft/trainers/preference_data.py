@@ -27,6 +27,9 @@ from .sft_data import SupervisedCollator
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps", "ref_view_logps")
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
 
+# What a reward model reads besides
+COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
+
 
 @dataclass
 class PreferenceCollator(SupervisedCollator):
@@ -97,6 +100,45 @@ class PreferenceCollator(SupervisedCollator):
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
         return replace(self.encoder, template_kwargs=self._template_variables(row))
+
+
+@dataclass
+class ComparisonCollator(PreferenceCollator):
+    """Encodes what a reward model compares, and pads it."""
+
+    def __post_init__(self):
+        SupervisedCollator.__post_init__(self)
+        self.view = None
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        A micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: That of [`PreferenceCollator`], and `margin` and `tie`, `(B,)`, 0 and false for rows without.
+        """
+        stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
+        margins = torch.tensor([float(row.get("margin") or 0.0) for row in stored])
+        return {
+            **super().__call__(rows),
+            "margin": margins,
+            "tie": torch.tensor([bool(row.get("tie")) for row in stored]),
+        }
+
+    def encode(self, row: Row) -> PreferencePair:
+        """A row as a pair of at most `max_length` tokens each, the prompt included."""
+        pair, longest = self._encoder_of(row).encode_preference(row, whole=True), self.args.max_length
+        n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
+        if longest is not None and n_tokens > longest:
+            raise MediaError(
+                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({longest}), and what is judged "
+                "isn't cut; raise it, or leave such rows out with `on_media_error='skip'`"
+            )
+        return pair
 
 
 def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> None:
