@@ -16,7 +16,6 @@ from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_tra
 from huggingface_hub import ModelCard, ModelCardData, constants
 from torch.testing import assert_close
 from transformers.audio_utils import load_audio
-from trl import GRPOConfig
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -28,7 +27,6 @@ from trl_multimodal_rft import (
     TrainingCurvesCallback,
 )
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
-from trl_multimodal_rft.algorithms.kl import KL_ESTIMATORS
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
