@@ -2,6 +2,7 @@
 """Reward models: a model of the policy's class that scores a sequence at its last token."""
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .pretrained import load_model, policy_class, read_config
+from ..encoding.processors import Processor
+from .pretrained import load_model, load_trained, policy_class, read_config
+from .wrapped import unwrapped
 
 
 if TYPE_CHECKING:
@@ -97,12 +100,17 @@ def as_reward_model(model: _Model) -> _Model:
         given.config.num_labels = 1
     elif given.config.num_labels != 1:
         raise ValueError(f"{name} has `num_labels={given.config.num_labels}`; reward models require `num_labels=1`.")
-    kind = type(given) if given.can_generate() else policy_class(given.config)
-    made = object.__new__(reward_model_class(kind))
+    policy = given
+    if not given.can_generate():
+        with torch.device("meta"):
+            policy = policy_class(given.config)(given.config)  # whose methods read more attributes
+        if type(policy.base_model) is not type(given.base_model):
+            raise ValueError(f"{name} has another backbone than {type(policy).__name__}, so that it can't be trained.")
+    made = object.__new__(reward_model_class(type(policy)))
     modules = {made.base_model_prefix: given.base_model, "score": score}
     tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
     attributes = {"_modules": modules, "all_tied_weights_keys": tied, "generation_config": None}
-    vars(made).update({**vars(given), **attributes})
+    vars(made).update({**vars(policy), **vars(given), **attributes})
     for name in ("num_labels", "_weight_conversions"):  # the latter are between names of the policy's class
         vars(made).pop(name, None)
     return cast(_Model, made)
@@ -135,6 +143,40 @@ def load_reward_model(
     return as_reward_model(load_model(name, **source, **kwargs, **({} if kind is None else {"architecture": kind})))
 
 
+def load_trained_reward_model(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
+) -> "tuple[PreTrainedModel | PeftModel, Processor]":
+    """
+    Loads a reward model, or an adapter of one, and its processor.
+
+    Args:
+        name (`str`):
+            Folder or repository of the Hub.
+        revision (`str`, *optional*):
+            Version in the repository.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run code that comes with it.
+        kwargs:
+            Further arguments of `from_pretrained`.
+
+    Returns:
+        `tuple`: Model and processor.
+
+    Raises:
+        `ValueError`: If nothing there has trained a score.
+    """
+    model, processor = load_trained(name, revision, trust_remote_code, load=load_reward_model, **kwargs)
+    base = unwrapped(None, model)
+    if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
+        raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
+    return model, processor
+
+
+def is_reward_model(architectures: Sequence[str] | None) -> bool:
+    """Whether these architectures of a config are a reward model's."""
+    return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
+
+
 def register_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel] | None:
@@ -145,8 +187,7 @@ def register_reward_model(
     Returns the class of reward models of that family; `None` if it is no reward model.
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    fields, _ = PreTrainedConfig.get_config_dict(name, **source)
-    if not (fields.get("architectures") or [""])[0].endswith("ForSequenceClassification"):
+    if not is_reward_model(PreTrainedConfig.get_config_dict(name, **source)[0].get("architectures")):
         return None
     config, policy = read_config(name, **source)
     kind = reward_model_class(policy)
