@@ -17,10 +17,17 @@ from test_dpo import FORMS, IN_ORDER, REFUSED, chat, conversations, image_pairs,
 from torch.nn.functional import logsigmoid
 from trl import RewardConfig, RewardTrainer
 
-from trl_multimodal_rft import CompactLogCallback, MultimodalRewardConfig, MultimodalRewardTrainer
+from trl_multimodal_rft import (
+    CompactLogCallback,
+    MultimodalRewardConfig,
+    MultimodalRewardTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
 from trl_multimodal_rft.models.reward_model import as_reward_model, load_reward_model
+from trl_multimodal_rft.policy import Fallbacks
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["score"])
@@ -187,6 +194,21 @@ def test_saved_models_are_those_of_transformers(tmp_path):
     scores = [each.eval()(input_ids=ids).logits for each in (model, theirs, again, as_reward_model(theirs))]
     assert all(torch.allclose(each, scores[0], atol=1e-6) for each in scores)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize("family, rows", [("qwen2_5_vl", image_pairs), ("qwen2_audio", sound_pairs)])
+def test_a_policy_that_another_trainer_has_trained(family, rows, tmp_path):
+    """Its instance has a forward around the LM head."""
+    model, processor = load_model(family)
+    args = MultimodalSFTConfig(str(tmp_path), **PLAIN)
+    answered = rows().rename_column("chosen", "completion").remove_columns("rejected")
+    MultimodalSFTTrainer(model, args, train_dataset=answered, processing_class=processor).train()
+    assert "forward" in vars(model)
+    trainer = run_ours(rows(), tmp_path, objects={"model": model, "processing_class": processor})
+    trainer.train()
+    check = trainer.checks.self_check
+    assert check.padded < check.tolerance > check.packed and check.fallbacks == Fallbacks()
+    assert trainer.state.log_history[0]["loss"] > 0
 
 
 def test_what_can_not_score_is_refused(tmp_path):

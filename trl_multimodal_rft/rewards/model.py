@@ -209,9 +209,10 @@ class RewardModel:
         ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
         first.position_ids = prompt_position_ids(self._reader, first.input_ids, first.media, first.token_fields)
         try:
-            return _Group(rows, *common_start(first, ids))
+            group = _Group(rows, *common_start(first, ids))
         except ValueError:
             return None
+        return None if group.prompt.input_ids[-1] == self._pad else group  # of which a completion may have no score
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
         for ref in refs:
