@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from ..encoding.model_folders import check_model_folder, loading_errors
 from ..encoding.processors import Processor
 from .pretrained import load_model, load_trained, policy_class, read_config
 from .wrapped import unwrapped
@@ -57,7 +58,8 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     Returns:
         `type`: Its subclass, with a linear layer `score` instead of the LM head.
     """
-    stem = policy.__name__.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    suffixes = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
+    stem = functools.reduce(str.removesuffix, suffixes, policy.__name__)
     members = {
         "__module__": policy.__module__,  # by which transformers knows names of weights in other versions
         "base_model_prefix": policy.base_model_prefix,
@@ -93,6 +95,8 @@ def as_reward_model(model: _Model) -> _Model:
         raise ValueError(
             f"{name} has no backbone apart from its LM head, so that it can't be a reward model; train another family."
         )
+    if score is None and not given.can_generate():
+        raise ValueError(f"{name} has neither an LM head nor a `score`, so that it can't be a reward model.")
     if score is None:
         config = given.config.get_text_config()
         score = nn.Linear(config.hidden_size, 1, bias=False, device=given.device, dtype=given.dtype)
@@ -139,26 +143,18 @@ def load_reward_model(
     Raises:
         `ValueError`: As [`as_reward_model`] says.
     """
-    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    kind = register_reward_model(name, **source)
-    return as_reward_model(load_model(name, **source, **kwargs, **({} if kind is None else {"architecture": kind})))
+    return as_reward_model(_load_classifier(name, revision, trust_remote_code, **kwargs))
 
 
 def load_trained_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
 ) -> "tuple[PreTrainedModel | PeftModel, Processor]":
     """
-    Loads a reward model, or an adapter of one, and its processor.
+    Loads a reward model, any sequence classifier of transformers or an adapter of one, and its processor.
 
     Args:
-        name (`str`):
-            Folder or repository of the Hub.
-        revision (`str`, *optional*):
-            Version in the repository.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run code that comes with it.
-        kwargs:
-            Further arguments of `from_pretrained`.
+        name, revision, trust_remote_code, kwargs:
+            Those of [`load_reward_model`].
 
     Returns:
         `tuple`: Model and processor.
@@ -166,7 +162,7 @@ def load_trained_reward_model(
     Raises:
         `ValueError`: If nothing there has trained a score.
     """
-    model, processor = load_trained(name, revision, trust_remote_code, load=load_reward_model, **kwargs)
+    model, processor = load_trained(name, revision, trust_remote_code, load=_load_classifier, **kwargs)
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
@@ -178,20 +174,28 @@ def is_reward_model(architectures: Sequence[str] | None) -> bool:
     return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
 
 
-def register_reward_model(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
-) -> type[PreTrainedModel] | None:
+def register_reward_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """
     Tells [`~transformers.AutoModelForSequenceClassification`] how to load a saved reward model of a family for which
-    transformers has no class.
-
-    Returns the class of reward models of that family; `None` if it is no reward model.
+    transformers has no class. Returns whether a name is that of a reward model.
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    if not is_reward_model(PreTrainedConfig.get_config_dict(name, **source)[0].get("architectures")):
-        return None
-    config, policy = read_config(name, **source)
-    kind = reward_model_class(policy)
-    if not hasattr(transformers, kind.__name__):
-        AutoModelForSequenceClassification.register(type(config), kind, exist_ok=True)
-    return kind
+    check_model_folder(name)
+    with loading_errors(name):
+        fields, _ = PreTrainedConfig.get_config_dict(name, **source)
+    if not is_reward_model(fields.get("architectures")):
+        return False
+    if not hasattr(transformers, fields["architectures"][0]) and "auto_map" not in fields:
+        config, policy = read_config(name, **source)
+        AutoModelForSequenceClassification.register(type(config), reward_model_class(policy), exist_ok=True)
+    return True
+
+
+def _load_classifier(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
+) -> PreTrainedModel:
+    """A sequence classifier as it is, or a policy with a new score."""
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if register_reward_model(name, **source):
+        return load_model(name, architecture=AutoModelForSequenceClassification, num_labels=1, **source, **kwargs)
+    return as_reward_model(load_model(name, **source, **kwargs))

@@ -110,7 +110,7 @@ class RewardModel:
         # Sequence classifiers score the last token that isn't their config's padding token
         self.config.get_text_config().pad_token_id = self._pad
         self._options = {"add_generation_prompt": False, **self.template_kwargs}
-        self._reader = reader_of_groups(unwrapped)
+        self._reader = _reader_of_groups(unwrapped)
 
     @classmethod
     def from_pretrained(
@@ -157,7 +157,9 @@ class RewardModel:
         with torch.no_grad():
             for batch in self._batches(whole):
                 scores[batch] = self._score([whole[i] for i in batch])
-            for batch in self._group_batches(groups):
+            n = max(1, self.batch_size // max((len(group.rows) for group in groups), default=1))
+            for start in range(0, len(groups), n):
+                batch = groups[start : start + n]
                 scores[[i for group in batch for i in group.rows]] = self._score_groups(batch)
         return scores.tolist()
 
@@ -245,16 +247,6 @@ class RewardModel:
         size = self.batch_size
         return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
-    def _group_batches(self, groups: "list[_Group]") -> "list[list[_Group]]":
-        """Whole groups of each forward: as many as have `batch_size` completions, at least one."""
-        batches, size = [], 0
-        for group in groups:
-            size += len(group.rows)
-            if not batches or size > self.batch_size:
-                batches, size = [*batches, []], len(group.rows)
-            batches[-1].append(group)
-        return batches
-
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
         assert self._reader is not None
         device = next(self.model.parameters()).device
@@ -295,7 +287,7 @@ class RewardModel:
         return scores.view(-1).float().cpu()
 
 
-def reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
+def _reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
     """
     What knows masks and positions of a reward model whose completions can share the forward of their prompt, on its
     modules; `None` for others, and where ranks gather weights, as they may have other numbers of groups.

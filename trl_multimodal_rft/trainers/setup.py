@@ -546,7 +546,7 @@ def reward_sources(
         reward_funcs, of_environments = [*of_environments.values()], {}
     if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
-    processors = processors or [None] * len(reward_funcs)
+    reward_funcs, processors = [*reward_funcs], processors or [None] * len(reward_funcs)
     processors = [*processors] if isinstance(processors, list) else [processors]
     init_kwargs, trusts = mapping(args.model_init_kwargs), args.trust_remote_code
     revision: str | None = init_kwargs.get("revision")
