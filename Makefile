@@ -10,6 +10,8 @@ VLLM_GPU := .venv-vllm-gpu
 # FFmpeg for torchcodec, as PyAV ships it (see tests/shims/install.py)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/ffmpeg$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 export HF_HUB_OFFLINE ?= 1
+# Many processes import what one of them has compiled
+export PYTHONDONTWRITEBYTECODE =
 
 # The programs of an environment, found before others
 IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$LD_LIBRARY_PATH"

@@ -228,7 +228,8 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
         assert noise not in run.stderr
 
 
-@pytest.mark.parametrize("command", ["families", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["families", "grpo"])
 def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_path):
     """In new processes, since an environment is read where it is imported."""
     (tmp_path / "torchvision").mkdir()

@@ -247,7 +247,7 @@ def test_run_file_starts_the_same_run(given):
     with open("again.yaml", "w") as file:
         yaml.safe_dump(keys, file)
     again = parse(grpo.ARGUMENTS, ["--config", "again.yaml"])
-    changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "given"}
+    changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "user_options"}
     for before, after in zip(first, again, strict=True):
         for each in fields(before):
             if each.name not in changed:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         load_deepeyes,
         load_easyr1,
         load_geo3k,
+        load_omni_preference,
+        load_preferences,
         load_verl,
         load_video_r1,
     )
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "judge_rows": "rows.pairs",
         "load_audiomcq": "rows.benchmarks",
         "load_avqa": "rows.benchmarks",
         "load_charades_sta": "rows.layouts",
@@ -33,8 +34,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "load_easyr1": "rows.layouts",
         "load_geo3k": "rows.layouts",
         "load_mmau": "rows.benchmarks",
+        "load_omni_preference": "rows.layouts",
+        "load_preferences": "rows.layouts",
         "load_verl": "rows.layouts",
         "load_video_r1": "rows.layouts",
+        "judge_rows": "rows.pairs",
         "MediaRules": "reading.rules",
         "write_folder": "rows.folders",
     },

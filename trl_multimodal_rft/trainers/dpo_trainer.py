@@ -53,7 +53,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model to train, as for [`~trl.DPOTrainer`].
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference model. If `None`, it is the model as it is now, with PEFT without its adapter.
+            Reference model. If `None`, it is loaded from the path that the model was loaded from; with PEFT, it is
+            the model without its adapter.
         args ([`MultimodalDPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):

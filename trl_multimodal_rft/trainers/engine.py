@@ -218,10 +218,10 @@ def check_sampler(
     if check is not None and run.encodes_text and not has_tools:
         after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
         if any_rank(run.accelerator, bool(after.any())):
+            ends = run.tokenizer.convert_ids_to_tokens([*run.ends])
             raise RuntimeError(
-                f"self-check: completions go on after an end of text, {run.tokenizer.convert_ids_to_tokens(run.ends)}"
-                ". Let what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set "
-                "`self_check=False` to train anyway."
+                f"self-check: completions go on after an end of text, {ends}. Let what samples stop "
+                "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
             )
     if sampling_changes(run.args):  # which make another distribution than the policy's
         return

@@ -155,8 +155,8 @@ def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> 
     media = sorted(columns & MEDIA_COLUMNS.keys() - set(collator.args.ignored_media_columns or ()))
     if not isinstance(collator.processing_class, ProcessorMixin):
         check_media_processor(collator.processing_class, dataset, media, name)
-    if not {"chosen", "rejected"} <= columns:
-        layout = other_layout(dataset.features or dict.fromkeys(columns))
+    layout = other_layout(dataset.features or dict.fromkeys(columns))
+    if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
         remedy = "" if layout is None else f"; {prepared(layout)}"
         raise ValueError(
             f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`"

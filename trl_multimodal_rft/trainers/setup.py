@@ -628,6 +628,11 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     if peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
+    if not name:
+        raise ValueError(
+            "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
+            "trainers that take a `ref_model`."
+        )
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):

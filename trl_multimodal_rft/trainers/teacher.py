@@ -14,7 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
-from ..encoding.processors import load_processor
+from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
@@ -102,7 +102,7 @@ def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media:
 
 def _other_processor(student: Processor, teacher: Processor) -> str | None:
     """How the tokens or the features of two processors differ."""
-    tokenizers = [each.tokenizer if isinstance(each, ProcessorMixin) else each for each in (student, teacher)]
+    tokenizers = [tokenizer_of(each) for each in (student, teacher)]
     vocabularies = [each.get_vocab() for each in tokenizers]
     for token, index in vocabularies[0].items():
         if vocabularies[1].get(token) != index:

@@ -69,7 +69,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         answers = [_TAG.sub(r"< \1>", as_text(strip_media(row[name]))) for name in ("chosen", "rejected")]
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
             shown = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
-            content = [shown[part] if i % 2 else [_block(part)] for i, part in enumerate(parts)]
+            content = [shown[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
             columns["prompt"].append([{"role": "user", "content": _joined(sum(content, []))}])
             columns["solution"].append("tie" if row.get(TIE) else better)
     asks_blocks = isinstance(texts[0]["prompt"], list) and isinstance(texts[0]["prompt"][0]["content"], list)
