@@ -35,7 +35,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from demo import cold_start, publish, saved, start, train
 from small_models import spoken_digit_model
 from tasks import DIGITS, spoken_digits
@@ -99,7 +99,11 @@ def reward_model(policy: str, compared: DatasetDict, processor: ProcessorMixin, 
     trainer = MultimodalRewardTrainer(
         model=policy,
         args=MultimodalRewardConfig(
-            folder, per_device_train_batch_size=100, per_device_eval_batch_size=100, learning_rate=1e-3, **options
+            folder,
+            per_device_train_batch_size=100,
+            per_device_eval_batch_size=100,
+            learning_rate=1e-3,
+            **{**options, "max_steps": 2 * options["max_steps"]},
         ),
         train_dataset=compared["train"],
         eval_dataset=compared["test"],
@@ -144,7 +148,11 @@ def demo(script_args, training_args, model_args):
     cold_start(model, processor, answers, training_args, batch_size=30, max_steps=40)
     metrics = {"accuracy_before": accuracy(model)}
     policy = saved(model, processor, folder / "before")
-    compared = DatasetDict({split: pairs(rows, training_args.seed) for split, rows in dataset.items()})
+    compared = DatasetDict(
+        # A score is to tell the right digit from all others
+        train=concatenate_datasets([pairs(dataset["train"], training_args.seed + 1 + i) for i in range(4)]),
+        test=pairs(dataset["test"], training_args.seed),
+    )
 
     if not script_args.dry_run:
         options = {name: getattr(training_args, name) for name in (*SHARED, "seed", "use_cpu")}
