@@ -106,7 +106,7 @@ test-gpu-vllm: $(VLLM_GPU)/ok
 gpu-report: $(VENV)/examples
 	$(BIN)/python benchmarks/gpu_report.py
 
-# The table of families in docs/vllm.md
+# The differences of families in docs/vllm.md
 vllm-families: $(VLLM)/ok
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_families.py -m 'slow or not slow' -s
 

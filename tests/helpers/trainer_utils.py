@@ -25,6 +25,7 @@ from trl_multimodal_rft import (
     MultimodalDistillationConfig,
     MultimodalDistillationTrainer,
     MultimodalDPOConfig,
+    MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
@@ -318,6 +319,7 @@ TRAINERS = {
     "rloo": MultimodalRLOOTrainer,
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
+    "dpo": MultimodalDPOTrainer,
     "distillation": MultimodalDistillationTrainer,
 }
 CONFIGS = {

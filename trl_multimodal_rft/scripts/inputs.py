@@ -15,21 +15,13 @@ from ..data.reading.decoding import require_module
 from ..data.rows.load import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
-from ..trainers.distillation_config import MultimodalDistillationConfig
-from ..trainers.dpo_config import MultimodalDPOConfig
-from ..trainers.grpo_config import MultimodalGRPOConfig
-from ..trainers.reward_config import MultimodalRewardConfig
-from ..trainers.rloo_config import MultimodalRLOOConfig
-from ..trainers.sft_config import MultimodalSFTConfig
+from ..trainers.configs import TrainerConfig
 from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .preflight import check_model_and_dataset
 from .prompts import with_system_message, with_texts
 
 
 logger = get_logger(__name__)
-
-SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig
-TrainingConfig = SamplingConfig | MultimodalSFTConfig | MultimodalDPOConfig | MultimodalRewardConfig
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
@@ -74,7 +66,7 @@ def _located(part: DatasetConfig) -> DatasetConfig:
 
 
 def trainer_inputs(
-    script_args: PromptArguments, training_args: TrainingConfig, model_args: ModelConfig
+    script_args: PromptArguments, training_args: TrainerConfig, model_args: ModelConfig
 ) -> dict[str, Any]:
     """Arguments of a trainer, from those of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)

@@ -22,8 +22,9 @@ from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import upload_command
 from ..trainers.checkpoints import CheckpointMixin
+from ..trainers.configs import TrainerConfig
 from .arguments import RFTScriptArguments, RunArguments
-from .inputs import TrainingConfig, trainer_inputs
+from .inputs import trainer_inputs
 from .run_file import NAME, write_run_file
 
 
@@ -34,7 +35,7 @@ def run(
     name: str,
     trainer_class: type[CheckpointMixin],
     script_args: RunArguments,
-    training_args: TrainingConfig,
+    training_args: TrainerConfig,
     model_args: ModelConfig,
     **inputs: str | Dataset | None,
 ) -> None:
@@ -81,7 +82,7 @@ class ScriptCallback(TrainerCallback):
 
 
 @contextmanager
-def script_run(script_args: RunArguments, training_args: TrainingConfig) -> Iterator[None]:
+def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
     """
     Within the context, a script trains with [`ScriptCallback`]. At its end, or at Ctrl-C, the console shows the next
     commands. The files of a dry run go to a temporary folder.
@@ -114,13 +115,13 @@ def curves() -> list[TrainerCallback]:
     return []
 
 
-def checkpoint_of(training_args: TrainingConfig) -> str | bool | None:
+def checkpoint_of(training_args: TrainerConfig) -> str | bool | None:
     """The checkpoint to resume from; options have texts."""
     resume = training_args.resume_from_checkpoint
     return {"true": True, "false": False}.get(str(resume).lower(), resume)
 
 
-def next_lines(script_args: RunArguments, args: TrainingConfig, state: TrainerState) -> list[str]:
+def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
     """The next commands for a trained model."""
     folder = str(args.output_dir)
     model = ["--model_name_or_path", folder]

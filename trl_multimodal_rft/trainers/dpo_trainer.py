@@ -22,7 +22,7 @@ from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
-from ..models.wrapped import is_unsharded, unwrapped
+from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from .dpo_config import MultimodalDPOConfig
 from .optimizer import freeze_and_check
@@ -31,7 +31,6 @@ from .reading import CompletionTrainer, load_for_reading
 from .setup import (
     load_reference,
     no_warning_about_init_kwargs,
-    options_for_constructor,
     resolve_config,
 )
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -112,7 +111,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             no_warning_about_init_kwargs(loaded.by_name),
             # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and listen to
             # signals
-            options_for_constructor(
+            replaced(
                 args,
                 enable_jit_checkpoint=False,
                 precompute_ref_log_probs=False,

@@ -22,13 +22,13 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
 from .reading import CompletionTrainer, load_for_reading
 from .reward_config import MultimodalRewardConfig
-from .setup import no_warning_about_init_kwargs, options_for_constructor, resolve_config
+from .setup import no_warning_about_init_kwargs, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -120,7 +120,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self.card_notes = CardNotes()
         self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
         parent: Any = super()  # typed as GRPO's by the mixins
-        with no_warning_about_init_kwargs(loaded.by_name), options_for_constructor(args, enable_jit_checkpoint=False):
+        with no_warning_about_init_kwargs(loaded.by_name), replaced(args, enable_jit_checkpoint=False):
             parent.__init__(
                 model=model,
                 args=args,

@@ -42,7 +42,7 @@ from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
 from ..data.rows.unread import check_columns, lists_columns
-from ..encoding.processors import check_processor, load_processor
+from ..encoding.processors import check_processor, load_processor, tokenizer_of
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
@@ -351,17 +351,6 @@ def no_warning_about_init_kwargs(active: bool):
             trl_logger.removeFilter(keep)
 
 
-@contextmanager
-def options_for_constructor(args: TrainerConfig, **values):
-    """Gives TRL's constructor other values of options that the trainer handles itself."""
-    given = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(given)
-
-
 @dataclass
 class Loaded:
     """What a trainer is made of, checked and loaded before TRL's constructor."""
@@ -452,7 +441,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: s
     with (
         image_token_id(loaded.model.config, placeholders),
         no_warning_about_init_kwargs(loaded.by_name),
-        options_for_constructor(args, **others),
+        replaced(args, **others),
     ):
         yield
 
@@ -673,7 +662,7 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
 def check_takes_tools(processing_class) -> None:
     """Refuses a chat template that tools can't be trained with."""
     name = type(processing_class).__name__
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):
         raise ValueError(
             f"The chat template of {name} does not support tool calling: it must write what the assistant calls, and "

@@ -17,11 +17,11 @@ from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..encoding.supervised import SupervisedSequence
 from ..forward.scores import Scores
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import CardNotes, common_lines
 from .optimizer import freeze_and_check
 from .reading import CompletionTrainer, load_for_reading
-from .setup import no_warning_about_init_kwargs, options_for_constructor, resolve_config
+from .setup import no_warning_about_init_kwargs, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator, prepare_rows
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -129,7 +129,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             no_warning_about_init_kwargs(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
             # `assistant_only_loss`, and would listen to signals. All three are done here
-            options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
+            replaced(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
         ):
             parent.__init__(
                 model=model,

@@ -400,7 +400,7 @@ def load_omni_preference(
     and two candidates; `solution`, a JSON text with `better`, `score_A` and `score_B`; and `images`, `videos` or
     `audios`, paths below `/data` of its authors. Names of sounds differ in spaces from those of the files.
 
-    See [`load_conversations`] and [`load_preferences`] for the other arguments and the errors.
+    See [`load_conversations`] for the other arguments and the errors, and see [`load_preferences`] for a judge's.
 
     Args:
         path (`str` or `Path`):
