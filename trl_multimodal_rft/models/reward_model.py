@@ -103,8 +103,7 @@ def as_reward_model(model: _Model) -> _Model:
     tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
     attributes = {"_modules": modules, "all_tied_weights_keys": tied, "generation_config": None}
     vars(made).update({**vars(given), **attributes})
-    # Conversions are between names of the policy's class, and a trainer may have fused its LM head into the forward
-    for name in ("num_labels", "_weight_conversions", "forward"):
+    for name in ("num_labels", "_weight_conversions"):  # the latter are between names of the policy's class
         vars(made).pop(name, None)
     return cast(_Model, made)
 
