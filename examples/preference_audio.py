@@ -155,7 +155,7 @@ def demo(script_args, training_args, model_args):
     )
 
     if not script_args.dry_run:
-        options = {name: getattr(training_args, name) for name in (*SHARED, "seed", "use_cpu")}
+        options = {name: getattr(training_args, name) for name in SHARED}
         rewards, metrics["reward_accuracy"] = reward_model(policy, compared, processor, options)
         prompts = dataset["train"].remove_columns("solution")
         metrics["accuracy_grpo"] = accuracy(rewarded_policy(policy, rewards, prompts, processor, options))
