@@ -122,6 +122,7 @@ def says_nothing_of_its_length(flac):
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_what_is_too_long_is_not_decoded():
     """The file is a FLAC of silence, some thousand times smaller than its samples."""
     long = sound_file(np.zeros((200 * 48000, 2), np.int16), 48000, "FLAC")
@@ -175,6 +176,7 @@ def memory(name):
     return 1024 * int(status.split(f"{name}:")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be set back")
 def test_videos_are_never_in_memory_at_their_full_size(decoder):
     size = {"min_pixels": 999, "max_pixels": 50000}
