@@ -27,17 +27,25 @@ def normalize_advantages_cross_batch(
 
     Returns:
         `list[Experience]`: The batches, with advantages of 0 outside the mask.
+
+    Raises:
+        `ValueError`: If a batch has no advantages or no mask.
     """
     if advantage_estimator not in ("gae", "reinforce", "reinforce_baseline"):
         return experiences
-    rows = [row for each in experiences for row in each.advantages]
-    values, mask = torch.cat(rows), torch.cat([row for each in experiences for row in each.action_mask]).bool()
+    columns = []
+    for index, each in enumerate(experiences):
+        if each.advantages is None or each.action_mask is None:
+            raise ValueError(f"`advantages` or `action_mask` of batch {index} is None; make both, and normalize then.")
+        columns.append((list(each.advantages), list(each.action_mask)))
+    rows = [row for advantages, _ in columns for row in advantages]
+    values, mask = torch.cat(rows), torch.cat([row for _, masks in columns for row in masks]).bool()
     if getattr(args, "no_advantage_std_norm", False):
         values = torch.where(mask, values - values[mask].mean(), 0)
     else:
         values = whiten(values, mask)
     parts = iter(values.split([len(row) for row in rows]))
-    for each in experiences:
-        own = [next(parts) for _ in each.advantages]
-        each.advantages = own if isinstance(each.advantages, list) else torch.stack(own)
+    for each, (advantages, _) in zip(experiences, columns, strict=True):
+        whitened = [next(parts) for _ in advantages]
+        each.advantages = whitened if isinstance(each.advantages, list) else torch.stack(whitened)
     return experiences
