@@ -10,6 +10,8 @@ VLLM_GPU := .venv-vllm-gpu
 # FFmpeg for torchcodec, as PyAV ships it (see tests/shims/install.py)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/ffmpeg$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 export HF_HUB_OFFLINE ?= 1
+# Many processes import what one of them has compiled
+export PYTHONDONTWRITEBYTECODE =
 
 # The programs of an environment, found before others
 IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$LD_LIBRARY_PATH"
@@ -101,7 +103,7 @@ test-gpu-vllm: $(VLLM_GPU)/ok
 gpu-report: $(VENV)/examples
 	$(BIN)/python benchmarks/gpu_report.py
 
-# The table of families in docs/vllm.md
+# The differences of families in docs/vllm.md
 vllm-families: $(VLLM)/ok
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_families.py -m 'slow or not slow' -s
 

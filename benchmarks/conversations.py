@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> dict:
         wholes = [
             encode_prefix(prompt, [*ids, *result.input_ids.tolist()], [(len(ids), result)], model) for ids in first
         ]
-        branches.asked = [(place, result) for place in range(args.group)]
+        branches.continuations = [(place, result) for place in range(args.group)]
         ids = {}
         for name, way in (("cached", branches), ("again", None)):
             start = now(args.device)

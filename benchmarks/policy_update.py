@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Time and memory of a GRPO step: unmodified `trl.GRPOTrainer` and `MultimodalGRPOTrainer` in one run.
+Time and memory of a step: unmodified `trl.GRPOTrainer` and `MultimodalGRPOTrainer` in one run, or both `DPOTrainer`s.
 
 ```bash
 python benchmarks/policy_update.py --case image          # a prompt of about 410 tokens, 8 completions of 20 to 64
@@ -10,6 +10,7 @@ python benchmarks/policy_update.py --case varied         # 2 prompts with images
 python benchmarks/policy_update.py --corrects_engine     # old log-probabilities are needed, as with vLLM
 python benchmarks/policy_update.py --family qwen3_5      # Qwen3.5, with linear attention
 python benchmarks/policy_update.py --family qwen2_audio --case audio    # baseline: our padded rows (TRL has no audio)
+python benchmarks/policy_update.py --case preference     # DPO: a pair of answers of 64 tokens; also long_preference
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
 ```
 
@@ -28,6 +29,8 @@ builds the model and its processor and downloads nothing. It measures
 - **memory** of the update: on a CPU, bytes saved for the backward pass, with each storage counted once and without
   parameters; on CUDA, the peak of allocated memory above that of parameters and gradients.
 - **processor**: prompts that go through the processor in a step, media included.
+
+A step of DPO reads a pair, scores it by the reference and by the policy, which is the update, and has no other parts.
 
 After a warm-up step, repetitions of the two trainers alternate, and the script reports the *minimum* of each quantity.
 Wall-clock time needs an idle machine. On a shared one, `--clock cpu` computes the ratios from CPU time. On a machine
@@ -78,9 +81,15 @@ from transformers import (
     Qwen3VLVideoProcessor,
     WhisperFeatureExtractor,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import (
+    MultimodalDPOConfig,
+    MultimodalDPOTrainer,
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+)
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.models.parts import freeze
 
@@ -102,6 +111,7 @@ class Case:
     varied: bool = False  # each image has half to one and a half times this width and height
     seconds: tuple[float, ...] = ()  # of each audio clip, at 25 tokens per second
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
+    answers: int | None = None  # tokens of each answer of a pair, on which DPO trains
 
 
 CASES = {
@@ -119,6 +129,8 @@ CASES = {
             "Compare 3, 4.",
         ),
     ),
+    "preference": Case(prompts=1, group=2, image_size=(28, 14), answers=64),
+    "long_preference": Case(prompts=1, group=2, image_size=(37, 36), answers=64),
     "audio": Case(prompts=1, group=8, seconds=(16,)),
     "long_audio": Case(prompts=1, group=8, seconds=(28, 28)),
 }
@@ -455,6 +467,10 @@ def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5)
             width, height = (2 * family.patch_size * each for each in tokens)
             noise = rng.integers(0, 256, (case.images, height, width, 3), dtype=np.uint8)
             row["images"] = [Image.fromarray(each) for each in noise]
+        for column in ("chosen", "rejected") if case.answers else ():
+            # Digits are a token each, and the chat template adds two
+            digits = "".join(map(str, rng.integers(0, 10, case.answers - 2)))
+            row[column] = [{"role": "assistant", "content": digits}]
         rows.append(row)
     dataset = Dataset.from_list(rows)
     if not case.seconds:
@@ -510,47 +526,25 @@ class Contestant(TimedSteps):
     Times the steps of a trainer.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
+        trainer ([`~trl.GRPOTrainer`] or [`~trl.DPOTrainer`]):
             Trainer to measure.
         completions (`list[list[int]]`):
-            Completions that replace sampled ones when the update is measured.
-        corrects_engine (`bool`, *optional*, defaults to `False`):
-            Whether completions come with log-probabilities, which the trainer corrects as if an engine had sampled.
+            Completions that the update trains on.
     """
 
-    def __init__(self, trainer: GRPOTrainer, completions: list[list[int]], corrects_engine: bool = False):
+    def __init__(self, trainer: GRPOTrainer | DPOTrainer, completions: list[list[int]]):
         super().__init__(trainer)
-        trainer.use_vllm = self.corrects_engine = corrects_engine
         self.processor = trainer.processing_class
-        self.injected: list[list[int]] | None = None
         self.completions = completions
         self.times: dict[str, list[np.ndarray]] = defaultdict(list)
         self.phases: dict[str, np.ndarray] = {}  # of the fastest step
         self.encoded = 0
-        is_ours = isinstance(trainer, MultimodalGRPOTrainer)
-        self._sample = trainer.sampler if is_ours else trainer._generate_single_turn
-        sample = self._timed("sampling", self._sample_or_inject)
-        if is_ours:
-            trainer.sampler = Sampling(trainer.sampler, sample)
-        else:
-            trainer._generate_single_turn = sample
         for key, owner, name in (
-            ("rollout", trainer, "_generate_and_score_completions"),
-            ("rewards", trainer, "_reward" if is_ours else "_calculate_rewards"),
-            ("scoring", *((trainer._run, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies"))),
             ("update", trainer, "compute_loss"),
             ("update", trainer.accelerator, "backward"),
             ("step", trainer, "training_step"),
         ):
             setattr(owner, name, self._timed(key, getattr(owner, name)))
-
-    def _sample_or_inject(self, *args, **kwargs):
-        self.trainer.use_vllm = False  # which transformers, in place of the engine, would not sample with
-        ids, logps = (self.injected, None) if self.injected else self._sample(*args, **kwargs)
-        self.trainer.use_vllm = self.corrects_engine
-        if self.corrects_engine:  # uniform, as nearly are those of random weights
-            logps = [[-np.log(len(self.processor.tokenizer))] * len(each) for each in ids]
-        return ids, logps
 
     def _timed(self, key, function):
         def wrapper(*args, **kwargs):
@@ -567,13 +561,104 @@ class Contestant(TimedSteps):
         """Runs a step up to the gradients, and returns its time."""
         self.times.clear()
         self.processor.encoded = 0
-        self.injected = injected
         total = self._step()
         self.encoded = self.processor.encoded
         return total
 
     def _time_of(self, key: str) -> np.ndarray:
         return sum(self.times[key], np.zeros(2))
+
+    def warm_up(self, updates_only: bool = False) -> None:
+        """Runs a warm-up step, in which our trainer runs its self-check."""
+        self._run(self.completions if updates_only else None)
+
+    def memory(self) -> int:
+        """Bytes that an update holds for its backward pass. Its gradients remain on the model."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self._run(self.completions)
+            return torch.cuda.max_memory_allocated() - before
+        parameters = {p.untyped_storage().data_ptr() for p in self.trainer.model.parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor):  # the graph keeps the tensor, so its address stays unique until the backward pass
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._run(self.completions)
+        return sum(saved.values())
+
+
+class PairContestant(Contestant):
+    """Times the steps of DPO, which sample nothing."""
+
+    def measure_update(self) -> None:
+        total = self._run(self.completions)
+        self._keep_best("update", self._time_of("update"))
+        self._keep_best("step", total)
+
+    def measure_step(self) -> None:
+        """An update has measured it."""
+
+    def python_share(self) -> None:
+        """There is none, as nothing is sampled."""
+
+    def shared_fraction(self) -> float:
+        """Fraction of prompt tokens that our trainer forwards for the other answer, too."""
+        return 0.5
+
+    @property
+    def prompt(self) -> EncodedPrompt:
+        return self.trainer.data_collator([self.trainer.train_dataset[0]])["sequences"][0]
+
+
+class GRPOContestant(Contestant):
+    """
+    Times the steps of GRPO.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer to measure.
+        completions (`list[list[int]]`):
+            Completions that replace sampled ones when the update is measured.
+        corrects_engine (`bool`, *optional*, defaults to `False`):
+            Whether completions come with log-probabilities, which the trainer corrects as if an engine had sampled.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, completions: list[list[int]], corrects_engine: bool = False):
+        super().__init__(trainer, completions)
+        trainer.use_vllm = self.corrects_engine = corrects_engine
+        self.injected: list[list[int]] | None = None
+        is_ours = isinstance(trainer, MultimodalGRPOTrainer)
+        self._sample = trainer.sampler if is_ours else trainer._generate_single_turn
+        sample = self._timed("sampling", self._sample_or_inject)
+        if is_ours:
+            trainer.sampler = Sampling(trainer.sampler, sample)
+        else:
+            trainer._generate_single_turn = sample
+        for key, owner, name in (
+            ("rollout", trainer, "_generate_and_score_completions"),
+            ("rewards", trainer, "_reward" if is_ours else "_calculate_rewards"),
+            ("scoring", *((trainer._run, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies"))),
+        ):
+            setattr(owner, name, self._timed(key, getattr(owner, name)))
+
+    def _sample_or_inject(self, *args, **kwargs):
+        self.trainer.use_vllm = False  # which transformers, in place of the engine, would not sample with
+        ids, logps = (self.injected, None) if self.injected else self._sample(*args, **kwargs)
+        self.trainer.use_vllm = self.corrects_engine
+        if self.corrects_engine:  # uniform, as nearly are those of random weights
+            logps = [[-np.log(len(self.processor.tokenizer))] * len(each) for each in ids]
+        return ids, logps
+
+    def _run(self, injected: list[list[int]] | None) -> np.ndarray:
+        self.injected = injected
+        return super()._run(injected)
 
     def measure_update(self) -> None:
         self._run(self.completions)
@@ -605,30 +690,9 @@ class Contestant(TimedSteps):
         """Fraction of prompt tokens that our trainer, which shares them, didn't forward in its latest step."""
         return self.trainer._metrics["train"]["packing/shared_frac"][-1]
 
-    def warm_up(self, updates_only: bool = False) -> None:
-        """Runs a warm-up step, in which our trainer runs its self-check."""
-        self._run(self.completions if updates_only else None)
-
-    def memory(self) -> int:
-        """Bytes that an update holds for its backward pass. Its gradients remain on the model."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self._run(self.completions)
-            return torch.cuda.max_memory_allocated() - before
-        parameters = {p.untyped_storage().data_ptr() for p in self.trainer.model.parameters()}
-        saved: dict[int, int] = {}
-
-        def pack(tensor):  # the graph keeps the tensor, so its address stays unique until the backward pass
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self._run(self.completions)
-        return sum(saved.values())
+    @property
+    def prompt(self) -> EncodedPrompt:
+        return self.trainer._buffered_inputs[0].prompts[0]
 
 
 def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
@@ -639,6 +703,8 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
     tokens = args.tokens or LONGEST
     # Prefetching would hide the media processing from the measurement
     own = {"media_prefetch": 0}
+    if case.answers is not None:
+        return build_pair_trainers(args, folder)
     if family.hears:
         padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {**own, "packing": "padded"}
     else:
@@ -684,7 +750,42 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
         if args.checkpointing:  # `train`, which doesn't run here, would turn it on
             checkpoint_activations(trainer.model)
         completions = build_completions(prompts * group, processor, args.seed, args.tokens, args.lengths)
-        contestants[name] = Contestant(trainer, completions, args.corrects_engine)
+        contestants[name] = GRPOContestant(trainer, completions, args.corrects_engine)
+    return contestants
+
+
+def build_pair_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
+    """Builds TRL's trainer for DPO and ours, with the same reference."""
+    case, family = CASES[args.case], FAMILIES[args.family]
+    n = args.prompts or case.prompts
+    own = {"media_prefetch": 0, "media_contribution_steps": 0}
+    sides = {"trl": (DPOTrainer, DPOConfig, {}), "ours": (MultimodalDPOTrainer, MultimodalDPOConfig, own)}
+    contestants = {}
+    for name, (trainer_class, config_class, options) in sides.items():
+        processor = build_processor(family)
+        config = config_class(
+            output_dir=str(Path(folder) / name),
+            per_device_train_batch_size=n,
+            max_length=None,
+            gradient_checkpointing=args.checkpointing,
+            use_cpu=args.device == "cpu",
+            bf16=args.device == "cuda",
+            report_to=[],
+            seed=args.seed,
+            **options,
+        )
+        model, reference = (
+            build_model(family.presets[args.preset], processor, args.device, args.seed, family) for _ in range(2)
+        )
+        if args.freeze_tower:
+            freeze(model, ["vision_tower", "projector"])
+        dataset = build_dataset(case, n, args.seed, family)
+        trainer = trainer_class(model, reference, args=config, train_dataset=dataset, processing_class=processor)
+        if args.checkpointing:
+            checkpoint_activations(trainer.model)
+        answers = [row[column][0]["content"] for row in dataset for column in ("chosen", "rejected")]
+        ids = processor.tokenizer([f"{answer}<|im_end|>\n" for answer in answers])["input_ids"]
+        contestants[name] = PairContestant(trainer, ids)
     return contestants
 
 
@@ -722,14 +823,14 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
             **{f"{quantity}_cpu_s": best[1] for quantity, best in contestant.best.items()},
             **{f"step_{phase}_s": seconds[0] for phase, seconds in contestant.phases.items()},
             **{f"step_{phase}_cpu_s": seconds[1] for phase, seconds in contestant.phases.items()},
-            **({"python_share_of_sampling": shares[name]} if shares else {}),
+            **({"python_share_of_sampling": shares[name]} if shares.get(name) is not None else {}),
             "memory_bytes": memory[name],
             "processor_prompts": contestant.encoded,
         }
         for name, contestant in contestants.items()
     }
     ratios = {f"{quantity}_ratio": trl.best[quantity][clock] / ours.best[quantity][clock] for quantity in ours.best}
-    prompt = ours.trainer._buffered_inputs[0].prompts[0]
+    prompt = ours.prompt
     tokenizer = ours.processor.tokenizer
     medium = tokenizer.audio_token_id if FAMILIES[args.family].hears else tokenizer.image_token_id
     media_tokens = int((prompt.input_ids == medium).sum())
@@ -789,7 +890,7 @@ def table(result: dict) -> str:
         for name, label in {"update": "update", "step": "whole step"}.items()
         if name + suffix in ours
     ]
-    if "step" + suffix in ours:
+    if "step_sampling" + suffix in ours:
         for phase in PHASES:
             parts = [
                 (side[f"step_{phase}{suffix}"], side[f"step_{phase}{suffix}"] / side["step" + suffix])

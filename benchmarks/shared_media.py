@@ -28,8 +28,8 @@ from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.cli.fake_run import replaced
 from trl_multimodal_rft.forward import trees
+from trl_multimodal_rft.models.wrapped import replaced
 
 
 QUESTIONS = ("What is red and green?", "Is there a cat, a dog or a bird?", "Describe the image.", "Compare 3, 4.")

@@ -34,9 +34,10 @@ from datasets import concatenate_datasets
 from measuring import MIB, Sampling, command_line, conditions, markdown, parse_options, report
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.cli.fake_run import Watch, replaced
+from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.modes import checkpoint_activations
+from trl_multimodal_rft.models.wrapped import replaced
 
 
 # Width and height in tokens

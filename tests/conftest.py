@@ -1,4 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+import gc
 import os
 import signal
 import sys
@@ -27,3 +28,9 @@ from helpers.reward_server import serve  # noqa: E402, F401
 torch.set_num_threads(1)
 
 pytest_plugins = ["helpers.cpu_seconds", "helpers.forked"]
+
+
+def pytest_collection_finish():
+    """Keeps the collector from what was imported: it costs a twelfth of the time otherwise, each time for nothing."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)

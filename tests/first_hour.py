@@ -1,17 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The first hour of a new user: from a folder of sounds to a trained model, with common mistakes.
+The first hour of a new user: `docs/first_run.md` as it stands, and common mistakes.
 
-The environment has only the wheel of this repository. The working directory has only the user's files. Through the
-commands a model with random weights learns spoken digits from WAV files that a JSON Lines file names. The console of
-its training is compared with `first_hour.txt`, in which numbers, times and folders are masked; `--write` stores it
-anew. Each mistake gives one line and exit code 1 or 2.
+The environment has only the wheel of this repository. The working directory has only the user's files. The commands of
+the page train a model with random weights, and print what the page shows. The console of training is compared with
+`first_hour.txt`, in which numbers, times and folders are masked; `--write` stores it anew. Each mistake gives one line
+and exit code 1 or 2.
 """
 
 import argparse
 import json
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
 import time
 from difflib import unified_diff
@@ -21,27 +23,17 @@ import soundfile
 import soxr
 from extras import environment, write_wheel
 from PIL import Image
-from small_models import digit_model, spoken_digit_model
-from tasks import SPOKEN_QUESTION, spoken_digits
+from tasks import SPOKEN_QUESTION
 
 
-CONSOLE = Path(__file__).with_suffix(".txt")
+ROOT = Path(__file__).parents[1]
+CONSOLE, PAGE = Path(__file__).with_suffix(".txt"), ROOT / "docs" / "first_run.md"
 RATE = 22050  # Hz; the model has another rate
-REWARDS = """
-def begins_with_answer(completions, solution, **kwargs):
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [float(text.strip().startswith(answer)) for text, answer in zip(texts, solution)]
-"""
+BY_HAND = ("hf ", "trl-multimodal-rft chat ")  # commands that need an account, or a browser
 CPU = ["--accelerate_config", "cpu", "--dtype", "float32"]
 MODEL = ["--model_name_or_path", "model"]
-ROWS = ["--dataset_name", "train.jsonl", "--media_dir", "sounds", "--prompt", "{question}"]
-HELD_OUT = ["--dataset_name", "test.jsonl", "--dataset_test_split", "train", *ROWS[2:]]
+ROWS = ["--dataset_name", "train.jsonl", "--media_dir", "recordings", "--prompt", "{question}"]
 SCORED = [*CPU, "--reward_funcs", "accuracy_reward", "--max_completion_length", "3"]
-# The settings of `make demo`, for fewer updates
-LEARN = [*CPU, "--reward_funcs", "accuracy_reward", "my_rewards.begins_with_answer", "--max_steps", "100"]
-LEARN += ["--per_device_train_batch_size", "768", "--num_generations", "16", "--max_completion_length", "3"]
-LEARN += ["--learning_rate", "1e-3", "--entropy_coef", "0.1", "--gradient_checkpointing", "False", "--bf16", "False"]
-LEARN += ["--logging_steps", "20", "--save_strategy", "no", "--report_to", "none", "--output_dir", "trained"]
 SHORT = [*CPU, "--bf16", "False", "--report_to", "none", "--max_steps", "1", "--output_dir", "refused"]
 SHORT += ["--num_generations", "2", "--per_device_train_batch_size", "2"]
 
@@ -80,24 +72,31 @@ REFUSED = [
 
 
 def write_files(folder: Path) -> None:
-    """Writes the user's files: sounds, rows, rewards, configs, and two models with random weights."""
-    (folder / "sounds").mkdir(parents=True)
-    for split, rows in spoken_digits().items():
-        lines = []
-        for number, row in enumerate(rows):
-            samples, rate = soundfile.read(row["audio"]["path"])
-            name = f"{split}_{number}.wav"
-            soundfile.write(folder / "sounds" / name, soxr.resample(samples, rate, RATE), RATE)
-            lines.append({"question": SPOKEN_QUESTION, "audio": name, "solution": row["solution"]})
-        write_lines(folder / f"{split}.jsonl", lines)
+    """Writes the user's files: those of the page, whose sounds get another rate, and rows in other layouts."""
+    folder.mkdir()
+    subprocess.run([sys.executable, ROOT / "examples" / "first_run.py"], cwd=folder, check=True)
+    for path in (folder / "recordings").iterdir():
+        samples, rate = soundfile.read(path)
+        soundfile.write(path, soxr.resample(samples, rate, RATE), RATE)
+    rows = [line.split(",") for line in (folder / "train.csv").read_text().splitlines()[1:]]
+    lines = [{"question": SPOKEN_QUESTION, "audio": name, "solution": answer} for name, answer in rows]
+    write_lines(folder / "train.jsonl", lines)
     Image.new("RGB", (28, 28)).save(folder / "image.png")
-    deaf = {"prompt": SPOKEN_QUESTION, "audio_path": "sounds/train_0.wav", "solution": "one"}
+    deaf = {"prompt": SPOKEN_QUESTION, "audio_path": "recordings/train_0.wav", "solution": "one"}
     for name, row in {**LAYOUTS, "deaf": deaf}.items():
         write_lines(folder / f"{name}.jsonl", [row] * 2)
-    (folder / "my_rewards.py").write_text(REWARDS)
-    for name, make in (("model", spoken_digit_model), ("seeing", digit_model)):
-        for part in make():
-            part.save_pretrained(folder / name)
+    for name, text in re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(text)
+
+
+def typed() -> list[tuple[str, str]]:
+    """Returns the commands of the page, and what it shows of their output."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    commands = []
+    for (language, text), (following, shown) in zip(fences, [*fences[1:], ("text", "")], strict=True):
+        lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
+        commands += [(line, "" if following else shown) for line in lines if not line.startswith(BY_HAND)]
+    return commands
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -141,32 +140,30 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
         model = "seeing" if layout in ("easyr1", "verl") else "model"
         command(*kind, "--model_name_or_path", model, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
-    # From sounds to a trained model
-    command("check", *MODEL, *ROWS, "--dataset_split", "train[:100]")
-    assert not (folder / "trained").exists()
-    dry = command("grpo", *MODEL, *ROWS, *LEARN, "--dry_run").stdout
-    assert "<audio: " in dry and not (folder / "trained").exists(), dry
-    run = command("grpo", *MODEL, *ROWS, *LEARN)
-    assert "Warning" not in run.stderr, run.stderr
-    shown = masked(run.stdout, folder)
-    if write:
-        CONSOLE.write_text("\n".join(shown) + "\n")
-    difference = list(unified_diff(CONSOLE.read_text().splitlines(), shown, "stored", "shown", lineterm=""))
-    assert not difference, "\n".join(difference)
-    again = command("grpo", "--config", "trained/run.yaml", "--dry_run").stdout
+    # The page, whose lines are printed in their order
+    for line, shown in typed():
+        run = command(*shlex.split(line)[1:])
+        printed = masked(run.stdout, folder)
+        rest = iter(printed)
+        missing = [each for each in masked(shown, folder) if each not in rest]
+        assert not missing, "\n".join([line, *missing, "isn't in", *printed])
+        if line == "trl-multimodal-rft grpo --config digits.yaml":
+            assert "Warning" not in run.stderr, run.stderr
+            if write:
+                CONSOLE.write_text("\n".join(printed) + "\n")
+            difference = list(unified_diff(CONSOLE.read_text().splitlines(), printed, "stored", "shown", lineterm=""))
+            assert not difference, "\n".join(difference)
+        assert not line.endswith("digits.yaml --dry_run") or not (folder / "digits").exists()
+    again = command("grpo", "--config", "digits/run.yaml", "--dry_run").stdout
     assert "<audio: " in again, again
-    result = command(
-        "evaluate", "--model_name_or_path", "trained", *HELD_OUT, *SCORED, "--output_dir", "results"
-    ).stdout
-    print(result)
     metrics = json.loads((folder / "results" / "metrics.json").read_text())["metrics"]
     assert metrics["accuracy"] > 0.8, metrics
 
     # The card's code accepts a sound of any rate
     code = re.search(
-        r"## Quick start\n\n```python\n(.*?)```", (folder / "trained" / "README.md").read_text(), re.DOTALL
+        r"## Quick start\n\n```python\n(.*?)```", (folder / "digits" / "README.md").read_text(), re.DOTALL
     )
-    script = code[1].replace("audio.wav", "sounds/test_7.wav")
+    script = code[1].replace("audio.wav", "recordings/test_7.wav")
     heard = subprocess.run([programs / "python", "-c", script], cwd=folder, env=env, text=True, capture_output=True)
     assert heard.stdout.split()[-1].strip("[]'\"") == "seven", script + heard.stdout + heard.stderr
 

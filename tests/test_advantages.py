@@ -22,7 +22,7 @@ from trl_multimodal_rft.algorithms.advantages import (
     reinforce_baseline,
     rloo,
 )
-from trl_multimodal_rft.algorithms.returns import cumulative_returns, place_rewards, whiten
+from trl_multimodal_rft.algorithms.returns import cumulative_returns, terminal_rewards, whiten
 from trl_multimodal_rft.algorithms.shaping import RunningScale
 
 
@@ -196,8 +196,8 @@ TOKEN_CASES = {
             [a + v for a, v in zip(slow_gae(x, y, b), y, strict=True)] for x, y, b in zip(xs, ys, row, strict=True)
         ],
     ),
-    "place_rewards": (
-        lambda x, y, row, m: place_rewards(row, m),
+    "terminal_rewards": (
+        lambda x, y, row, m: terminal_rewards(row, m),
         lambda xs, ys, row: [slow_place(x, r) for x, r in zip(xs, row, strict=True)],
     ),
     "whiten": (lambda x, y, row, m: whiten(x, m), lambda xs, ys, row: slow_whiten_rows(xs)),

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`docs/architecture.md` matches the code: its layers, the direction of imports, and the overrides of TRL."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_glossary_is_short_and_has_one_word_per_concept():
     terms, words = house.glossary()
     assert 20 <= len(terms) <= 30 and terms == sorted({*terms}) and {"place", "medium", "refuse", "given"} <= words
     assert not words & {word for term in terms for word in term.split()}
+
+
+def test_names_are_those_of_the_glossary():
+    assert not house.names_outside_the_glossary(house.trees())
+    code = (
+        "class A:\n    n_seen: int\n    def refuse(self, given, *, index):\n        self.place = other.asked = index"
+    )
+    found = house.names_outside_the_glossary({"a.medium": ast.parse(code), "a.b": ast.parse("class TakenRow: ...")})
+    assert found == [
+        *(f"a.medium: {name}" for name in ("given", "medium", "n_seen", "place", "refuse")),
+        "a.b: TakenRow",
+    ]

@@ -179,7 +179,7 @@ class Holding(TrainerCallback):
         self.flight.ask, self.flight._send = asked, held
 
     def on_step_end(self, args, state, control, **kwargs):
-        for asked in self.flight._asked.values():
+        for asked in self.flight._pending.values():
             [*asked.answers.values()][0].result()
 
     def on_save(self, args, state, control, **kwargs):

@@ -44,6 +44,16 @@ def policy_update():
     return load("policy_update")
 
 
+def test_a_pair_of_preferences(policy_update, capsys):
+    policy_update.main(["--case", "preference", "--preset", "tiny", "--repeats", "1", *THREADS, "--json"])
+    result = result_of(capsys)
+    assert result["gradient_difference"] < 1e-4 and result["processor_ratio"] == 4
+    assert (result["setting"]["prompt_tokens"], result["setting"]["update_completion_tokens"]) == (418, [64, 64])
+    assert result["memory_ratio"] > 1.5
+    for trainer in ("trl", "ours"):
+        assert 0 < result[trainer]["update_cpu_s"] < result[trainer]["step_cpu_s"]
+
+
 @pytest.mark.parametrize(
     ("case", "family"),
     [("text", "qwen2_5_vl"), ("image", "qwen2_5_vl"), ("image", "qwen3_5"), ("audio", "qwen2_audio")],

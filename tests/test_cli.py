@@ -33,7 +33,7 @@ from trl_multimodal_rft.cli import COMMANDS, arguments, main
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.scripts import options
-from trl_multimodal_rft.scripts.option_table import FILE, text
+from trl_multimodal_rft.scripts.option_table import FILE, PAGE, page, text
 from trl_multimodal_rft.scripts.options import GROUPS, table
 from trl_multimodal_rft.scripts.preflight import check_rewards
 from trl_multimodal_rft.spelling import REMOVED, did_you_mean
@@ -46,7 +46,8 @@ def test_entry_point_and_tables_are_those_of_the_package():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["trl-multimodal-rft"].split(":")
     assert getattr(import_module(module), name) is main
-    assert FILE.read_text() == text(), "run `python -m trl_multimodal_rft.scripts.option_table`"
+    stored = (FILE.read_text(), PAGE.read_text())
+    assert stored == (text(), page()), "run `python -m trl_multimodal_rft.scripts.option_table`"
     assert table()["options"] == json.loads(FILE.read_text())["options"]
     assert {*arguments.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
 
@@ -227,7 +228,8 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
         assert noise not in run.stderr
 
 
-@pytest.mark.parametrize("command", ["families", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["families", "grpo"])
 def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_path):
     """In new processes, since an environment is read where it is imported."""
     (tmp_path / "torchvision").mkdir()
@@ -279,7 +281,7 @@ def test_families(capsys):
     assert rows["qwen2_5_omni"].endswith("Qwen2_5OmniThinkerForConditionalGeneration")
     assert "image" in rows["vipllava"]  # a family without particulars
     assert "t5" not in rows and len(rows) > 80
-    main(["families", "--only_known"])
+    main(["families", "--with_rules"])
     output = capsys.readouterr().out
     assert "granite_speech" in output and "vipllava" not in output
 
@@ -319,10 +321,10 @@ def test_measurements_see_what_is_wrong():
 
 def test_page_of_models():
     obstacle = sharing_obstacle(tiny_model(transformers.MiniMaxM3SparseForConditionalGeneration))
-    row = measured((ROOT / "docs" / "models.md").read_text())["minimax_m3_vl"]
-    assert row["scored"] == "padded, isolated" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
+    text = (ROOT / "docs" / "generated" / "families.md").read_text()
+    row = measured(text)["minimax_m3_vl"]
+    assert row["scored"] == "padded (isolated)" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
     # The table has every family, and its statements about those with real processors match the measurements
-    text = (ROOT / "docs" / "models.md").read_text()
     rows = measured(text)
     if f"transformers {transformers.__version__}" in text:
         named = {*rows, *(f"{name}_thinker" for name in rows)}
@@ -330,5 +332,5 @@ def test_page_of_models():
     for name, family in FAMILIES.items():
         row = rows[name]
         assert row["processor"] == "real" and set(row["media"].split(", ")) == set(family.modalities)
-        assert row["scored"] == ("packed, isolated" if family_of(name).isolate else "packed")
+        assert row["scored"] == ("packed (isolated)" if family_of(name).isolate else "packed")
         assert max(float(row["log-probs"]), float(row["gradient"])) < 1e-4

@@ -351,6 +351,7 @@ def test_errors(folder, capsys):
         assert exit.value.code == 1 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_suggested_config_fits_and_is_read(folder, small_tile, tmp_path, capsys):
     """`estimate` accepts its suggestions for less and less memory, and the command's parser reads them."""
     size = [*TINY[:-4], "--num_generations", "4", "--device", "cpu"]  # of prompts and completions

@@ -237,7 +237,7 @@ def test_run_file_starts_the_same_run(given):
     argv += ["--model_init_kwargs", '{"token": "hf_3", "use_safetensors": true}', "--resume_from_checkpoint", "True"]
     first = parse(grpo.ARGUMENTS, argv)
     launch = {"num_processes": 2, "multi_gpu": True, "mixed_precision": "bf16"}
-    write_run_file("out", "trl-multimodal-rft grpo", {**first[0].given, "launch": launch})
+    write_run_file("out", "trl-multimodal-rft grpo", {**first[0].user_options, "launch": launch})
     text = open("out/run.yaml").read()
     assert text.startswith("# trl-multimodal-rft grpo --config out/run.yaml\nmodel_name_or_path: ")
     assert not re.search("hf_[123]", text) and "SHOWN" in text and "resume" not in text
@@ -247,7 +247,7 @@ def test_run_file_starts_the_same_run(given):
     with open("again.yaml", "w") as file:
         yaml.safe_dump(keys, file)
     again = parse(grpo.ARGUMENTS, ["--config", "again.yaml"])
-    changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "given"}
+    changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "user_options"}
     for before, after in zip(first, again, strict=True):
         for each in fields(before):
             if each.name not in changed:

@@ -17,7 +17,16 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.specifiers import SpecifierSet
 from transformers import DynamicCache, Trainer
-from trl import DistillationTrainer, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
+from trl import (
+    DistillationTrainer,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTTrainer,
+)
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import (
@@ -26,6 +35,7 @@ from trl_multimodal_rft import (
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOTrainer,
+    MultimodalRewardTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
@@ -39,6 +49,7 @@ from trl_multimodal_rft.versions import (
     OVERRIDDEN_DISTILLATION,
     OVERRIDDEN_DPO,
     OVERRIDDEN_PPO,
+    OVERRIDDEN_REWARD,
     OVERRIDDEN_RLOO,
     OVERRIDDEN_SFT,
     TESTED,
@@ -71,6 +82,7 @@ CONTRACTS = [
     (MultimodalPPOTrainer, GRPOTrainer, {**OVERRIDDEN, **OVERRIDDEN_PPO}),
     (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN_SFT),
     (MultimodalDPOTrainer, DPOTrainer, OVERRIDDEN_DPO),
+    (MultimodalRewardTrainer, RewardTrainer, OVERRIDDEN_REWARD),
     (MultimodalDistillationTrainer, DistillationTrainer, OVERRIDDEN_DISTILLATION),
 ]
 
@@ -136,7 +148,7 @@ def test_a_checkpoint_is_made_of_nothing_else():
     pushed = {"_get_output_dir", "_push_from_checkpoint", "callback_handler", "control", "args", "hp_search_backend"}
     assert used(Trainer._save_checkpoint) == written | pushed
     entropy = {"use_adaptive_entropy", "entropy_coef", "_last_world_entropy", "_get_output_dir", "state"}
-    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, DistillationTrainer):
+    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer, DistillationTrainer):
         assert used(trl._save_checkpoint) - {"args", "create_model_card"} <= entropy, trl
 
 

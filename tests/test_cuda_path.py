@@ -131,7 +131,7 @@ def test_masks_of_images_are_made_by_rows(name, monkeypatch):
         found = masks.linear_masks(model, prompt, 5)
     assert not squares.found and found.keys() == whole.keys()
     for kind, mask in found.items():
-        assert (mask.window, mask.ahead) == (whole[kind].window, whole[kind].ahead)
+        assert (mask.window, mask.lookahead) == (whole[kind].window, whole[kind].lookahead)
         assert mask.prompt.equal(whole[kind].prompt) and (mask.prompt[:, 1] > torch.arange(len(prompt)) + 1).any()
 
 

@@ -27,6 +27,7 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
+from families_report.report import MARK
 from helpers.chats import RATE, audio, image, video
 from helpers.files import image_file, sound_file, video_file
 from helpers.marks import slow_but
@@ -35,7 +36,7 @@ from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from transformers import AutoProcessor
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
@@ -206,8 +207,17 @@ def test_the_readme_is_short():
     assert len(text.split()) <= 900 and len(text.splitlines()) <= 120
 
 
+def test_the_docs_are_short():
+    """Prints the words of each page. Pages that commands write have a bound of their own."""
+    words = {str(path.relative_to(ROOT)): len(path.read_text().split()) for path in ROOT.glob("docs/**/*.md")}
+    sys.stdout.write("".join(f"{number:6} {path}\n" for path, number in sorted(words.items())))
+    generated = sum(number for path, number in words.items() if path.startswith("docs/generated/"))
+    assert generated <= 6_000
+    assert sum(words.values()) - generated <= 46_400
+
+
 def test_the_readme_shows_what_is_measured():
-    """Checks the printed self-check, and the number of families per status in docs/models.md."""
+    """Checks the printed self-check, and the number of families per status in docs/generated/families.md."""
     check = SelfCheck(
         features=0.0,
         padded=1e-6,
@@ -223,11 +233,12 @@ def test_the_readme_shows_what_is_measured():
     )
     pages = [page.read_text() for page in (README, ROOT / "docs" / "README.md")]
     assert all(f"```\n{check}\n```" in text for text in pages)
-    line = re.findall(r"^With transformers .*$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)[-1]
-    measured = {status: int(n) for n, status in re.findall(r"(\d+) ([a-z ]+(?:, isolated)?)", line)}
+    families = (ROOT / "docs" / "generated" / "families.md").read_text()
+    line = re.findall(r"^With transformers .*$", families, re.MULTILINE)[-1]
+    measured = {status: int(n) for n, status in re.findall(r"(\d+) ([a-z]+(?: [a-z]+)*(?: \(isolated\))?)", line)}
     shown = [int(n) for n in re.findall(r"^\| [^|]+ \| (\d+) \| [A-Z]", pages[0], re.MULTILINE)]
-    padded = measured["padded"] + measured["padded, isolated"]
-    assert shown == [measured["packed"], measured["packed, isolated"], padded, measured["refused"]]
+    padded = measured["padded"] + measured["padded (isolated)"]
+    assert shown == [measured["packed"], measured["packed (isolated)"], padded, measured["refused"]]
 
 
 def lightrft_with(strategy, task):
@@ -330,7 +341,7 @@ def test_rows_of_every_form_train(folder):
 # Links, errors and the site
 
 
-NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/reference/*.md"))]
+NAMED = [README, CONTRIBUTING, *PAGES, *sorted(ROOT.glob("docs/*/*.md"))]
 
 
 @pytest.mark.parametrize("page", [*NAMED, BENCHMARKS], ids=lambda page: str(page.relative_to(ROOT)))
@@ -382,7 +393,8 @@ def test_metrics_are_explained():
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
     own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     theirs = "".join(
-        Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer)
+        Path(inspect.getfile(base)).read_text()
+        for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
     )
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}
@@ -401,7 +413,7 @@ def test_metrics_are_explained():
 
 def test_papers_have_configs():
     """Each line of arguments makes a config, and each command is one."""
-    text = (ROOT / "docs" / "papers.md").read_text()
+    text = (ROOT / "docs" / "algorithms.md").read_text()
     papers = [each for own in PAPERS.values() for each in (own.values() if isinstance(own, dict) else [own]) if each]
     assert not [paper for paper in papers if paper.number not in text]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| [")]
@@ -449,16 +461,15 @@ def test_public_names_are_in_the_reference():
 
 
 def test_models_by_name_are_measured():
-    text = (ROOT / "docs" / "models.md").read_text()
-    listed, measured = text.split("## What was measured")
-    cells = [line.strip("| ").split(" | ") for line in measured.partition("<!-- measured -->")[2].splitlines()]
-    takes = {row[0]: row[1] for row in cells if len(row) > 2}
-    modes = {row[3] for row in cells if len(row) > 3} - {"scored", "---"}
-    by_name = re.findall(r"^\| .+ \| `(\w+)` \| ((?:image|audio|video)[\w, ]*) \|$", listed, re.MULTILINE)
-    assert len(by_name) > 30 and all(takes[family] == media for family, media in by_name)
-    assert f"has {len(takes.keys() - {'family', '---'})} families" in listed
-    explained = re.findall(r"^\| `([\w, ]+)` \| ", listed, re.MULTILINE)
-    assert modes - {"padded, isolated"} == {*explained}
+    text, table = (ROOT / "docs" / "models.md").read_text(), (ROOT / "docs" / "generated" / "families.md").read_text()
+    cells = [line.strip("| ").split(" | ") for line in table.partition(MARK)[2].splitlines()]
+    modes = {row[0]: row[3] for row in cells if len(row) > 3 and row[0] not in ("family", "---")}
+    by_name, explained = re.split(r"^## ", text, flags=re.MULTILINE)[:2]
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| [A-Z].* \| (`.+) \|$", by_name, re.MULTILINE)))
+    assert len(names) > 8 and modes.keys() >= {*names} and f"table of {len(modes)} families" in text
+    assert {*modes.values()} == {
+        *re.findall(r"`([\w ()]+)`", "".join(re.findall(r"^\| (`.+?) \|", explained, re.MULTILINE)))
+    }
 
 
 def test_options_for_users_of_others_exist():

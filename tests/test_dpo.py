@@ -3,6 +3,8 @@
 
 import copy
 import functools
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import PLAIN, assert_equal, relative_difference, run, shifted, sound, with_media
 from helpers.trainer_utils import load as load_model
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import logsigmoid
 from trl import DPOConfig, DPOTrainer
 
 from trl_multimodal_rft import CompactLogCallback, MultimodalDPOConfig, MultimodalDPOTrainer
@@ -148,47 +151,128 @@ def conversations(family):
 
 
 def own_logps(model, processor, prompts, answers):
-    """Sums of log-probabilities of each prompt's chosen and rejected answer, from a forward of each conversation."""
-    sums = []
-    for offset in (0, 4):
-        for i, prompt in enumerate(prompts):
-            said = [*prompt, *chat("assistant", answers[offset + i % 4])]
-            options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-            if any(part["type"] == "video" for part in prompt[0]["content"]):
-                options["processor_kwargs"] = {"videos_kwargs": {"do_sample_frames": False}}
-            inputs = processor.apply_chat_template([said], **options).to(torch.float64)
-            n = processor.apply_chat_template([prompt], add_generation_prompt=True, **options)["input_ids"].size(1)
-            logits = model(**inputs).logits[:, n - 1 : -1].log_softmax(-1)
-            sums.append(logits.gather(-1, inputs["input_ids"][:, n:, None]).sum())
-    return torch.stack(sums).chunk(2)
+    """Log-probabilities of the tokens of each prompt's answer, from a forward of each conversation."""
+    logps = []
+    for i, prompt in enumerate(prompts):
+        said = [*prompt, *chat("assistant", answers[i % 4])]
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        if any(part["type"] == "video" for part in prompt[0]["content"]):
+            options["processor_kwargs"] = {"videos_kwargs": {"do_sample_frames": False}}
+        inputs = processor.apply_chat_template([said], **options).to(torch.float64)
+        n = processor.apply_chat_template([prompt], add_generation_prompt=True, **options)["input_ids"].size(1)
+        logits = model(**inputs).logits[:, n - 1 : -1].log_softmax(-1)
+        logps.append(logits.gather(-1, inputs["input_ids"][:, n:, None]).flatten())
+    return logps
 
 
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_omni", "qwen2_audio", "qwen3_vl"], "qwen2_5_omni"))
-def test_loss_and_gradient_are_those_of_the_paper(family, packing, tmp_path):
-    """Compares with equation 7 of the paper, in float64, on a plain forward of each prompt with each completion."""
+def sums(logps):
+    return torch.stack([each.sum() for each in logps])
+
+
+def under_view(view, prompt, row):
+    """A prompt whose media are decoded media under a view, and whether it replaces any."""
+    parts, index = [], 0
+    for part in prompt[0]["content"]:
+        kind = part["type"]
+        if kind != "text":
+            if view.applies_to(kind):
+                part = {**part, kind: view.seeded(SEED, row)(part[kind], index)}
+            index += 1
+        parts.append(part)
+    return [{**prompt[0], "content": parts}], any(view.applies_to(part["type"]) for part in parts)
+
+
+SEED = 5
+# Media, a reference, or a layout of the forward that a view goes through; the first one isn't slow
+VIEWED = {
+    "images, sounds and videos": {"family": "qwen2_5_omni", "view": "blank(anchor=0.5, anchor_coef=2.0)"},
+    "padded": {"family": "qwen2_5_omni", "view": "blank", "packing": "padded"},
+    "in parts": {"family": "qwen2_5_omni", "view": "mask_patches", "max_tokens_per_microbatch": 60},
+    "accumulated": {"family": "qwen2_5_omni", "view": "blank(anchor_coef=0)", "per_device_train_batch_size": 1},
+    "LoRA": {"family": "qwen2_5_omni", "view": "mask_patches(ratio=0.9)", "peft_config": LORA},
+    "sounds": {"family": "qwen2_audio", "view": "mask_audio(conditional_coef=0.5, anchor_coef=2.0)"},
+    "measured": {"family": "qwen2_audio", "view": "blank(anchor=-1.0)", "media_contribution_steps": 1},
+    "videos": {"family": "qwen3_vl", "view": "shuffle_frames"},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            pytest.param(
+                {"family": f, "packing": p}, id=f"{f}-{p}", marks=[] if f == "qwen2_5_omni" else pytest.mark.slow
+            )
+            for f in ("qwen2_5_omni", "qwen2_audio", "qwen3_vl")
+            for p in ("prefix", "padded")
+        ),
+        *(
+            pytest.param(each, id=name, marks=pytest.mark.slow if i else [])
+            for i, (name, each) in enumerate(VIEWED.items())
+        ),
+    ],
+)
+def test_updates_are_those_of_the_papers(options, tmp_path):
+    """
+    Compares with equation 7 of DPO, and with a view with the conditional and the anchored preference of mDPO, in
+    float64, on a plain forward of each prompt with each completion.
+    """
+    options = {"view": None, "peft_config": None, **options}
+    family, view, peft_config = (options.pop(name) for name in ("family", "view", "peft_config"))
     prompts, answers, dataset = conversations(family)
+    n = len(prompts)
     model, processor = ALL_FAMILIES[family].build()
     plain, reference = copy.deepcopy(model).double().eval(), shifted(copy.deepcopy(model).double().eval())
-    objects = {"model": model.double(), "processing_class": processor, "ref_model": copy.deepcopy(reference)}
-    options = {**PLAIN, "per_device_train_batch_size": len(prompts), "packing": packing, "router_aux_loss_coef": 0.0}
+    objects = {"model": model.double(), "processing_class": processor, "peft_config": peft_config}
+    if peft_config is None:
+        objects["ref_model"] = copy.deepcopy(reference)
+    options = {**PLAIN, **IN_ORDER, "per_device_train_batch_size": n, "router_aux_loss_coef": 0.0, **options}
+    options |= {"max_steps": 1, "seed": SEED, "rejected_view": view, "learning_rate": 0.1}
+    options["gradient_accumulation_steps"] = n // options["per_device_train_batch_size"]
     args = MultimodalDPOConfig(str(tmp_path), beta=0.3, **options)
     trainer = MultimodalDPOTrainer(args=args, train_dataset=dataset, **objects)
-    batch = trainer.data_collator([dataset[i] for i in range(len(prompts))])
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    (chosen, rejected), (ref_chosen, ref_rejected) = (
-        own_logps(each, processor, prompts, answers) for each in (plain, reference)
-    )
-    expected = -torch.nn.functional.logsigmoid(0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    found, own = (
-        {name: p.grad for name, p in each.named_parameters() if p.grad is not None and p.grad.any()}
-        for each in (trainer.model, plain)
-    )
-    assert found.keys() == own.keys() and len(own) > 20
-    assert relative_difference(own, found) < 1e-5  # the head scores in float32
+    if peft_config is not None:
+        plain = get_peft_model(plain, peft_config).double().eval()
+        plain.load_state_dict(trainer.model.state_dict())
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    settings = args.rejected_view_settings
+    views = [under_view(settings.view, prompt, i) if view else (prompt, False) for i, prompt in enumerate(prompts)]
+
+    def ratios(prompts, answers):
+        current = sums(own_logps(plain, processor, prompts, answers))
+        with torch.no_grad(), nullcontext() if peft_config is None else plain.disable_adapter():
+            by_reference = sums(own_logps(plain if peft_config else reference, processor, prompts, answers))
+        return current - by_reference
+
+    chosen, rejected = ratios(prompts, answers[:4]), ratios(prompts, answers[4:])
+    expected = -logsigmoid(0.3 * (chosen - rejected))
+    log = trainer.state.log_history[0]
+    if view:
+        has = torch.tensor([has for _, has in views])
+        assert has.any() and not has.all()
+        other = ratios([prompt for prompt, _ in views], answers[:4])
+        terms = settings.conditional_coef * -logsigmoid(0.3 * chosen - 0.3 * other)
+        expected = expected + has * (terms + settings.anchor_coef * -logsigmoid(0.3 * chosen - settings.anchor))
+        means = {"rewards/view": 0.3 * other, "rewards/view_margins": 0.3 * (chosen - other)}
+        if options["gradient_accumulation_steps"] == 1:  # else a mean of the means of micro-batches
+            for name, values in means.items():
+                assert log[name] == pytest.approx(values[has].mean().item(), rel=1e-4), name
+    else:
+        assert not any("view" in name for name in log)
+    assert log.get("token_budget/parts", 1) > ("max_tokens_per_microbatch" in options)
+    if "media_contribution_steps" in options:  # of the first two prompts, whose sounds the view makes silent
+        with torch.no_grad():
+            logps = [own_logps(plain, processor, each[:2], answers) for each in (prompts, [p for p, _ in views])]
+        moved = torch.cat([(a - b).abs() for a, b in zip(*logps, strict=True)])
+        assert log["media/contribution"] == pytest.approx(moved.mean().item(), rel=1e-4) and moved.mean() > 1e-3
+    expected.mean().backward()
+    assert log["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    update = {name: (before[name] - p.detach()) / 0.1 for name, p in trainer.model.named_parameters()}
+    update = {name: value for name, value in update.items() if value.any()}
+    gradient = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
+    assert update.keys() == gradient.keys() and len(gradient) > 10
+    assert relative_difference(gradient, update) < 1e-5  # the head scores in float32
 
 
 # Runs
@@ -224,14 +308,19 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
-@pytest.mark.parametrize("objects", [{}, {"peft_config": LORA}], ids=["whole", "adapter"])
-def test_a_reference_computed_before_the_run_is_the_same(objects, tmp_path):
+@pytest.mark.parametrize(
+    "objects, view",
+    [({}, None), ({"peft_config": LORA}, None), ({}, "mask_patches(ratio=0.7)")],
+    ids=["whole", "adapter", "view"],
+)
+def test_a_reference_computed_before_the_run_is_the_same(objects, view, tmp_path):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "report_to": []}
+    evaluated |= {"rejected_view": view}
     runs = []
     for precompute in (False, True):
         torch.manual_seed(0)
         trainer = run_ours(
-            image_pairs(),
+            image_pairs() if view is None else mixed_pairs(),
             tmp_path,
             objects={**objects, "eval_dataset": image_pairs(4)},
             precompute_ref_log_probs=precompute,
@@ -248,14 +337,43 @@ def test_a_reference_computed_before_the_run_is_the_same(objects, tmp_path):
 def test_resuming_continues_bit_for_bit(tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
     options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    options |= {"rejected_view": "mask_patches(ratio=0.5)", "media_contribution_steps": 3}
     whole = run_ours(image_pairs(), tmp_path, **options)
     expected = weights(whole)
     resumed = run_ours(image_pairs(), tmp_path, **options)
     resumed.train(f"{tmp_path}/checkpoint-2")
     assert torch.equal(torch.cat([each.detach().flatten() for each in resumed.model.parameters()]), expected)
-    kept = ("loss", "num_tokens", "rewards/margins")
+    kept = ("loss", "num_tokens", "rewards/margins", "rewards/view_margins", "media/contribution")
     logs = [[[entry.get(name) for name in kept] for entry in each.state.log_history[:4]] for each in (whole, resumed)]
-    assert logs[0] == logs[1]
+    assert logs[0] == logs[1] and [bool(entry[-1]) for entry in logs[0]] == [False, False, True, False]
+
+
+def mixed_pairs(n=8):
+    """Every third row is text."""
+    return image_pairs(n).map(lambda row, i: {**row, "image": None if i % 3 == 1 else row["image"]}, with_indices=True)
+
+
+def test_a_view_of_another_row_is_of_the_next_one_with_media(tmp_path):
+    trainer = run_ours(mixed_pairs(4), tmp_path, rejected_view="other_row", objects={"eval_dataset": mixed_pairs(4)})
+    batch = trainer.data_collator([mixed_pairs(4)[i] for i in range(4)])
+    pictures = [row["image"] for row in mixed_pairs(4)]
+    assert [pair.view is not None for pair in batch["sequences"]] == [True, False, True, True]
+    for i, other, view in zip((0, 2, 3), (2, 3, 0), batch["prompts"][8:], strict=True):
+        picture = pictures[other].resize(pictures[i].size)
+        expected = trainer.processing_class.image_processor(picture, return_tensors="pt")["pixel_values"]
+        assert torch.equal(view.media["pixel_values"], expected)
+        assert torch.equal(view.input_ids, batch["sequences"][i].input_ids)
+    trainer.train()
+    assert trainer.evaluate()["eval_rewards/view_accuracies"] in (0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1)
+
+
+def test_rows_without_media_train_as_without_a_view(tmp_path):
+    runs = [
+        run_ours(text_pairs(), tmp_path, max_steps=1, rejected_view=view, media_contribution_steps=1)
+        for view in (None, "blank")
+    ]
+    assert torch.equal(*map(weights, runs))
+    assert not [name for run in runs for name in run.state.log_history[0] if "view" in name or "media" in name]
 
 
 @pytest.mark.parametrize("family, rows", [("qwen2_audio", sound_pairs), ("qwen2_5_vl", text_pairs)])
@@ -264,6 +382,7 @@ def test_other_rows_train_and_evaluate(family, rows, tmp_path):
     trainer.train()
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_rewards/margins"} <= metrics.keys()
+    assert ("eval_media/contribution" in metrics) == (family == "qwen2_audio")
     assert trainer.evaluate(rows(3))["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
 
 
@@ -276,10 +395,26 @@ def test_the_console_shows_the_first_pair(form, tmp_path, capsys):
     assert "It is a cat." in capsys.readouterr().out
 
 
+def test_the_model_is_the_reference_until_it_is_trained(tmp_path):
+    """As in TRL, with a dataset whose reference wasn't computed before the run."""
+    options = {"precompute_ref_log_probs": True, "max_steps": 1}
+    trainer = run_ours(image_pairs(4), tmp_path, **options)
+    assert trainer.evaluate(image_pairs(3))["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
+    trainer.train()
+    other = run_ours(image_pairs(4), tmp_path, objects={"ref_model": shifted(load_model("qwen2_5_vl")[0])}, **options)
+    for each in (trainer, other):
+        with pytest.raises(ValueError, match="keeps no reference for a dataset that is passed to `evaluate` after"):
+            each.evaluate(image_pairs(3))
+
+
 def test_a_reference_of_some_rows_is_an_error(tmp_path):
     options = {"precompute_ref_log_probs": True, "dataloader_drop_last": True, "per_device_eval_batch_size": 3}
     with pytest.raises(ValueError, match="The reference scored 3 of 4 rows; .* don't set `dataloader_drop_last`"):
         run_ours(image_pairs(4), tmp_path, **options)
+    columns = {name: image_pairs(4)[:][name] for name in ("prompt", "chosen", "rejected")}
+    narrow = image_pairs(4).with_transform(lambda batch: {k: v[: len(batch["prompt"])] for k, v in columns.items()})
+    with pytest.raises(ValueError, match="the dataset's transform leaves out; let it keep the columns"):
+        run_ours(narrow, tmp_path, precompute_ref_log_probs=True)
 
 
 # Rows
@@ -335,9 +470,19 @@ def test_rows_are_refused_by_name(name, tmp_path):
     [
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
         (Dataset.from_list([]), {}, "train dataset has no rows"),
+        (None, {}, "`train_dataset` is required"),
         (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no use in DPO here"),
         (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` moves it"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
+        (text_pairs(2), {"rejected_view": "mask_patch"}, "did you mean 'mask_patches'"),
+        (text_pairs(2), {"rejected_view": "blank(anchor_coeff=2.0)"}, "Did you mean `anchor_coef`"),
+        (text_pairs(2), {"rejected_view": "blank(conditional_coef=0, anchor_coef=0)"}, "has no effect with"),
+        (text_pairs(2), {"rejected_view": "blank", "ld_alpha": 0.5}, "`ld_alpha` compares the lengths"),
+        (
+            text_pairs(2),
+            {"rejected_view": "other_row", "precompute_ref_log_probs": True},
+            "'other_row' takes its media from the rows of a micro-batch",
+        ),
     ],
 )
 def test_datasets_and_options_are_refused(rows, options, message, tmp_path):

@@ -25,9 +25,8 @@ from trl_multimodal_rft.families import (
 
 
 # Written by `python tests/families_report`
-MEASURED = re.findall(
-    r"^\| (\S+) \| .*synthetic", (Path(__file__).parents[1] / "docs" / "models.md").read_text(), re.MULTILINE
-)
+PAGE = Path(__file__).parents[1] / "docs" / "generated" / "families.md"
+MEASURED = re.findall(r"^\| (\S+) \| .*synthetic", PAGE.read_text(), re.MULTILINE)
 
 every_row = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])
 

@@ -213,7 +213,8 @@ def test_rewards_open_nothing_that_the_rules_forbid(folders, tmp_path):
             restore_rows(rows, rules)[0]["image"].size  # noqa: B018
 
 
-@pytest.mark.parametrize("lacks", [pytest.param("torchcodec", marks=pytest.mark.slow), "its FFmpeg"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lacks", ["torchcodec", "its FFmpeg"])
 def test_without_torchcodec(lacks, folders, tmp_path):
     """The other libraries train on media of features. The error of decoding names the missing package."""
     loaded(folders, "audio", "parquet")

@@ -202,7 +202,7 @@ def test_continues_from_its_cache(name):
         turns = [[each[row] for row in order] for each in turns]
         turns += [[chats[(place + turn) % len(chats)] for place in chosen]]
         places, wholes = chosen, appended(model, prompts, sampled, turns)
-        branches.asked = list(zip(places, turns[-1], strict=True))
+        branches.continuations = list(zip(places, turns[-1], strict=True))
     expected = OBSTACLES[name]
     assert branches.obstacle is None if expected is None else expected in branches.obstacle
     assert expected is not None or any(len(each) > 1 for each in sizes)

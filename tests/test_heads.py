@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import WhisperConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -24,6 +25,7 @@ from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import HeadRule, add_fused_head, head_rule
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.models.wrapped import replaced
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
@@ -176,3 +178,16 @@ def test_shards_are_cast_before_they_are_joined(dtype):
         dist.destroy_process_group()
     assert joined.dtype == dtype and joined.shape == (16, 4) and gathered.n_bytes == joined.nbytes
     assert torch.equal(joined[:8], torch.ones(8, 4, dtype=dtype))
+
+
+def test_replaced_attributes_come_back():
+    """Methods, attributes, properties, other names of a config, and what was not there before, also after an error."""
+    module, config = torch.nn.Linear(1, 1), WhisperConfig(attn_implementation="eager")
+    values = {"_attn_implementation": "sdpa", "hidden_size": 3, "use_cache": False, "further": 1}
+    with pytest.raises(KeyError), replaced(module, forward=len, training=False), replaced(config, **values):
+        assert module([1, 2]) == 2 and not module.training
+        assert {name: getattr(config, name) for name in values} == values and config.d_model == 3
+        raise KeyError
+    assert "forward" not in vars(module) and module.training and module(torch.zeros(1)).shape == (1,)
+    assert config.to_dict() == WhisperConfig().to_dict() and config._attn_implementation == "eager"
+    assert not hasattr(config, "further")

@@ -22,7 +22,7 @@ PIECES = [
     *("The answer is ", " to ", " and ", "end:", "x1=1 y1=2 ", "A. ", "(B)", "option ", "[1, 2, 3, 4], ", "```json"),
     *('{"x": 1}', "\u0301", "\u0316", "\uff9e", "\u0344", "\ufdfa", "½", "²", "７", "İ", "。", "→", "😀"),
 ]
-REFERENCES = ["0.5", "(A) dog", "[0, 0, 5, 5] from 1 to 3", ["a cat", "1" * 300], [[1, 2], [3, 4]], [4, 8], 3]
+REFERENCES = ["0.5", "B", "(A) dog", "[0, 0, 5, 5] from 1 to 3", ["a cat", "1" * 300], [[1, 2], [3, 4]], [4, 8], 3]
 NEED_SERVERS = {name for name in REWARD_NAMES if inspect.isclass(getattr(rewards, name, None))}
 # TRL's `reasoning_accuracy_reward` runs math-verify in this process
 READY = sorted({*REWARD_NAMES} - NEED_SERVERS - {"reasoning_accuracy_reward"})

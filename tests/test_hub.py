@@ -22,7 +22,7 @@ from helpers.processes import PATIENCE, python_environment
 from helpers.trainer_utils import InjectedOurs, make_trainer, text_rows
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from trl_multimodal_rft.reporting.hub import how_to_upload
+from trl_multimodal_rft.reporting.hub import upload_command
 
 
 TOKENS = {
@@ -216,7 +216,7 @@ def test_refused_and_the_command_that_publishes(published):
     assert messages(published.hub.model("short/revoked")) == ["Training in progress, step 1"]
     # The command publishes what the trainer would have, for a user with a new token
     folder = str(published.folder / "refused" / "none_after")
-    program, *arguments = shlex.split(how_to_upload("none_after", folder, True))
+    program, *arguments = shlex.split(upload_command("none_after", folder, True))
     run = published.run([str(Path(sys.executable).with_name(program)), *arguments])
     assert run.returncode == 0, run.stderr[-2000:]
     repo = published.hub.model("someone/none_after")

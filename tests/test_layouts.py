@@ -5,20 +5,24 @@ import base64
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value, load_dataset
-from helpers.chats import RATE, audio, image
-from helpers.files import image_file
-from helpers.trainer_utils import load, saved
+from helpers.chats import RATE, audio, image, mosaic
+from helpers.files import image_file, video_file
+from helpers.trainer_utils import load, make_trainer, saved
 
+from trl_multimodal_rft import MultimodalDPOTrainer
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data import (
     load_charades_sta,
     load_conversations,
     load_deepeyes,
     load_easyr1,
+    load_omni_preference,
+    load_preferences,
     load_verl,
     load_video_r1,
 )
@@ -308,6 +312,129 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
     with pytest.raises(SystemExit):
         main(["prepare", "charades-sta", str(path), "--output_dir", "out"])
     assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
+
+
+def answered(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def trains(dataset, family, folder):
+    """One update on all pairs by DPO."""
+    trainer = make_trainer(MultimodalDPOTrainer, family, dataset, folder, reward=None, max_steps=1, self_check=False)
+    trainer.train()
+    return trainer.state.log_history[0]["grad_norm"] > 1e-3
+
+
+def test_rlaif_v(tmp_path):
+    """The columns of openbmb/RLAIF-V-Dataset, whose images are stored."""
+    texts = {"ds_name": "RLAIF-V", "question": "What is it?", "chosen": "A bird.", "rejected": "A cat <image>."}
+    texts |= {"origin_dataset": "COCO", "origin_split": "{}", "idx": "7", "image_path": "coco/1.jpg"}
+    rows = [{**texts, "image": image(56 + 28 * i, 56, seed=i)["image"]} for i in range(2)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rlaif" / "RLAIF-V-Dataset_000.parquet")
+    dataset = load_preferences(tmp_path / "rlaif")
+    assert dataset.column_names[:4] == ["prompt", "image", "chosen", "rejected"]
+    assert [blocks(message) for message in dataset[0]["prompt"]] == [["image", "What is it?"]]
+    assert dataset[1]["chosen"] == answered("A bird.") and dataset[1]["rejected"] == answered("A cat <image>.")
+    assert [each.width for each in dataset["image"][:]] == [56, 84] and dataset["idx"][:] == ["7", "7"]
+    assert trains(dataset, "qwen2_5_vl", tmp_path / "out")
+    judged = load_preferences(tmp_path / "rlaif", task="judge", template="{question} {answer_a} {answer_b}?")
+    assert judged["solution"][:] == ["A", "B"] * 2 and [each.width for each in judged["image"][:]] == [56, 56, 84, 84]
+    assert [*map(blocks, judged[1]["prompt"])] == [["image", "What is it? A cat < image>. A bird.?"]]
+    with pytest.raises(ValueError, match="`template` is the prompt of a judge"):
+        load_preferences(tmp_path / "rlaif", template="{question}")
+    with pytest.raises(ValueError, match="prepare rlaif-v"):
+        trains(Dataset.from_list(rows), "qwen2_5_vl", tmp_path / "out")
+
+
+def test_mmpr(files, tmp_path, capsys):
+    """The parts of `meta.json`, in their shares; rows with an image, several and none."""
+    pair = {"chosen": "So it is 7.", "rejected": "So it is 8."}
+    one = [{**pair, "image": "0.png", "question": f"<image>\nFind x{i}."} for i in range(4)]
+    several = {**pair, "image": ["1.png", "2.png"], "question": "Is <image> or <image> red?"}
+    text = [{**pair, "image": each, "question": "Find y."} for each in ("", [])] + [{**pair, "question": "Find z."}]
+    mmpr = tmp_path / "MMPR-v1.2"
+    shutil.copytree(tmp_path / "data" / "media", mmpr / "images" / "M3CoT")
+    meta = {}
+    for name, rows, times in (("a", one, 0.5), ("b", [several], 2), ("c", text, 1)):
+        file = mmpr / "annotations" / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        meta[name] = {"root": "MMPR-v1.2/images/M3CoT", "annotation": f"MMPR-v1.2/annotations/{name}.jsonl"}
+        meta[name] |= {"data_augment": False, "repeat_time": times, "length": len(rows)}
+    (mmpr / "meta.json").write_text(json.dumps(meta, indent=4))
+    words = ["mmpr", str(mmpr / "meta.json"), "--media_dir", str(tmp_path), "--output_dir", str(tmp_path / "out")]
+    main(["prepare", *words])
+    assert "train: 7 rows of prompt, images, chosen, rejected" in capsys.readouterr().out
+    shutil.rmtree(mmpr)
+    dataset = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    shown = [[*map(blocks, row["prompt"])] for row in dataset]
+    assert {each[0][1] for each in shown[:2]} < {f"\nFind x{i}." for i in range(4)} and shown[0] != shown[1]
+    assert shown[2] == shown[3] == [["Is ", "image", " or ", "image", " red?"]]
+    assert shown[4:] == [[["Find y."]], [["Find y."]], [["Find z."]]]
+    assert [len(row["images"]) for row in dataset] == [1, 1, 2, 2, 0, 0, 0]
+    assert trains(dataset, "internvl", tmp_path / "trained")
+    with pytest.raises(SystemExit):
+        main(["prepare", *words[:-1], str(tmp_path / "other"), "--task", "rl"])
+    assert "the layout 'mmpr' supports `--task dpo` or `judge`" in capsys.readouterr().err
+
+
+def omni_preference(folder, changes=()):
+    """Files as they were released: the prompt of a judge, paths of the authors, and names with other spaces."""
+    sources = {
+        "image": ("/data/rlaif-v-dataset/gqa/0.png", "rlaif-v-dataset/gqa/0.png"),
+        "video": ("/data/academic_source/Charades/0.mp4", "video-dataset/academic_source/Charades/0.mp4"),
+        "audio": ("/data/audio/Rain_&amp;_wind_.wav_", "audio_files/audio_files/Rain & wind .wav"),
+    }
+    (folder / "data" / "media" / "0.mp4").write_bytes(video_file(mosaic(6, 56, 56, seed=0), codec="mpeg4", rate=2))
+    for modality, (path, file) in sources.items():
+        (folder / "omni" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "data" / "media" / f"0{Path(file).suffix}", folder / "omni" / file)
+        rows = []
+        for better in ("A", "B", "equal"):
+            asked = "You are a helpful AI assistant.\n### Output\nQuestion: none\n### Context\n"
+            asked += (
+                f"{modality.title()} file: {path}  \nQuestion: What is in it?\n  Candidate A: Rain.\nAnd wind.  \n"
+            )
+            solution = {"score_A": 8, "score_B": 6, "better": better, "reasoning": "<think>Candidate B: no</think>"}
+            row = {
+                f"{modality}s": [path],
+                "messages": [{"role": "user", "content": f"{asked}Candidate B: A dog: it barks.\n"}],
+            }
+            rows.append({**row, "solution": json.dumps(solution), **dict(changes)})
+        file = folder / "omni" / "dataset_jsonl" / modality / "final_rl_data.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "omni"
+
+
+def test_omni_preference(files, tmp_path, caplog):
+    folder = omni_preference(tmp_path)
+    dataset = load_omni_preference(folder)
+    assert caplog.messages == ["3 of 9 pairs are skipped, which are equally good."]
+    assert sorted(dataset.column_names) == sorted(
+        ["prompt", "audios", "images", "videos", "chosen", "rejected", "score_chosen", "score_rejected"]
+    )
+    for i, row in enumerate(dataset):
+        modality = ["audio", "image", "video"][i // 2]
+        assert [*map(blocks, row["prompt"])] == [[modality, "What is in it?"]] and len(row[f"{modality}s"]) == 1
+        order = ["Rain.\nAnd wind.", "A dog: it barks."][:: 1 - 2 * (i % 2)]
+        assert [row["chosen"], row["rejected"]] == [answered(text) for text in order]
+        assert (row["score_chosen"], row["score_rejected"]) == ((8.0, 6.0) if i % 2 == 0 else (6.0, 8.0))
+    assert trains(dataset.select([0, 2, 4]), "qwen2_5_omni", tmp_path / "out")
+    file = folder / "dataset_jsonl" / "audio" / "final_rl_data.jsonl"
+    judged = load_omni_preference(file, task="judge", media_dir=folder)
+    assert judged["solution"][:] == ["A", "B", "A", "B", "tie", "tie"]
+    with pytest.raises(ValueError, match=r"row 0, column 'audios': the file .*Rain_&amp;_wind_.wav' doesn't exist"):
+        load_omni_preference(file)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"solution": '{"better": "A"}'}, {"solution": None}, {"messages": []}, {"solution": '{"better": "UNKNOWN"}'}],
+)
+def test_omni_preferences_of_another_form(changes, files, tmp_path):
+    with pytest.raises(ValueError, match="row 0: its 'messages' have no '### Context' .* is it of another layout"):
+        load_omni_preference(omni_preference(tmp_path, changes))
 
 
 @pytest.mark.parametrize(

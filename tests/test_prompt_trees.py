@@ -127,7 +127,7 @@ def test_trees_equal_separate_rows(name, mode, monkeypatch, separate):
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5_deep"])
+@pytest.mark.parametrize("name", slow_but(["qwen2_5_vl", "gemma3", "qwen3_5_deep"], "qwen2_5_vl", "gemma3"))
 def test_random_trees(name, cuda, monkeypatch, separate):
     """Prompts over few tokens start alike in many ways, some are the start of others, and one occurs twice."""
     monkeypatch.setattr(trees, "_WORTH_SHARING", -1e9)

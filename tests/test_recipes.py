@@ -3,7 +3,6 @@
 
 import json
 import re
-import runpy
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from datasets import Dataset, Features, Image, List, Value
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.files import video_file
 from helpers.four_bits import save_wide
+from helpers.provenance import origins
 from helpers.trainer_utils import TRAINERS, length_and_sum, load, saved
 from trl.chat_template_utils import qwen3_vl_chat_template
 
@@ -25,12 +25,14 @@ from trl_multimodal_rft.rollout.tools import TOOLS
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.options import launched_parser, options_of
+from trl_multimodal_rft.spelling import split_settings
 
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "trl_multimodal_rft" / "recipes"
 RECIPES = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
 FAMILIES = {
+    "InternVL3": "internvl",
     "MiMo-VL": "qwen2_5_vl",
     "Qwen2-Audio": "qwen2_audio",
     "Qwen2.5-Omni": "qwen2_5_omni",
@@ -38,10 +40,12 @@ FAMILIES = {
     "Qwen2.5-VL": "qwen2_5_vl",
     "Qwen3-VL": "qwen3_vl",
     "Qwen3.5": "qwen3_5",
+    "Qwen3-Omni": "qwen3_omni_moe",
+    "llava-1.5": "llava",
 }
-REFRESH = runpy.run_path(str(ROOT / "docs" / "refresh_recipes.py"))
 # Kinds of media of prepared datasets, images if it isn't here
 KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
+KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
 KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong"), {"audio"})
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
@@ -105,6 +109,7 @@ def sources(folder):
     for split in ("train", "test"):
         Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
     save_grounding(folder)
+    save_preferences(folder)
     (folder / "Vision-OPD-6K").mkdir()
     for name, crop in (("images", None), ("teacher_images", (0, 0, 28, 56))):
         (folder / "Vision-OPD-6K" / name).mkdir()
@@ -161,14 +166,48 @@ def save_grounding(folder):
         Dataset.from_list(rows).to_parquet(folder / "DeepEyes-Datasets-47k" / f"{name}.parquet")
 
 
+def save_preferences(folder):
+    """Handmade files of the datasets of pairs."""
+    pair = {"question": "What is it?", "chosen": "A bird.", "rejected": "A cat."}
+    rows = [{**pair, "image": str(folder / "media" / f"{i}.png"), "idx": str(i)} for i in range(4)]
+    pairs = Dataset.from_list(rows).cast_column("image", Image())
+    pairs.to_parquet(folder / "RLAIF-V-Dataset" / "train-00000-of-00001.parquet")
+    (folder / "MMPR-v1.2").mkdir()
+    (folder / "MMPR-v1.2" / "a.jsonl").write_text(
+        "".join(json.dumps({**row, "image": f"{i}.png"}) + "\n" for i, row in enumerate([pair] * 4))
+    )
+    part = {"root": "media", "annotation": "MMPR-v1.2/a.jsonl", "repeat_time": 1}
+    (folder / "MMPR-v1.2" / "meta.json").write_text(json.dumps({"a": part}))
+    omni = folder / "Omni-Preference"
+    for modality, ending, place in (
+        ("image", "png", "gqa"),
+        ("video", "mp4", "video-dataset/Charades"),
+        ("audio", "wav", "audio_files"),
+    ):
+        (omni / place).mkdir(parents=True)
+        (omni / place / f"0.{ending}").write_bytes((folder / "media" / f"0.{ending}").read_bytes())
+        (omni / "dataset_jsonl" / modality).mkdir(parents=True)
+        path = f"/data/{place.removeprefix('video-dataset/')}/0.{ending}"
+        asked = (
+            f"### Context\n{modality.title()} file: {path}\nQuestion: What?\nCandidate A: A bird.\nCandidate B: A cat."
+        )
+        solution = json.dumps({"better": "A", "score_A": 8, "score_B": 6})
+        row = {f"{modality}s": [path], "messages": [{"role": "user", "content": asked}], "solution": solution}
+        (omni / "dataset_jsonl" / modality / "final_rl_data.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+
+
 def prepared(path, tmp_path):
     """Returns the folder that the recipe's command writes from handmade files."""
     sources(tmp_path / "sources")
     lines = " ".join(header(path)["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
-    place = Path(words[2]) if words[2].endswith("/train.jsonl") else Path(Path(words[2]).name)
+    place = Path(words[2]) if words[2].endswith(("/train.jsonl", "/meta.json")) else Path(Path(words[2]).name)
     words[2] = str(tmp_path / "sources" / place)
-    words = [str(tmp_path / "sources" / "media") if words[i - 1] == "--media_dir" else w for i, w in enumerate(words)]
+    media = {".": str(tmp_path / "sources")}
+    words = [
+        media.get(word, str(tmp_path / "sources" / "media")) if words[i - 1] == "--media_dir" else word
+        for i, word in enumerate(words)
+    ]
     name = words[words.index("--output_dir") + 1]
     words[words.index(name, words.index("--output_dir"))] = str(tmp_path / name)
     main(words)
@@ -225,9 +264,47 @@ def test_page_names_no_other():
     assert sorted(set(named)) == sorted(RECIPES)
 
 
-def test_page_says_where_values_are_from():
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    assert page == REFRESH["refreshed"](page), "run `python docs/refresh_recipes.py`"
+# Owners of the sources' own repositories
+OWNERS = {"HarryHsing/EchoInk", "hiyouga", "huaixuheqing", "inclusionAI", "ModalMinds", "NUS-TRAIL", "NVIDIA-NeMo"}
+OWNERS |= {"OpenGVLab", "RLHF-V", "tmfk418", "verl-project", "xiaomi-research"}
+
+
+def test_comments_say_where_values_are_from():
+    """Each value has a source, and a source in another repository than its authors' is called a fork."""
+    for name, path in RECIPES.items():
+        text = path.read_text()
+        assert all(origins(text).values()), name
+        links, note = (" ".join(header(path).get(field, ())) for field in ("Sources", "Note"))
+        others = [each for each in re.findall(r"github\.com/(([\w.-]+)/[\w.-]+)", links) if OWNERS.isdisjoint(each)]
+        assert not others or re.search(r"\bforks?\b|project that kept it", note), (name, others)
+
+
+PAPERS = [row.split(" | ") for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if "recipe `" in row]
+
+
+def agree(paper, recipe):
+    """Whether a paper's value is the recipe's: of a method with settings the name, and what both set."""
+    if not isinstance(paper, str):
+        return paper == recipe
+    (name, settings), (other, others) = split_settings(paper), split_settings(recipe)
+    settings, others = settings or {}, others or {}
+    return name == other and all(agree(settings[key], others[key]) for key in settings.keys() & others.keys())
+
+
+def test_agreement_of_settings():
+    assert agree("blank(fraction=0.5, schedule='sigmoid')", "blank(schedule='sigmoid(steepness=30)')")
+    assert not agree("cpgd(weight='std')", "cpgd(weight='one')") and not agree("dapo", "grpo") and not agree(4, 5)
+
+
+@pytest.mark.parametrize("row", PAPERS, ids=lambda row: row[0])
+def test_papers_and_recipes_agree(row):
+    """Where a row of the papers names a recipe, what both set is the same."""
+    recipe = yaml.safe_load(RECIPES[re.search(r"recipe `([\w/]+)`", row[2])[1]].read_text())
+    rewards = re.search(r"`--reward_funcs ([^`]+)`", row[1])
+    arguments = re.match(r"`(?:\w+Config\()?(.*?)\)?`", row[1].lstrip())[1]
+    values = eval(f"dict({arguments})") | ({"reward_funcs": rewards[1].split()} if rewards else {})
+    common = values.keys() & recipe.keys()
+    assert common and not {key: (values[key], recipe[key]) for key in common if not agree(values[key], recipe[key])}
 
 
 URL = f"https://github.com/a/b/blob/{40 * 'c'}/run.sh"
@@ -247,15 +324,13 @@ URL = f"https://github.com/a/b/blob/{40 * 'c'}/run.sh"
 )
 def test_values_without_a_source_are_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
-        REFRESH["rows"](text)
+        origins(text)
 
 
-def test_values_have_the_lines_of_their_sources():
+def test_values_have_several_sources():
     text = f"# Sources: run {URL}\n#          paper https://huggingface.co/papers/2503.11197\n"
     text += "beta: 0.01  # run L3-L4: kl; paper: section 3\nseed: 1  # ours"
-    (first, second) = REFRESH["rows"](text)
-    assert first[:2] == ("beta", "0.01") and second == ("seed", "1", "ours")
-    assert first[2] == f"[run L3-L4]({URL}#L3-L4): kl; [paper](https://huggingface.co/papers/2503.11197): section 3"
+    assert origins(text) == {"beta": ("run", "paper"), "seed": ("ours",)}
 
 
 def test_chat_template_of_another_model(tmp_path):

@@ -273,6 +273,7 @@ def test_expressions_are_compared_within_a_time_in_any_thread():
     assert asyncio.run(reward()) == 1.0
 
 
+@pytest.mark.slow
 def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
     """Its owner is a script without a main guard, which doesn't run twice."""
     code = (

@@ -242,7 +242,7 @@ def test_rows_that_change_each_other_get_forwards_of_their_own(tmp_path, monkeyp
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
     rows = text_rows(8, form="chat")
     expected = weights_after(make("llama4", rows, tmp_path / "whole", **options))
-    monkeypatch.setattr(logprobs, "_places", lambda model, places: {})
+    monkeypatch.setattr(logprobs, "_token_positions", lambda model, positions: {})
     broken = make("llama4", rows, tmp_path / "broken", **options)
     assert torch.dist(weights_after(broken), expected) <= 1e-5 * expected.norm()
     assert broken._policy.fallbacks.isolate == "prompt" and broken.checks.self_check.padded < 1e-5
@@ -264,7 +264,7 @@ def test_rows_that_no_forward_scores_exactly_end_the_run(tmp_path, monkeypatch):
     """Images at the positions of text."""
     monkeypatch.setattr(prompts, "prompt_position_ids", lambda model, ids, *_: torch.arange(len(ids))[None])
     trainer = make("qwen2_5_vl", picture_rows(), tmp_path, max_steps=1)
-    message = "qwen2_5_vl can't be trained exactly: log-probabilities of padded rows differ by .* the model's forward"
+    message = "qwen2_5_vl can't be trained exactly: scores of padded rows differ by .* the model's forward"
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
 

@@ -18,7 +18,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout, split_groups
 from trl_multimodal_rft.forward.layout import group_by_prompt
 from trl_multimodal_rft.forward.partition import split_by_tokens
-from trl_multimodal_rft.forward.split_groups import chunk_places
+from trl_multimodal_rft.forward.split_groups import chunk_ends
 from trl_multimodal_rft.forward.token_budget import backward_by_parts
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
@@ -169,13 +169,13 @@ def test_chunks():
     budget = len(unique[0]) + 9
     parts = split_by_tokens(prompts, lengths, budget)
     assert sorted(sum(parts, [])) == list(range(8))
-    places = chunk_places(prompts, parts)
-    chunks = [parts[i] for i in places if prompts[parts[i][0]] is unique[0]]
+    ends = chunk_ends(prompts, parts)
+    chunks = [parts[i] for i in ends if prompts[parts[i][0]] is unique[0]]
     assert chunks == [[1, 2], [0, 3]]  # the longest first, with the one without tokens
-    of_first = [each for i, each in places.items() if prompts[parts[i][0]] is unique[0]]
+    of_first = [each for i, each in ends.items() if prompts[parts[i][0]] is unique[0]]
     assert of_first == [(True, False), (False, True)]
-    assert all(len({prompts[i] for i in parts[index]}) == 1 for index in places)
-    assert not chunk_places(prompts, split_by_tokens(prompts, lengths, 10**6))
+    assert all(len({prompts[i] for i in parts[index]}) == 1 for index in ends)
+    assert not chunk_ends(prompts, split_by_tokens(prompts, lengths, 10**6))
 
 
 # Attention that merges two calls
@@ -215,7 +215,7 @@ def test_merged_attention_is_that_of_all_keys(with_prompt, sizes, monkeypatch):
     weights = torch.randn_like(expected)
     right = torch.autograd.grad((expected * weights).sum(), states)
     with cuda_path(monkeypatch):
-        output = kernels.merged_attention(*states, index=index, own=own, shared=shared, scaling=0.3)
+        output = kernels.merged_attention(*states, index=index, sequences=own, shared_sequences=shared, scaling=0.3)
         found = torch.autograd.grad((output * weights).sum(), states)
     assert (output - expected).abs().max() <= 1e-12
     for a, b in zip(found, right, strict=True):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .trainers.grpo_trainer import MultimodalGRPOTrainer
     from .trainers.ppo_config import MultimodalPPOConfig
     from .trainers.ppo_trainer import MultimodalPPOTrainer
+    from .trainers.reward_config import MultimodalRewardConfig
+    from .trainers.reward_trainer import MultimodalRewardTrainer
     from .trainers.rloo_config import MultimodalRLOOConfig
     from .trainers.rloo_trainer import MultimodalRLOOTrainer
     from .trainers.sft_config import MultimodalSFTConfig
@@ -46,6 +48,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "MultimodalGRPOTrainer": "trainers.grpo_trainer",
         "MultimodalPPOConfig": "trainers.ppo_config",
         "MultimodalPPOTrainer": "trainers.ppo_trainer",
+        "MultimodalRewardConfig": "trainers.reward_config",
+        "MultimodalRewardTrainer": "trainers.reward_trainer",
         "MultimodalRLOOConfig": "trainers.rloo_config",
         "MultimodalRLOOTrainer": "trainers.rloo_trainer",
         "MultimodalSFTConfig": "trainers.sft_config",

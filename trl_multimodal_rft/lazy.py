@@ -5,12 +5,12 @@ import importlib
 from collections.abc import Callable
 
 
-def lazy_names(package: str, places: dict[str, str]) -> tuple[Callable, Callable, list[str]]:
+def lazy_names(package: str, modules: dict[str, str]) -> tuple[Callable, Callable, list[str]]:
     """The attributes of a package that imports its names lazily."""
 
     def load(name: str):
-        if name not in places:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{places[name]}", package), name)
+        return getattr(importlib.import_module(f".{modules[name]}", package), name)
 
-    return load, lambda: sorted({*vars(importlib.import_module(package)), *places}), list(places)
+    return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), list(modules)

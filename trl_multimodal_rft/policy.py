@@ -22,12 +22,12 @@ from .forward.attention import attention_obstacle
 from .forward.divergence import Target
 from .forward.inputs import encode_once
 from .forward.layout import CompletionBatch, States, split_samples
-from .forward.logprobs import Forward, completion_scores, completion_values, prompt_states
+from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import DeferredParts, Scores, load_balancing_loss
-from .forward.split_groups import KeptPrompt, chunk_places, keeps_states
+from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
 from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead
@@ -133,8 +133,8 @@ class PolicyForward:
         if self.max_tokens is not None:
             bins = split_by_tokens(prompts, lengths, self.max_tokens)
         if self._keeps_prompts(model):  # which chunks of a group have in common
-            places = chunk_places(prompts, bins)
-            bins = [own for i, own in enumerate(bins) if places.get(i, (True, True))[0]]
+            ends = chunk_ends(prompts, bins)
+            bins = [own for i, own in enumerate(bins) if ends.get(i, (True, True))[0]]
         parts = [
             [own[i] for i in part]
             for own in bins
@@ -190,7 +190,7 @@ class PolicyForward:
             rows = scored if len(scored) < n else None  # padded, those without tokens are as long as others
         if rows is not None:
             chosen = completions.rows(rows)
-            dummies = self.processes.in_place_of(model, prompts, chosen.prompts)
+            dummies = self.processes.dummies_for_rest(model, prompts, chosen.prompts)
             completions = chosen.padded(dummies)
             target = None if target is None else target.rows(rows).padded(len(dummies))
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
@@ -240,21 +240,21 @@ class PolicyForward:
         if self.max_tokens is None or lengths is None:
             return score(0, every, None)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
-        places, n_parts = chunk_places(prompts, parts), len(parts)
+        ends, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):  # else there are no collectives
                 n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=device)).max())
         if n_parts == 1:
             return score(0, every, None)  # in their order, which a part may change
         kept: dict[EncodedPrompt, KeptPrompt] = {}
-        for index in places if keeps and all(map(self._keeps_prompts, models)) else ():
+        for index in ends if keeps and all(map(self._keeps_prompts, models)) else ():
             prompt = prompts[parts[index][0]].shared
             if prompt not in kept and not self.processes.dummies(model, [prompt]):
                 kept[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
 
         def part_score(index: int, part: list[int]) -> Scores:
-            own = kept.get(prompts[part[0]].shared) if index in places else None
-            return score(index, part, None if own is None else own.states(*places[index]))
+            own = kept.get(prompts[part[0]].shared) if index in ends else None
+            return score(index, part, None if own is None else own.states(*ends[index]))
 
         if torch.is_grad_enabled():
             return DeferredParts(part_score, parts, n_parts, device).joined()
@@ -287,9 +287,9 @@ class PolicyForward:
                 return {"values": completion_scores(call, policy, *completions, value_head=critic, **options).values}
             return {"values": completion_values(critic, critic.model, *completions, **options)}
 
-        given = CompletionBatch(prompts, completion_ids, completion_mask)
+        batch = CompletionBatch(prompts, completion_ids, completion_mask)
         read = critic.model if isinstance(critic, Critic) else policy
-        return self._without_loss(values, model, read, given, packed).values
+        return self._by_function(values, model, read, batch, packed).values
 
     def states(
         self,
@@ -307,28 +307,52 @@ class PolicyForward:
             scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
             return {"hidden": scores.tensors()["hidden"]}
 
-        given = CompletionBatch(prompts, completion_ids, completion_mask)
-        return self._without_loss(states, model, policy, given, packed).tensors()["hidden"]
+        batch = CompletionBatch(prompts, completion_ids, completion_mask)
+        return self._by_function(states, model, policy, batch, packed).tensors()["hidden"]
 
-    def _without_loss(
+    def rewards(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        *,
+        packed: bool,
+        fallbacks: Fallbacks | None = None,
+    ) -> Scores:
+        """
+        The scores that a reward model gives completions, as `values` `(B, 1)`, differentiable where gradients are
+        enabled; see [`~forward.logprobs.completion_rewards`].
+        """
+        policy = self.unwrapped(model)
+
+        def rewards(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
+            return {"values": completion_rewards(call, policy, *completions, **options)}
+
+        batch = CompletionBatch(prompts, completion_ids, completion_mask)
+        return self._by_function(rewards, model, policy, batch, packed, fallbacks)
+
+    def _by_function(
         self,
         function: Callable[[Forward, CompletionBatch, dict], dict[str, torch.Tensor]],
         model: nn.Module,
         read: PreTrainedModel,
-        given: CompletionBatch,
+        batch: CompletionBatch,
         packed: bool,
+        fallbacks: Fallbacks | None = None,
     ) -> Scores:
         """What a function of a model's forward, of completions and of options returns, in parts; `read` gets them."""
+        fallbacks = self.fallbacks if fallbacks is None else fallbacks
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
-            completions = self._with_dummies(model, given.rows(rows))
-            options = self._forwards(completions, packed, self.fallbacks, states)
+            completions = self._with_dummies(model, batch.rows(rows))
+            options = self._forwards(completions, packed, fallbacks, states)
             with self._autocast():
                 tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
-            return Scores(**tensors).rows(slice(len(rows)))
+            return Scores(**self._reaching_all(model, tensors, states)).rows(slice(len(rows)))
 
-        lengths = None if self.max_tokens is None else given.mask.sum(1).tolist()
-        return self._in_parts(part, model, [read], given, lengths, packed, keeps=packed)
+        lengths = None if self.max_tokens is None else batch.mask.sum(1).tolist()
+        return self._in_parts(part, model, [read], batch, lengths, packed, keeps=packed)
 
     def _score_part(
         self,
@@ -386,15 +410,22 @@ class PolicyForward:
             several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
             several = several or hidden or target is not None  # which engines must find among the outputs
             tensors = self._as_one_forward(model, score) if several else score(model)
+        return Scores(**self._reaching_all(model, tensors, states)).rows(slice(n))  # without dummy prompts
+
+    def _reaching_all(
+        self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
+    ) -> dict[str, torch.Tensor]:
+        """Adds a zero that depends on weights that no forward uses, for whose gradients DDP would wait."""
         # Chunks of a group, but for the last, don't reach what is before the language model
         reaches = states is None or self.accelerator is None or self.accelerator.sync_gradients
+        is_ddp = isinstance(model, DistributedDataParallel)
         if is_ddp and reaches and torch.is_grad_enabled() and not model.find_unused_parameters:
-            name = "logps" if target is None else "divergences"
+            name = next(each for each in ("logps", "divergences", "values") if each in tensors)
             if self._unreached is None:
                 self._unreached = unreached_parameters(model, list(tensors.values()))
-            # A zero that depends on weights that no forward uses, for whose gradients DDP would wait
-            tensors[name] = tensors[name] + sum(0 * parameter.flatten()[0] for parameter in self._unreached)
-        return Scores(**tensors).rows(slice(n))  # without dummy prompts
+            zero = sum(0 * parameter.flatten()[0] for parameter in self._unreached)
+            return {**tensors, name: tensors[name] + zero}
+        return tensors
 
     def _forwards(
         self, completions: CompletionBatch, packed: bool, fallbacks: Fallbacks, states: States | None = None
@@ -465,7 +496,7 @@ class PolicyForward:
             with ready as generating_model, same_adapters(generating_model):
                 unwrapped_model = self.unwrapped(generating_model)
                 device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
-                if branches is None or branches.asked is None:  # else the cache holds what the media gave
+                if branches is None or branches.continuations is None:  # else the cache holds what the media gave
                     with self._autocast():
                         encode_once(unwrapped_model, [*prompts, *dummies], device)
                 return generate_in_parts(

@@ -66,6 +66,11 @@ OVERRIDDEN_DPO = {
 OVERRIDDEN_DPO[DPO + "_compute_loss"] = "self model inputs return_outputs"
 OVERRIDDEN_DPO[DPO + "compute_ref_log_probs"] = "self model inputs"
 
+# Methods that the trainer of reward models overrides
+REWARD = "trl.trainer.reward_trainer:RewardTrainer."
+OVERRIDDEN_REWARD = {path.replace(SFT, REWARD): given for path, given in OVERRIDDEN_SFT.items()}
+OVERRIDDEN_REWARD[REWARD + "_prepare_dataset"] = "self dataset processing_class args dataset_name"
+
 # Methods that the distillation trainer overrides
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 _OF_REWARDS = ("_compute_loss", "_get_per_token_logps_and_entropies")  # which it hasn't, or with other parameters
@@ -160,6 +165,7 @@ ALL_OVERRIDDEN = {
     **OVERRIDDEN_PPO,
     **OVERRIDDEN_SFT,
     **OVERRIDDEN_DPO,
+    **OVERRIDDEN_REWARD,
     **OVERRIDDEN_DISTILLATION,
 }
 

@@ -35,6 +35,8 @@ WITHOUT_ZERO1 = {
     "ppo_saved": "checkpoints of two models",
     "ppo_resumed": "checkpoints of two models",
     "sft_adapter": "frozen weights beside trained ones",
+    "dpo_pairs": "a second model, which is sharded like the first, and ranks with more forwards than others",
+    "dpo_adapter": "a reference that is the policy without its adapter",
     "distill_teacher": "a second model, which is sharded like the first",
     "distill_adapter": "a teacher that is the student without its adapter",
 }
@@ -65,6 +67,8 @@ IN_TURN = {
     "parts": ZERO3,
     "sft_rows": ZERO2,
     "sft_parts": FSDP2,
+    "dpo_parts": ZERO3,
+    "dpo_resumed": FSDP2,
     "distill_parts": ZERO3,
     "distill_top_k": FSDP2,
     "distill_view": ZERO2,

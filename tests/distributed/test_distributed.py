@@ -577,6 +577,41 @@ def test_supervised_rows_train_as_in_one_process(engine, two, one):
     assert all(rank["sharded"] == (engine == "fsdp2") for rank in two)
 
 
+# Preferences
+
+
+PAIRS = ["loss", "grad_norm", "entropy", "num_tokens", "rewards/chosen", "rewards/margins", "rewards/view"]
+PAIRS += ["rewards/view_margins", "rewards/above_anchor", "logps/view"]
+
+
+@in_turn("dpo_pairs", "dpo_parts", "dpo_adapter")
+def test_preferences_train_as_in_one_process(engine, two, one):
+    """Ranks have different media and tokens, and views of their media, over accumulated micro-batches."""
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, PAIRS)
+    assert all(step["media/contribution"] > 0 for rank in two for step in rank["steps"])
+    assert engine != "fsdp2" or two[0]["sharded"]
+
+
+@in_turn("dpo_resumed")
+def test_resumed_preferences_are_the_uninterrupted_ones(two):
+    assert_same_ranks(two, least=0.01)
+    for rank in two:
+        assert rank["otherwise"] == [] and rank["logs"][0][3:] == rank["logs"][1][-1:]
+        assert {"rewards/view_margins", "media/contribution"} <= rank["logs"][0][3].keys()
+
+
+@on(["ddp"], "dpo_skipped")
+def test_processes_skip_the_same_preferences(two, one):
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert [rank["skipped"] for rank in (*two, *one)] == [[1, 6]] * 3
+    for rank in two:
+        assert rank["evaluated"] == pytest.approx(one[0]["evaluated"], rel=1e-5)
+    assert one[0]["evaluated"]["eval_media/skipped"] == 2
+
+
 # Distillation
 
 

@@ -11,6 +11,7 @@ import json
 from datetime import timedelta
 
 import distillation_scenarios
+import dpo_scenarios
 import grpo_scenarios
 import lightrft_scenarios
 import mixed_scenarios
@@ -31,6 +32,7 @@ MODULES = [
     ppo_scenarios,
     mixed_scenarios,
     sft_scenarios,
+    dpo_scenarios,
     parts_scenarios,
     offload_scenarios,
     distillation_scenarios,

@@ -274,7 +274,7 @@ class Waits(TrainerCallback):
         self.flight = trainer.in_flight
 
     def on_step_end(self, args, state, control, **kwargs):
-        for asked in self.flight._asked.values():
+        for asked in self.flight._pending.values():
             for answer in asked.answers.values():
                 answer.result()
 

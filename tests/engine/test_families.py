@@ -2,7 +2,7 @@
 """
 Compares every family's samples from vLLM with the model's forward pass, before and after a change of all weights.
 
-`make vllm-families` prints the table of all families; `docs/vllm.md` shows the latest one.
+`make vllm-families` prints the table of all families, which `docs/vllm.md` sums up.
 """
 
 import pytest

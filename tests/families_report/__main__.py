@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`python tests/families_report --output docs/models.md`"""
+"""`python tests/families_report --output docs/generated/families.md`"""
 
 import sys
 from pathlib import Path

@@ -49,7 +49,7 @@ class Measurement:
     family: str  # its `model_type`
     kinds: str = ""  # measured kinds of media
     real: bool = False  # whether a real processor made the prompts
-    # `"packed"` or `"padded"`, with `"isolated"` if prompts get separate forward passes, or `"refused"`; `"wrong:
+    # `"packed"` or `"padded"`, with `"(isolated)"` if prompts get separate forward passes, or `"refused"`; `"wrong:
     # ..."` for inexact results, `"error: ..."` for failures, and `"not built"` if there is no measurement
     mode: str = "not built"
     logps: float | None = None  # largest difference of log-probabilities, in nats
@@ -198,7 +198,7 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
 
 
 def _mode(fallbacks: Fallbacks) -> str:
-    return ("packed" if fallbacks.packing else "padded") + (", isolated" if fallbacks.isolate else "")
+    return ("packed" if fallbacks.packing else "padded") + (" (isolated)" if fallbacks.isolate else "")
 
 
 def _remedy(score, fallbacks: Fallbacks) -> str:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Measures tiny models of all families and writes the table of `docs/models.md`."""
+"""Measures tiny models of all families and writes the table of `docs/generated/families.md`."""
 
 import argparse
 import functools
@@ -65,13 +65,14 @@ HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "sh
 
 
 def cells(found: Measurement) -> tuple[str, ...]:
-    """Returns one row of the table of measurements."""
+    """Returns one row of the table of measurements, which says what fails without the text of an exception."""
     numbers = ["" if number is None else f"{number:.0e}" for number in (found.logps, found.gradient)]
     vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
     if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
         vllm = f"but {', '.join(missing)}"
     real = "real" if found.real else "synthetic" if found.kinds else ""
-    return (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
+    row = (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
+    return tuple(re.sub(r"(: )?\b\w+Error: [^;]*", "", cell) for cell in row)
 
 
 def summary(rows: Sequence[tuple[str, ...]]) -> str:
@@ -97,7 +98,8 @@ def with_table(page: str, measured: list[Measurement], with_rest: bool = False) 
 def with_differences(page: str, measured: list[Measurement]) -> str:
     """Replaces a page's differences from its table, which another version of transformers gave."""
     modes = dict(re.findall(r"^\| (\S+) \| [^|]*\| (?:real|synthetic|) ?\| ([^|]*) \|", page, re.MULTILINE))
-    other = [(each.family, modes.get(each.family, "not in it"), each.mode, each.note) for each in measured]
+    shown = [dict(zip(HEADER, cells(each), strict=True)) for each in measured]
+    other = [(row["family"], modes.get(row["family"], "not in it"), row["scored"], row["remark"]) for row in shown]
     rows = table([row for row in other if row[1] != row[2]], ("family", "in the table", "here", "remark"))
     missing = ", ".join(f"`{name}`" for name in sorted(modes.keys() - {each.family for each in measured}))
     absent = f"Not in this version, or without its media: {missing}. Scored otherwise than in the table below:"
@@ -130,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = []
     for n, each in enumerate(measure_all(dict(sorted(work.items()))), 1):
         found.append(each)
-        print(f"[{n}/{len(work)}] {' | '.join(cells(each))}", file=sys.stderr)
+        print(f"[{n}/{len(work)}] {' | '.join(cells(each)[:-1])} | {each.note}", file=sys.stderr)
     rows = [*map(cells, found)]
     print(summary(rows), table(rows), sep="\n\n", end="")
     if args.output is not None:

@@ -139,6 +139,7 @@ NOT_DRAWN = {
     "media_rules",
     *("audio_overlong", "ignored_media_columns", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
+    "rejected_view",  # see test_dpo.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
     *("log_multimodal", "teacher_model_server_url"),
     *("max_staleness", "vllm_server_base_url"),

@@ -17,7 +17,7 @@ class Wrapped:
         return getattr(self.__dict__["inner"], name)
 
     def __call__(self, model, prompts, **options):
-        """After tool results, `room` is given, and `branches.asked` holds the indices of the completions."""
+        """After tool results, `room` is given, and `branches.continuations` holds the indices of the completions."""
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:

@@ -85,7 +85,7 @@ class Saying(Wrapped):
             self.turn, places = 0, range(len(prompts))
             self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
         else:
-            self.turn, places = self.turn + 1, [place for place, _ in branches.asked]
+            self.turn, places = self.turn + 1, [place for place, _ in branches.continuations]
             # Only those that called a tool continue
             assert places == [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
         self.calling = places
@@ -108,7 +108,7 @@ class Scripted(Wrapped):
     def __call__(self, model, prompts, *, room=None, branches=None, **options):
         if room is None:
             self.turn, self.scripts, self.n = 0, {}, len(prompts)
-        places = [*range(self.n)] if room is None else [place for place, _ in branches.asked]
+        places = [*range(self.n)] if room is None else [place for place, _ in branches.continuations]
         first = self.trainer.accelerator.process_index * self.n
         for i in places:
             n_turns = self.turns[(first + i) % len(self.turns)]

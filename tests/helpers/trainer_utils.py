@@ -3,7 +3,6 @@
 
 import copy
 import functools
-import gc
 import json
 import operator
 import shutil
@@ -26,10 +25,12 @@ from trl_multimodal_rft import (
     MultimodalDistillationConfig,
     MultimodalDistillationTrainer,
     MultimodalDPOConfig,
+    MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
     MultimodalPPOTrainer,
+    MultimodalRewardConfig,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTConfig,
@@ -40,7 +41,6 @@ from trl_multimodal_rft.trainers.multimodal_config import SamplingArguments
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
-gc.freeze()  # imported objects need no collection
 # Costs a fifth of a run of 0.2 s
 if not torch.cuda.is_available():
     accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
@@ -319,6 +319,7 @@ TRAINERS = {
     "rloo": MultimodalRLOOTrainer,
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
+    "dpo": MultimodalDPOTrainer,
     "distillation": MultimodalDistillationTrainer,
 }
 CONFIGS = {
@@ -327,6 +328,7 @@ CONFIGS = {
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
     "dpo": MultimodalDPOConfig,
+    "reward": MultimodalRewardConfig,
     "distillation": MultimodalDistillationConfig,
 }
 

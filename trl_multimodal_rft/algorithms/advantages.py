@@ -247,7 +247,9 @@ def cpgd(
     return (groups.centred * weights[groups.index]).to(rewards)
 
 
-def clip_filter_like_weights(live: torch.Tensor, clip: float = 3.0, dead_weight: float = 1.0) -> torch.Tensor:
+def clip_filter_like_weights(
+    live: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
+) -> torch.Tensor:
     """
     Weights `(G,)` that let groups with signal count for those without, as if other prompts had replaced these.
 
@@ -256,7 +258,7 @@ def clip_filter_like_weights(live: torch.Tensor, clip: float = 3.0, dead_weight:
     n_live = live.sum().double()
     if n_live == 0:
         return torch.ones_like(live, dtype=torch.float64)
-    return torch.where(live, (len(live) / n_live).clamp(max=clip), dead_weight)
+    return torch.where(live, (len(live) / n_live).clamp(max=clip), weight_without_signal)
 
 
 @estimator("dr_grpo", needs="group")

@@ -17,7 +17,7 @@ from .kl import approx_kl
 TOLERANCE = 1e-6
 
 
-def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def terminal_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Puts each completion's reward `(N,)` on its last valid token `(N, T)`."""
     mask = mask.bool()
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
@@ -48,8 +48,8 @@ def token_rewards(
     Returns:
         `torch.Tensor`: Reward of each token, shape `(N, T)`, 0 outside the mask.
     """
-    placed = place_rewards(rewards.nan_to_num(), mask)
-    return placed - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1") if kl_coef else placed
+    terminal = terminal_rewards(rewards.nan_to_num(), mask)
+    return terminal - kl_coef * approx_kl(old_logps, ref_logps, mask, "k1") if kl_coef else terminal
 
 
 def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:

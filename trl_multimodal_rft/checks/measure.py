@@ -140,6 +140,12 @@ class Measure:
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
         return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
 
+    def row_reward(self, row: EncodedPrompt) -> torch.Tensor:
+        """The score `(1, 1)` that a reward model's own forward gives a row."""
+        scores = self._logits(self.model_inputs(outputs_of(row), row), 1).float()
+        self.largest_logit = max(self.largest_logit, scores.abs().max().item())
+        return scores
+
     def logps_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `(B, N)` of ids, from logits that may stop where completions end."""
         ids_of_logits = ids[:, : logits.size(1), None]

@@ -19,7 +19,7 @@ times their noise. A single one may be an outlier, such as a token near the bord
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -94,11 +94,10 @@ def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) ->
     def move_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
 
-    handles = [model.get_input_embeddings().register_forward_hook(lambda module, args, output: moved(output))]
-    for name in find_towers(model).values():
-        handles.append(model.get_submodule(name).register_forward_pre_hook(move_inputs, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        embeddings = model.get_input_embeddings()
+        hooks.enter_context(embeddings.register_forward_hook(lambda module, args, output: moved(output)))
+        for name in find_towers(model).values():
+            tower = model.get_submodule(name)
+            hooks.enter_context(tower.register_forward_pre_hook(move_inputs, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

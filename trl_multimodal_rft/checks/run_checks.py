@@ -16,10 +16,10 @@ from ..families import MODALITIES
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
 from ..rollout.ranks import any_rank
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
-from .sequences import check_pairs, check_sequences
+from .sequences import check_pairs, check_rewards, check_sequences
 
 
 logger = get_logger(__name__)
@@ -71,6 +71,13 @@ class Checks:
             self.policy.fallbacks = self.self_check.fallbacks
             self._show()
 
+    def on_comparisons(self, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> None:
+        """Runs the self-check of a reward model on the first pairs of completions."""
+        if self.self_check is None:
+            self.self_check = check_rewards(self.policy, model, pairs, packs)
+            self.policy.fallbacks = self.self_check.fallbacks
+            self._show()
+
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool
     ) -> None:
@@ -98,7 +105,7 @@ class Checks:
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
-        sampled = rollout.completions, rollout.loss_mask, known(rollout.sampling_per_token_logps)
+        sampled = rollout.completions, rollout.loss_mask, require(rollout.sampling_per_token_logps)
         is_new = self._engine_check.run(model, step, *sampled)
         if has_tools:
             is_new = self._engine_check.run_after_tools(model, *sampled) or is_new

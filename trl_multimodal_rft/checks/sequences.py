@@ -68,11 +68,7 @@ def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[Prefere
     [`check_sequences`], which has the arguments and errors. Packed, a prompt is forwarded once for both.
     """
     measure = Measure(policy, model, engine_positions=False)
-    chosen = _chosen(measure, pairs)
-    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
-    completions = [row.input_ids[row.learned] for row in rows]
-    ids = pad_sequence(completions, batch_first=True).to(measure.device)
-    mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True).to(measure.device)
+    prompts, rows, completions, ids, mask = _completions(measure, pairs)
     last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
 
     def by_model() -> torch.Tensor:
@@ -80,10 +76,39 @@ def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[Prefere
         return pad_sequence(each, batch_first=True)
 
     def score(packed: bool) -> torch.Tensor:
-        prompts = [pair for pair in chosen for _ in range(2)]
         return policy.score(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).logps
 
     return _compare(measure, by_model, score, mask.bool() & last, packs)
+
+
+def check_rewards(policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> SelfCheck:
+    """
+    Measures a reward model, whose scores stand in the place of log-probabilities, on the completions of the pairs with
+    the longest and the shortest prompts, like [`check_pairs`].
+    """
+    measure = Measure(policy, model, engine_positions=False)
+    prompts, rows, _, ids, mask = _completions(measure, pairs)
+
+    def score(packed: bool) -> torch.Tensor:
+        return policy.rewards(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).values
+
+    return _compare(
+        measure, lambda: torch.cat([measure.row_reward(row) for row in rows]), score, mask[:, :1] > 0, packs
+    )
+
+
+def _completions(
+    measure: Measure, pairs: Sequence[PreferencePair]
+) -> tuple[list[PreferencePair], list[SupervisedSequence], list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """
+    The prompts of the completions to measure, each with its prompt as a row and alone, and padded with their mask.
+    """
+    chosen = _chosen(measure, pairs)
+    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
+    completions = [row.input_ids[row.learned] for row in rows]
+    ids = pad_sequence(completions, batch_first=True).to(measure.device)
+    mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True).to(measure.device)
+    return [pair for pair in chosen for _ in range(2)], rows, completions, ids, mask
 
 
 def _compare(
@@ -111,16 +136,16 @@ def _compare(
             if is_exact:
                 break
         else:
-            found = f"log-probabilities of padded rows differ by {differences[-1]:.0e} from the model's forward"
+            found = f"scores of padded rows differ by {differences[-1]:.0e} from the model's forward"
             raise measure.inexact(found)
         if len(differences) > 1:
             how = "the model's own logits" if fallbacks.logits_from_model else f"one forward per {fallbacks.isolate}"
-            measure.fall_back(f"log-probabilities of padded rows differ by {differences[0]:.0e}", how)
+            measure.fall_back(f"scores of padded rows differ by {differences[0]:.0e}", how)
         packed = None
         if packs and fallbacks.packing:
             packed, is_exact = compared(packed=True)
             if not is_exact:
-                found = f"log-probabilities of packed rows differ by {packed:.0e}"
+                found = f"scores of packed rows differ by {packed:.0e}"
                 measure.fall_back(found, "padded rows", packing=False)
     return SelfCheck(padded=differences[-1], packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
 

@@ -20,6 +20,8 @@ LAYOUTS = {
     "verl": "load_verl",
     "deepeyes": "load_deepeyes",
     "charades-sta": "load_charades_sta",
+    **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
+    "omni-preference": "load_omni_preference",
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
 # Whether a strategy shards weights, gradients and optimizer state
@@ -131,7 +133,7 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
 
 
 def families(parser: Parser) -> None:
-    parser.add_argument("--only_known", action="store_true", help="list only models with family-specific rules")
+    parser.add_argument("--with_rules", action="store_true", help="list only models with family-specific rules")
 
 
 def prepare(parser: Parser) -> None:
@@ -141,9 +143,11 @@ def prepare(parser: Parser) -> None:
     add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
     add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
     add("--media_dir", help="folder with the media files (default: the folder of the file)")
-    add("--template", help="prompt template, with {question} and {choices}, {problem}, or {problem} and {options}")
+    template = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
+    add("--template", help=f"{template}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
     add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
-    add("--task", choices=("sft", "rl"), help="whole conversations, or prompts with a solution")
+    tasks = "whole conversations, or prompts with a solution; pairs, or pairs in both orders for a judge"
+    add("--task", choices=("sft", "rl", "dpo", "judge"), help=tasks)
     add("--prompt_key", help="column of the problem")
     add("--answer_key", help="column of the answer")
     add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")

@@ -233,8 +233,8 @@ class Report:
     def _share(self, count: int) -> str:
         return f"{count} of {self.rows} rows ({100 * count / self.rows:.3g} %)"
 
-    def _listed(self, found: Rows) -> str:
-        return self._share(found.count) + f". Rows: {found.listed}" * bool(found.count)
+    def _listed(self, rows: Rows) -> str:
+        return self._share(rows.count) + f". Rows: {rows.listed}" * bool(rows.count)
 
     def _causes(self) -> list[str]:
         parts = ["## What would fail"] if self.causes else []

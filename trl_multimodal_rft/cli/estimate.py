@@ -21,16 +21,17 @@ from ..forward.layout import group_by_prompt
 from ..forward.logprobs import completion_scores, completion_values, prompt_states
 from ..forward.masks import sharing_obstacle
 from ..forward.partition import split_by_tokens
-from ..forward.split_groups import chunk_places, keeps_states
+from ..forward.split_groups import chunk_ends, keeps_states
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
+from ..models.wrapped import replaced
 from ..reporting.console import parts_lines
 from ..rollout.view_options import LossView, view_option
 from ..trainers.arguments import as_names
 from .arguments import OPTIMIZERS, SHARDS
-from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
+from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 
 
@@ -126,7 +127,7 @@ def measure(args: argparse.Namespace) -> Measured:
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
     part = max(range(len(parts)), key=lambda i: len(parts[i]))
     largest = [prompts[i] for i in parts[part]]
-    keeps = packed and not _is_sharded(args) and keeps_states(base) and part in chunk_places(prompts, parts)
+    keeps = packed and not _is_sharded(args) and keeps_states(base) and part in chunk_ends(prompts, parts)
     held, peak, forward, update, of_prompt = _watch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoders, keeps
     )

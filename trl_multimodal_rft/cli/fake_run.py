@@ -2,9 +2,8 @@
 """Runs of models on fake tensors, to measure memory and operations."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch._ops import OpOverload
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from trl.kernels import chunked_logprob
 
 from ..forward import head, kernels
+from ..models.wrapped import replaced
 
 
 _ATEN = torch.ops.aten
@@ -64,14 +64,14 @@ class FakeFloats(TorchDispatchMode):
     @staticmethod
     def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Indices without boolean masks; a fake mask counts as all ones."""
-        known: list[torch.Tensor | None] = []
+        kept: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
                 mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
-                known += mask.nonzero().unbind(1)
+                kept += mask.nonzero().unbind(1)
             else:
-                known.append(index)
-        return known
+                kept.append(index)
+        return kept
 
 
 def _tensors(*values: PyTree) -> list[torch.Tensor]:
@@ -91,10 +91,10 @@ class Watch(TorchDispatchMode):
     `MemTracker` and `FlopCounterMode` agree; the time of the first is quadratic in the number of layers.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()):
+    def __init__(self, baseline: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.now = self.peak = self.operations = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
         # Torch counts GPU operators alone, and registers some when they are first used
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
@@ -169,14 +169,3 @@ def kernels_of_gpus() -> Iterator[None]:
         replaced(chunked_logprob, **tiles),
     ):
         yield
-
-
-@contextmanager
-def replaced(module: ModuleType, **functions: Callable) -> Iterator[None]:
-    """Within the context, a module has other functions, for those that don't run on fake tensors."""
-    before = {name: getattr(module, name) for name in functions}
-    vars(module).update(functions)
-    try:
-        yield
-    finally:
-        vars(module).update(before)

@@ -4,6 +4,7 @@
 import argparse
 import inspect
 from collections.abc import Callable
+from typing import get_args
 
 from datasets import Dataset, DatasetDict
 
@@ -29,6 +30,9 @@ def convert(args: argparse.Namespace) -> DatasetDict:
         if name not in known:
             takes = [f"--{each}" for each in _OPTIONS if each in known and each != "audio_dir"]
             raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {takes}; remove it.")
+    tasks = get_args(known["task"].annotation) if "task" in given else ()
+    if "task" in given and given["task"] not in tasks:
+        raise ValueError(f"the layout {args.layout!r} supports `--task {'` or `'.join(tasks)}`; set one of them.")
     splits = {}
     for split in args.splits or [known["split"].default]:
         try:

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
         load_deepeyes,
         load_easyr1,
         load_geo3k,
+        load_omni_preference,
+        load_preferences,
         load_verl,
         load_video_r1,
     )
+    from .rows.pairs import judge_rows
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -31,8 +34,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "load_easyr1": "rows.layouts",
         "load_geo3k": "rows.layouts",
         "load_mmau": "rows.benchmarks",
+        "load_omni_preference": "rows.layouts",
+        "load_preferences": "rows.layouts",
         "load_verl": "rows.layouts",
         "load_video_r1": "rows.layouts",
+        "judge_rows": "rows.pairs",
         "MediaRules": "reading.rules",
         "write_folder": "rows.folders",
     },

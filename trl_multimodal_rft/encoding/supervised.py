@@ -15,6 +15,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import check_decoded, rows_to_messages
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
+from ..views import View
 from .control_tokens import checked_prompt
 from .join import continued_field
 from .messages import write_chat
@@ -47,6 +48,7 @@ class PreferencePair(EncodedPrompt):
 
     chosen: list[int] = field(kw_only=True)
     rejected: list[int] = field(kw_only=True)
+    view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which the first is rejected
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """The prompt with each completion behind it, in which the completion is learned."""
@@ -200,14 +202,18 @@ class SupervisedEncoder:
         mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
         return encoded, padded, mask
 
-    def encode_preference(self, row: Row) -> PreferencePair:
+    def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end.
-        Without a `prompt`, it is what both completions start with.
+        Without a `prompt`, it is what both completions start with. Tokenized texts are `chosen_ids` and
+        `rejected_ids`.
 
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
+            whole (`bool`, *optional*, defaults to `False`):
+                Whether a row without media is tokenized as two texts, of which the tokens that both start with are the
+                prompt: what scores the end of a text knows no boundary in it.
 
         Returns:
             [`PreferencePair`]: The prompt and the completions.
@@ -217,7 +223,11 @@ class SupervisedEncoder:
                 after the prompt.
             [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in a completion.
         """
-        name, completions, prompt = f"row {row.row_index}", {}, None
+        if whole and row.get("chosen_ids") and row.get("rejected_ids"):
+            tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
+            return _with_common_start(*map(self.encode_tokens, tokenized))
+        name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
+        whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
         for column in ("chosen", "rejected"):
             check_decoded(row.get(column), column, row.row_index)
             if not row.get(column):
@@ -225,16 +235,55 @@ class SupervisedEncoder:
                     f"{name} has no `{column}`; give `prompt`, `chosen` and `rejected`, or remove the row."
                 )
         check_decoded(row.get("prompt"), "prompt", row.row_index)
-        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
         for column in ("chosen", "rejected"):
-            pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
-            chat, completion = _chat(pair, name, column)
-            messages = self._messages(pair, chat, completion, column)
-            _check_text_only(messages[len(chat) :])
-            completions[column] = self._completion_ids(pair, messages, len(chat), name, self._end)
+            pair, messages, n = self._preference(row, column)
+            if whole and next(iter_refs(messages), None) is None:
+                texts.append(self._encode_text(pair, messages))
+                continue
+            completions[column] = self._completion_ids(pair, messages, n, name, self._end)
             if prompt is None:
-                prompt = self._encode(_prompt_of(pair, messages[: len(chat)]), pair)
-        return PreferencePair(**vars(prompt), **completions)
+                prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
+        return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
+
+    def preference_prompt(self, row: Row) -> str | list:
+        """
+        Returns the prompt of a row with preferences.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+
+        Returns:
+            `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
+        """
+        pair, messages, n = self._preference(row, "chosen")
+        return _prompt_of(pair, messages[:n])
+
+    def encode_view(self, row: Row, view: View) -> EncodedPrompt:
+        """
+        Encodes the prompt of a row with preferences under a view of its media.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+            view ([`~views.View`]):
+                The view.
+
+        Returns:
+            [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
+        """
+        return self._encode(self.preference_prompt(row), row, view)
+
+    def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
+        """A row with one of its completions, the messages of both, and how many of them are the prompt's."""
+        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        if not columns["prompt"]:
+            raise _no_prompt(f"row {row.row_index}")
+        pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
+        chat, completion = _chat(pair, f"row {row.row_index}", column)
+        messages = self._messages(pair, chat, completion, column)
+        _check_text_only(messages[len(chat) :])
+        return pair, messages, len(chat)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
@@ -298,15 +347,24 @@ class SupervisedEncoder:
         texts = {part: checked_prompt(text, *options, names[part]) for part, text in texts.items()}
         return messages if is_text else [*texts["prompt"], *texts["completion"]]
 
-    def _encode(self, messages: str | list, row: Row, **template_kwargs: bool) -> EncodedPrompt:
+    def _encode(
+        self, messages: str | list, row: Row, view: View | None = None, **template_kwargs: bool
+    ) -> EncodedPrompt:
         return encode_prompt(
             messages,
             self.processing_class,
             self.model,
             template_kwargs={**self.template_kwargs, **template_kwargs},
             audio_overlong=self.audio_overlong,
+            view=view,
             row=row.row_index,
         )
+
+    def _encode_text(self, row: Row, messages: list) -> EncodedPrompt:
+        """A prompt and its completion without media, in one."""
+        if isinstance(_prompt_of(row, messages), str):
+            return self.encode_text(row["prompt"] + row["completion"], row.row_index)
+        return self._encode(messages, row, add_generation_prompt=False)
 
     def _encode_pair(
         self, row: Row, messages: list, n: int, name: str, end: str = ""
@@ -407,6 +465,21 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
         modalities=prompt.modalities,
         row=prompt.row,
         learned=torch.zeros(len(prompt) + n, dtype=torch.bool),
+    )
+
+
+def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
+    """A pair whose prompt are the tokens that both texts start with."""
+    ids, others = chosen.input_ids.tolist(), rejected.input_ids.tolist()
+    n = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+    if n == 0:
+        raise _no_prompt(f"row {chosen.row}")
+    return PreferencePair(**vars(chosen.part(slice(n))), chosen=ids[n:], rejected=others[n:])
+
+
+def _no_prompt(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: `chosen` and `rejected` start differently, and there is no prompt; give it as `prompt`."
     )
 
 

@@ -5,4 +5,5 @@ from .callbacks import GenerationEvalCallback
 from .config import EvaluationConfig
 from .evaluator import evaluate, evaluate_trainer
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
+from .pairs import pair_result, score_pairs
 from .result import EvaluationResult

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
 
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
@@ -23,6 +23,7 @@ from ..data.rows.features import restore_rows
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
+from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
@@ -79,8 +80,7 @@ class Evaluation:
         rules = replace(self.encoder.media_rules, **budgets_of(args))
         self.encoder = replace(self.encoder, media_rules=rules)
         self.toolbox.media_rules = rules
-        processor = self.encoder.processor
-        self.tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        self.tokenizer = tokenizer_of(self.encoder.processor)
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
         self.config = _generation_config(self.encoder, self.tokenizer, args)
@@ -318,7 +318,7 @@ class Evaluation:
         branches = Branches()
 
         def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt]], _: list[int]):
-            branches.asked = turns
+            branches.continuations = turns
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)

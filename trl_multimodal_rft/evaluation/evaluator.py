@@ -23,7 +23,7 @@ from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.encoders import install_encoder_attention
-from ..forward.processes import refuse_separate_runs
+from ..forward.processes import check_one_run
 from ..generation.transformers import Branches, trim_after_eos
 from ..models.modes import kept_random_state
 from ..models.wrapped import unwrapped
@@ -110,7 +110,7 @@ def evaluate(
     """
     check_processor(processing_class)
     accelerator = accelerator or Accelerator()
-    refuse_separate_runs(
+    check_one_run(
         accelerator.num_processes,
         ", so that each of {launched} processes would evaluate all rows. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",

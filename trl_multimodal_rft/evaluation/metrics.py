@@ -8,6 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.stats import binomtest
 
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
@@ -124,14 +125,8 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
         raise ValueError(
             f"{successes} of {n} is no proportion; pass at least one trial and at most as many successes."
         )
-    z, share = _quantile(confidence), successes / n
-    center = share + z**2 / (2 * n)
-    margin = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    scale = 1 + z**2 / n
-    # At 0 and 1 the two terms are equal, but for rounding
-    low = 0.0 if successes == 0 else (center - margin) / scale
-    high = 1.0 if successes == n else (center + margin) / scale
-    return low, high
+    low, high = binomtest(successes, n).proportion_ci(confidence, method="wilson")
+    return float(low), float(high)
 
 
 def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, float]:

@@ -87,36 +87,30 @@ def aggregate(
 ) -> dict[str, float | None]:
     """The metrics of an [`EvaluationResult`] that follow from the records of its rows."""
     scored = [record for record in records if None not in record["correct"]]
-    n = args.num_samples
+    n = len(scored[0]["correct"]) if scored else args.num_samples
     right = np.array([sum(record["correct"]) for record in scored])
     metrics: dict[str, float | None] = {}
 
-    def add(name: str, values: np.ndarray, one_each: bool) -> None:
-        """The mean of each row's value in [0, 1], which is 0 or 1 if a row is one observation (`one_each`)."""
-        low = high = None
-        if len(values) and one_each:
-            low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
-        elif len(values) > 1:
-            low, high = np.clip(mean_interval(values, args.confidence), 0.0, 1.0).tolist()
-        metrics.update({name: mean(values), f"{name}_low": low, f"{name}_high": high})
+    def add(name: str, values: np.ndarray, is_binary: bool) -> None:
+        metrics.update(estimate(name, values, is_binary, args.confidence))
 
-    add("accuracy", right / n, one_each=n == 1)
+    add("accuracy", right / n, is_binary=n == 1)
     for k in args.pass_at:
-        add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
-    # Answers that differ in case, whitespace or punctuation only agree
-    answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
+        add(f"pass@{k}", pass_at_k(n, right, k), is_binary=k == n)
     for k in args.majority_at or ():
+        # Answers that differ in case, whitespace or punctuation only agree
+        answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
         votes = majority_at_k(answers, [record["correct"] for record in scored], k)
-        add(f"majority@{k}", votes, one_each=n < 2 * k)
+        add(f"majority@{k}", votes, is_binary=n < 2 * k)
     if args.group_by is not None:
         for value in sorted({record[GROUP] for record in scored}):
             of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
-            add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
+            add(f"accuracy/{value}", right[of_group] / n, is_binary=n == 1)
     if args.ablate is not None:
         pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
         shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
         for name, values in zip(("with", "without"), shares, strict=True):
-            add(f"accuracy_{name}_{args.ablate}", values, one_each=n == 1)
+            add(f"accuracy_{name}_{args.ablate}", values, is_binary=n == 1)
         contribution = shares[0] - shares[1]
         name = f"{args.ablate}_contribution"
         low, high = paired_interval(contribution, args.confidence) if pairs else (None, None)
@@ -124,8 +118,9 @@ def aggregate(
         metrics[f"{args.ablate}_rows"] = len(pairs)
     for name in reward_names:
         metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
-    metrics["completion_length"] = mean(_flat(record["completion_lengths"] for record in records))
-    metrics["truncated"] = mean(_flat(record["truncated"] for record in records))
+    for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
+        if not records or column in records[0]:  # not where completions are those of the dataset
+            metrics[name] = mean(_flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
         calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
         ended = [end for record in records for end in record["ended_by"]]
@@ -133,6 +128,16 @@ def aggregate(
         metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
         metrics |= {f"tools/ended_by_{end}": ended.count(end) / len(ended) for end in ENDS}
     return {**metrics, "rows": len(records), "scored_rows": len(scored)}
+
+
+def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) -> dict[str, float | None]:
+    """The mean of rows' values in [0, 1], which are 0 or 1 if `is_binary`, and its interval."""
+    low = high = None
+    if len(values) and is_binary:
+        low, high = wilson_interval(int(values.sum()), len(values), confidence)
+    elif len(values) > 1:
+        low, high = np.clip(mean_interval(values, confidence), 0.0, 1.0).tolist()
+    return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float | None:

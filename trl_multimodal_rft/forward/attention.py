@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..families import family_of
+from ..models.wrapped import replaced
 from . import kernels
 from .decoding import Decoding
 from .encoders import install_encoder_attention, original_encoders
@@ -64,12 +65,12 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         prefix_layout: PrefixLayout | Decoding | None = None,
-        token_places: torch.Tensor | None = None,
+        token_positions: torch.Tensor | None = None,
         **options: Unpack[AttentionOptions],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base_attention = original or _eager_attention(module)
-        if token_places is not None:
-            query = _rescaled(module, query, token_places)
+        if token_positions is not None:
+            query = _rescaled(module, query, token_positions)
         if isinstance(prefix_layout, Decoding):
             return prefix_layout.attend(module, query, key, value, options), None
         with kernels.without_cudnn():
@@ -155,13 +156,9 @@ def decoded_by(model: PreTrainedModel, layout: Decoding | None) -> Iterator[None
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Restores the attention implementations from before [`install_prefix_attention`] within the context."""
     config = model.get_decoder().config
-    name = config._attn_implementation or "eager"
-    config._attn_implementation = name.removeprefix(_PREFIX)
-    try:
-        with original_encoders(model):
-            yield
-    finally:
-        config._attn_implementation = name
+    original = (config._attn_implementation or "eager").removeprefix(_PREFIX)
+    with replaced(config, _attn_implementation=original), original_encoders(model):
+        yield
 
 
 def _eager_attention(module: nn.Module) -> Attention:
@@ -190,23 +187,23 @@ def _prefix_attention(
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    own = shared_states = key, value
-    if layout.states is not None and layout.n_known:
+    row_states = shared_states = key, value
+    if layout.states is not None and layout.n_cached:
         shared_states = layout.states[module]
     elif layout.states is not None:
-        layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
+        layout.states.setdefault(module, row_states)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
     branches = []
     if takes_varlen and layout.has_sequences(with_prompts):
-        branches = [_varlen_attention(base, query, own, shared_states, layout, window, with_prompts, options)]
+        branches = [_varlen_attention(base, query, row_states, shared_states, layout, window, with_prompts, options)]
         if with_prompts:
             return branches[0][None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     if not takes_varlen:
-        key, value = _joined(shared_states, own)
+        key, value = _joined(shared_states, row_states)
     # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
     # as many heads of keys as of queries
     folds = base != "eager" and options.get("position_bias") is None
@@ -248,15 +245,13 @@ def _grouped_attention(
     return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
 
 
-def _rescaled(module: nn.Module, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """
-    Queries `(B, heads, T, head_dim)` that were scaled by their places in the row, scaled by those in their sequence.
-    """
+def _rescaled(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Queries `(B, heads, T, head_dim)` scaled by positions in the row, now scaled by those in their sequence."""
     query_scale = family_of(module).query_scale
-    applied = query_scale(module, torch.arange(places.size(-1), device=places.device))
+    applied = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
     if applied is None:
         return query
-    return query * (query_scale(module, places) / applied).to(query.dtype)[:, None, :, None]
+    return query * (query_scale(module, positions) / applied).to(query.dtype)[:, None, :, None]
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -278,17 +273,21 @@ def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOpti
 
 
 def _joined(
-    known: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+    prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a row behind known ones, if these are others."""
-    return own if known is own else (torch.cat([known[0], own[0]], dim=2), torch.cat([known[1], own[1]], dim=2))
+    """Keys and values of a row behind those of a prefix, unless they are these."""
+    return (
+        states
+        if prefix is states
+        else (torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2))
+    )
 
 
 def _varlen_attention(
     base: str,
     query: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor],
-    shared: tuple[torch.Tensor, torch.Tensor],
+    row_states: tuple[torch.Tensor, torch.Tensor],
+    shared_states: tuple[torch.Tensor, torch.Tensor],
     layout: PrefixLayout,
     window: int | None,
     with_prompts: bool,
@@ -300,20 +299,20 @@ def _varlen_attention(
         return states if index is None else states.index_select(0, index)
 
     # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
-    merges = window is None and _fits_torch(query, own[1], options)
+    merges = window is None and _fits_torch(query, row_states[1], options)
     calls = layout.shared_sequences(with_prompts) if merges else None
     if calls is None:
-        own = shared = _joined(shared, own)
+        row_states = shared_states = _joined(shared_states, row_states)
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
-    query, *states = (each.squeeze(0).transpose(0, 1) for each in (query, *own, *shared))
+    query, *states = (each.squeeze(0).transpose(0, 1) for each in (query, *row_states, *shared_states))
     if calls is not None:
-        rows, own_sequences, continuing, keys, shared_sequences = calls
+        rows, sequences, continuing, keys, shared_sequences = calls
         return kernels.merged_attention(
             *(select(each, rows) for each in (query, *states[:2])),
             *(gather_copies(each, keys) for each in states[2:]),
             index=continuing,
-            own=own_sequences,
-            shared=shared_sequences,
+            sequences=sequences,
+            shared_sequences=shared_sequences,
             scaling=options.get("scaling"),
         )
     queries, keys, sequences = layout.sequences(window, with_prompts)

@@ -218,14 +218,14 @@ def _of_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergences `(N,)` over some tokens, and the student's log-probabilities of all, `(N, V)`."""
     of_all = _log_softmax(hidden, head, options.temperature)
-    known, teacher = logps > -math.inf, logps.float()
-    student = of_all.gather(-1, ids).masked_fill(~known, -math.inf)
+    support, teacher = logps > -math.inf, logps.float()
+    student = of_all.gather(-1, ids).masked_fill(~support, -math.inf)
     if options.add_tail:
-        known = torch.cat([known, torch.ones_like(known[:, :1])], dim=-1)
+        support = torch.cat([support, torch.ones_like(support[:, :1])], dim=-1)
         student, teacher = _with_tail(student), _with_tail(teacher)
     else:
         student, teacher = (each - each.logsumexp(-1, keepdim=True) for each in (student, teacher))
-    return _divergence(student, teacher, known, options.beta), of_all
+    return _divergence(student, teacher, support, options.beta), of_all
 
 
 def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
@@ -244,9 +244,9 @@ def _with_tail(logps: torch.Tensor) -> torch.Tensor:
     return torch.cat([logps, torch.log(-torch.expm1(together))], dim=-1)
 
 
-def _divergence(student: torch.Tensor, teacher: torch.Tensor, known: torch.Tensor, beta: float) -> torch.Tensor:
-    """The divergence of distributions `(N, K)` of log-probabilities, over the tokens that are known."""
-    student, teacher = (torch.where(known, each, 0.0) for each in (student, teacher))
+def _divergence(student: torch.Tensor, teacher: torch.Tensor, support: torch.Tensor, beta: float) -> torch.Tensor:
+    """The divergence of distributions `(N, K)` of log-probabilities, over the tokens of their `support`."""
+    student, teacher = (torch.where(support, each, 0.0) for each in (student, teacher))
     if beta == 0:
         terms = teacher.exp() * (teacher - student)
     elif beta == 1:
@@ -254,4 +254,4 @@ def _divergence(student: torch.Tensor, teacher: torch.Tensor, known: torch.Tenso
     else:
         mixture = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
         terms = beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
-    return torch.where(known, terms, 0.0).sum(-1)
+    return torch.where(support, terms, 0.0).sum(-1)

@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Unpack
 
 import torch
@@ -17,6 +17,7 @@ from transformers.exporters.utils import precompute_export_inputs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..families import family_of
+from ..models.wrapped import replaced
 from . import kernels
 from .kernels import AttentionOptions
 from .layout import to_device
@@ -71,14 +72,10 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
 @contextmanager
 def original_encoders(model: PreTrainedModel) -> Iterator[None]:
     """Restores the attention of encoders from before [`install_encoder_attention`] within the context."""
-    installed = list(_layer_configs(model))
-    for config, _ in installed:
-        config._attn_implementation = "sdpa"
-    try:
+    with ExitStack() as stack:
+        for config, _ in [*_layer_configs(model)]:
+            stack.enter_context(replaced(config, _attn_implementation="sdpa"))
         yield
-    finally:
-        for config, name in installed:
-            config._attn_implementation = name
 
 
 def remember_on_host(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from ..families import MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers
 from ..models.towers import find_towers
-from ..models.wrapped import replaced_method
+from ..models.wrapped import replaced
 
 
 # What modules return
@@ -100,26 +100,26 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
     key = _key(model, modules)
-    known = [prompt.on_device.get(key, {}) for prompt in prompts]
-    are_known = all(key in prompt.on_device for prompt in prompts)
+    cached = [prompt.on_device.get(key, {}) for prompt in prompts]
+    are_cached = all(key in prompt.on_device for prompt in prompts)
     scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
     tried: dict[str, dict[nn.Module, int | None]] = {}
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
-        kind, place = scope.kind, scope.n_calls[scope.kind, module]
+        kind, index = scope.kind, scope.n_calls[scope.kind, module]
         scope.n_calls[kind, module] += 1
-        given, parts = _first_features(args, kwargs), []
-        if given is not None and are_known:
-            parts = [calls[kind, module] for calls in known if (kind, module) in calls]
+        features, parts = _first_features(args, kwargs), []
+        if features is not None and are_cached:
+            parts = [calls[kind, module] for calls in cached if (kind, module) in calls]
             autocasts = {each.autocast for part in parts for each in part}
-            parts = parts if autocasts == {_autocast_dtype(given)} else []
+            parts = parts if autocasts == {_autocast_dtype(features)} else []
         way = _ONE_BY_ONE if len(parts) == 1 else ways.get(kind, {}).get(module)
-        if way is not None and (calls := _calls_of(parts, way, place, given)):
+        if way is not None and (calls := _calls_of(parts, way, index, features)):
             return _joined(calls, way)
         with nullcontext() if _reaches_weights(args, kwargs) else _without_graph(module):
             output = forward(*args, **kwargs)
         if len(parts) > 1 and kind not in ways:
-            found = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, place, given), way))
+            found = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, index, features), way))
             way, of_kind = next(found, None), tried.setdefault(kind, {})
             of_kind[module] = way if of_kind.get(module, way) == way else None
         return output
@@ -191,13 +191,13 @@ def _calls_of_one(
     scope, reached = _scope(model), []
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
-        given = _first_features(args, kwargs)
-        if not scope.kind or given is None or _reaches_weights(args, kwargs):
+        features = _first_features(args, kwargs)
+        if not scope.kind or features is None or _reaches_weights(args, kwargs):
             return forward(*args, **kwargs)
         with _without_graph(module):
             output = forward(*args, **kwargs)
         output = _mapped(lambda each: each.detach().requires_grad_() if _is_float(each) else each, [output])
-        made = _Call(given.shape, output, _autocast_dtype(given))
+        made = _Call(features.shape, output, _autocast_dtype(features))
         scope.calls.setdefault((scope.kind, module), []).append(made)
         return _mapped(torch.clone, [output])
 
@@ -205,14 +205,9 @@ def _calls_of_one(
         reached.extend(_tensors((args, kwargs)))
         raise _Encoded
 
-    handle = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        with torch.enable_grad(), _wrapped(model, modules, scope, call):
-            model(**inputs, use_cache=False)
-    except _Encoded:
-        pass
-    finally:
-        handle.remove()
+    hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
+    with suppress(_Encoded), hook, torch.enable_grad(), _wrapped(model, modules, scope, call):
+        model(**inputs, use_cache=False)
     # What the decoder's inputs would have a gradient of is what the code between frozen modules reads
     read = leaves_of_graph(reached)
     kinds_read = {
@@ -243,17 +238,17 @@ def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Te
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
-def _calls_of(parts: list[list[_Call]], way: int, place: int, given: torch.Tensor | None) -> list[_Call]:
-    """The calls, of those of each prompt, whose inputs are that of the call at a place; none if they aren't known."""
+def _calls_of(parts: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
+    """The calls, of those of each prompt, whose inputs are that of the call at an index; none without all of them."""
     if way == _ONE_BY_ONE:
-        return [call for part in parts for call in part][place : place + 1]
-    calls = [part[place] for part in parts if place < len(part)]
+        return [call for part in parts for call in part][index : index + 1]
+    calls = [part[index] for part in parts if index < len(part)]
     shapes = [call.shape for call in calls]
-    if given is None or len(calls) < len(parts) or any(len(shape) != given.dim() for shape in shapes):
+    if features is None or len(calls) < len(parts) or any(len(shape) != features.dim() for shape in shapes):
         return []
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
-    joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(given.dim())]
-    return calls if list(given.shape) in joined else []
+    joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
+    return calls if list(features.shape) in joined else []
 
 
 def _joined(calls: list[_Call], way: int) -> Output:
@@ -317,13 +312,9 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
     def of_kind(kind: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads its arguments
         def compute(*args: Output, **kwargs: Output) -> Output:
-            before = scope.kind
-            if before not in MODALITIES:  # features of videos may be those of images
-                scope.kind = kind
-            try:
+            # Features of videos may be those of images
+            with replaced(scope, kind=scope.kind if scope.kind in MODALITIES else kind):
                 return method(*args, **kwargs)
-            finally:
-                scope.kind = before
 
         return compute
 
@@ -332,9 +323,9 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
 
     with ExitStack() as stack:
         for kind, method in _methods(model).items():
-            stack.enter_context(replaced_method(model.base_model, method.__name__, of_kind(kind, method)))
+            stack.enter_context(replaced(model.base_model, **{method.__name__: of_kind(kind, method)}))
         for module in modules:
-            stack.enter_context(replaced_method(module, "forward", of_module(module, module.forward)))
+            stack.enter_context(replaced(module, forward=of_module(module, module.forward)))
         yield
 
 
@@ -370,8 +361,8 @@ def _is_deterministic(module: nn.Module) -> bool:
 
 
 def _first_features(args: tuple, kwargs: dict[str, Output]) -> torch.Tensor | None:
-    given = _tensors((args, kwargs))
-    return next(filter(_is_float, given), given[0] if given else None)
+    tensors = _tensors((args, kwargs))
+    return next(filter(_is_float, tensors), tensors[0] if tensors else None)
 
 
 def _is_float(value: Output) -> bool:
@@ -385,8 +376,8 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 def _reaches_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
     """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
-    given = [each for each in _tensors((args, kwargs)) if each.requires_grad]
-    return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(given))
+    tensors = [each for each in _tensors((args, kwargs)) if each.requires_grad]
+    return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(tensors))
 
 
 def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:

@@ -23,7 +23,7 @@ from trl.trainer.utils import (
     selective_log_softmax_and_entropy,
 )
 
-from ..models.wrapped import replaced_method
+from ..models.wrapped import replaced
 
 
 # Exact in half precision: states that a norm would change, a range of logits, and a logit too small for a soft cap
@@ -72,8 +72,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     try:
         with (
             torch.no_grad(),
-            replaced_method(backbone, "forward", lambda *args, **kwargs: _BackboneOutput(states)),
-            replaced_method(head, "forward", lambda given: taken.append(given) or logits.clone()),
+            replaced(backbone, forward=lambda *args, **kwargs: _BackboneOutput(states)),
+            replaced(head, forward=lambda given: taken.append(given) or logits.clone()),
         ):
             result = type(model).forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception:  # such as in a forward that requires media
@@ -268,11 +268,8 @@ def run_backbone(
     backbone, head, taken = _backbone(model), model.get_output_embeddings(), []
     assert backbone is not None and head is not None
     hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
-    try:
-        with replaced_method(head, "forward", lambda states: states):
-            return forward(*args, **kwargs), taken[-1]
-    finally:
-        hook.remove()
+    with hook, replaced(head, forward=lambda states: states):
+        return forward(*args, **kwargs), taken[-1]
 
 
 class _BackboneOutput:

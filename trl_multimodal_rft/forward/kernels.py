@@ -79,8 +79,8 @@ def merged_attention(
     shared_value: torch.Tensor,
     *,
     index: torch.Tensor | None,
-    own: Sequences,
-    shared: Sequences,
+    sequences: Sequences,
+    shared_sequences: Sequences,
     scaling: float | None = None,
 ) -> torch.Tensor:
     """
@@ -90,7 +90,7 @@ def merged_attention(
     """
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
     states = _of_one_size(query, key, value, shared_key, shared_value)
-    return _Merged.apply(*states, index, own, shared, scaling)[..., :size]
+    return _Merged.apply(*states, index, sequences, shared_sequences, scaling)[..., :size]
 
 
 class _Merged(torch.autograd.Function):
@@ -105,12 +105,14 @@ class _Merged(torch.autograd.Function):
         shared_key: torch.Tensor,
         shared_value: torch.Tensor,
         index: torch.Tensor | None,
-        own: Sequences,
-        shared: Sequences,
+        sequences: Sequences,
+        shared_sequences: Sequences,
         scaling: float,
     ) -> torch.Tensor:
-        output, lse = flash_forward(query, key, value, own, True, scaling)
-        others, others_lse = flash_forward(_rows(query, index), shared_key, shared_value, shared, False, scaling)
+        output, lse = flash_forward(query, key, value, sequences, True, scaling)
+        others, others_lse = flash_forward(
+            _rows(query, index), shared_key, shared_value, shared_sequences, False, scaling
+        )
         before, both = _rows(output, index), torch.logaddexp(_rows(lse.T, index).T, others_lse)
         weight = (others_lse - both).exp().T[..., None]
         merged = torch.lerp(before.to(weight.dtype), others.to(weight.dtype), weight).to(output.dtype)
@@ -119,7 +121,7 @@ class _Merged(torch.autograd.Function):
         else:
             output, lse = output.index_copy(0, index, merged), lse.index_copy(1, index, both)
         ctx.save_for_backward(query, key, value, shared_key, shared_value, index, output, lse)
-        ctx.settings = own, shared, scaling
+        ctx.settings = sequences, shared_sequences, scaling
         return output
 
     @staticmethod
@@ -127,13 +129,13 @@ class _Merged(torch.autograd.Function):
         ctx: Context[tuple[Sequences, Sequences, float]], gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
-        own, shared, scaling = ctx.settings
+        sequences, shared_sequences, scaling = ctx.settings
         # With the output and the log-sum-exp of both calls, each gives its share of the gradient
-        of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, own, True, scaling)
+        of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
         gradient, query, output = (_rows(each, index) for each in (gradient, query, output))
         lse = _rows(lse.T, index).T.contiguous()
         more, *of_shared = flash_backward(
-            gradient, query, shared_key, shared_value, output, lse, shared, False, scaling
+            gradient, query, shared_key, shared_value, output, lse, shared_sequences, False, scaling
         )
         of_query = of_query + more if index is None else of_query.index_add(0, index, more)
         return of_query, *of_own, *of_shared, None, None, None, None

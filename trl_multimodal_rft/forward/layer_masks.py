@@ -10,14 +10,14 @@ import torch
 class Causal:
     """
     Attention of a prompt and of text behind it: each token sees the last `window` tokens up to itself (`None`: all),
-    and the prompt's tokens those from the first to before the second place in `prompt` `(P, 2)`, if there is one: none
-    before the window, and none more than `ahead` tokens later (`None`: any). Where these have gaps, `prompt` is a
-    boolean mask `(P, P)`.
+    and the prompt's tokens those from the first to before the second position in `prompt` `(P, 2)`, if there is one:
+    none before the window, and none more than `lookahead` tokens later (`None`: any). Where these have gaps, `prompt`
+    is a boolean mask `(P, P)`.
     """
 
     window: int | None = None
     prompt: torch.Tensor | None = None
-    ahead: int | None = 0
+    lookahead: int | None = 0
 
 
 # Attention of a prompt and of text behind it in layers of one type: for each token, the first that it sees and the one
@@ -25,12 +25,12 @@ class Causal:
 LayerMask = torch.Tensor | Causal | None
 
 
-def seen_within(spans: torch.Tensor, n: int) -> torch.Tensor:
+def span_mask(spans: torch.Tensor, n: int) -> torch.Tensor:
     """
     Which of the first `n` tokens are within spans from a first token to before an end, `(R, 2)`, or are marked in rows
     of a boolean mask: `(R, n)`.
     """
     if spans.dtype == torch.bool:
         return spans[:, :n]
-    places = torch.arange(n, device=spans.device)
-    return (places >= spans[:, :1]) & (places < spans[:, 1:])
+    positions = torch.arange(n, device=spans.device)
+    return (positions >= spans[:, :1]) & (positions < spans[:, 1:])

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
-from .layer_masks import Causal, LayerMask, seen_within
+from .layer_masks import Causal, LayerMask, span_mask
 from .trees import Node, leaf, walk
 
 
@@ -79,7 +79,7 @@ class Continued:
     # Of the branches, padded on the right, `(M, L)`; the last token of a prompt without any
     branch_index: torch.Tensor
     owner: torch.Tensor  # prompt of each branch, `(M,)`
-    restore_index: torch.Tensor  # place of each row position in the concatenated outputs of both batches, `(T,)`
+    restore_index: torch.Tensor  # index of each row position in the concatenated outputs of both batches, `(T,)`
 
 
 @dataclass(eq=False)
@@ -87,20 +87,20 @@ class PrefixLayout:
     """Which token of a packed row attends to which, as the attention backends need it."""
 
     blocks: list[PrefixBlock]
-    restore_index: torch.Tensor  # place of each row position in the concatenated outputs of the blocks, `(T,)`
+    restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
     # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
     # whether the prompts are, too
     windows: dict[str | None, tuple[int | None, bool]]
     # What the forward of a lone prompt fills, or that of its completions in a row without it reads
     states: States | None = None
-    n_known: int = 0  # tokens at the start of the row that aren't forwarded with it, as their states are known
+    n_cached: int = 0  # tokens at the start of the row that aren't forwarded with it, as their states are cached
 
     @cached_property
-    def places(self) -> torch.Tensor:
-        """Place of each row position in its own sequence, `(1, T)`."""
+    def positions(self) -> torch.Tensor:
+        """Position of each token of the row in its own sequence, `(1, T)`."""
         _, lengths, _, shared = torch.tensor(self.segments).T
-        return to_device(_ranges(shared, lengths)[None, self.n_known :], self.restore_index.device)
+        return to_device(_ranges(shared, lengths)[None, self.n_cached :], self.restore_index.device)
 
     @cached_property
     def before(self) -> dict[int, torch.Tensor]:
@@ -131,7 +131,7 @@ class PrefixLayout:
             keys = torch.cat([piece for pair in pieces for piece in pair])
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
             device = self.restore_index.device
-            queries = None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device)
+            queries = None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device)
             sequences = [to_device(each, device) for each in bounds]
             longest = int(lengths.max()), int((seen + lengths).max())
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
@@ -146,7 +146,7 @@ class PrefixLayout:
 
         Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
         the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
-        the row, known ones included, `(K,)`; and the arguments for them.
+        the row, cached ones included, `(K,)`; and the arguments for them.
         """
         key = ("shared", with_prompts)
         if key not in self._masks:
@@ -162,7 +162,7 @@ class PrefixLayout:
             if n:
                 behind[parent].append(torch.arange(taken, taken + length))
             taken += length
-        free = 0 if self.n_known else 1  # known keys are copied to stand before others
+        free = 0 if self.n_cached else 1  # cached keys are copied to stand before others
         n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
         if not n_copied or n_copied < _COPIED_KEYS:
             return None
@@ -177,7 +177,7 @@ class PrefixLayout:
         queries, most = bounds(torch.tensor([len(each) for each in rows]))
         keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
         return (
-            None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device),
+            None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device),
             (own, own, longest, longest),
             None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
             to_device(torch.cat([*shared.values()]), device),
@@ -186,7 +186,7 @@ class PrefixLayout:
 
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
-        """Place of each row position in the outputs of the prompts of all blocks, followed by all branches, `(T,)`."""
+        """Index of each row position in the outputs of the prompts of all blocks, followed by all branches, `(T,)`."""
         spans, taken = [], 0
         for block in self.blocks:
             n, width = block.prompt_index.shape
@@ -196,7 +196,7 @@ class PrefixLayout:
             if start != prompt_start:
                 spans.append((start, length, taken))
                 taken += length
-        return to_device(_places(spans), self.restore_index.device)
+        return to_device(_restore_index(spans), self.restore_index.device)
 
     @cached_property
     def continued(self) -> Continued:
@@ -275,7 +275,7 @@ class PrefixLayout:
                 masks = self._hidden(n, width, width, dtype)
                 masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
                 for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-                    mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
+                    mask[:size, :size].masked_fill_(self._boolean_mask(linear[kind], 0, size), 0.0)
             self._masks[key] = block.prompt_index, block.prompt_index, masks[:, None]
         return self._masks[key]
 
@@ -299,7 +299,7 @@ class PrefixLayout:
             masks = self._hidden(n, longest, shared + longest, dtype)
             masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
             for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-                seen = self._seen(linear[kind], size - 1, size - 1 + longest)
+                seen = self._boolean_mask(linear[kind], size - 1, size - 1 + longest)
                 mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
                 mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
             masks = masks[block.owner.to(masks.device)] if n > 1 else masks
@@ -328,13 +328,15 @@ class PrefixLayout:
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
         causal = [
-            (m.window, m.ahead, m.prompt) for m in masks if isinstance(m, Causal) and m.window and m.ahead is not None
+            (m.window, m.lookahead, m.prompt)
+            for m in masks
+            if isinstance(m, Causal) and m.window and m.lookahead is not None
         ]
         if len(causal) < len(masks):
             return None
-        window, ahead = max(each[0] for each in causal), max(each[1] for each in causal)
-        size, width = max(window, ahead), block.prompt_index.size(1)
-        n_keys = window - 1 + size + ahead
+        window, lookahead = max(each[0] for each in causal), max(each[1] for each in causal)
+        size, width = max(window, lookahead), block.prompt_index.size(1)
+        n_keys = window - 1 + size + lookahead
         if width < 2 * n_keys:
             return None
         firsts = torch.arange(0, width, size)[:, None]
@@ -354,14 +356,14 @@ class PrefixLayout:
         queries, keys = (starts + each.clamp(min=0).minimum(lengths - 1) for each in (queries, keys))
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), added
 
-    def _seen(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
+    def _boolean_mask(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
         """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""
         device = self.restore_index.device
         if isinstance(mask, torch.Tensor):
-            return seen_within(mask[start:end].to(device), end)
+            return span_mask(mask[start:end].to(device), end)
         mask = mask or Causal()
         if mask.prompt is not None and end == len(mask.prompt):
-            return seen_within(mask.prompt[start:].to(device), end)
+            return span_mask(mask.prompt[start:].to(device), end)
         seen = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
         return seen if mask.window is None else seen.triu(start - mask.window + 1)
 
@@ -578,7 +580,7 @@ def _layout(
     reaches = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
     windows = {kind: _window([unit.masks[kind] for unit in units], reaches) for kind in units[0].masks}
     windows = {kind: window for kind, window in windows.items() if window is not None}
-    return PrefixLayout(blocks, to_device(_places(spans), device), segments, windows)
+    return PrefixLayout(blocks, to_device(_restore_index(spans), device), segments, windows)
 
 
 @dataclass
@@ -633,10 +635,10 @@ def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
     return values[rows]
 
 
-def _places(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """The place of each row position, from spans with their start, length and place."""
-    starts, lengths, places = torch.tensor(spans).T
-    return _ranges(places, lengths)[_ranges(starts, lengths).argsort()]
+def _restore_index(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """The index of each row position in outputs, from spans with their start, length and index there."""
+    starts, lengths, outputs = torch.tensor(spans).T
+    return _ranges(outputs, lengths)[_ranges(starts, lengths).argsort()]
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

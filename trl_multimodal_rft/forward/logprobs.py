@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -48,19 +49,15 @@ def _running(
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
     decoder, outputs, overrides = model.get_decoder(), [], {**batch.injected, **kwargs}
-    handles = [
+    with (
         decoder.register_forward_pre_hook(
             lambda module, args, received: (args, {**received, **overrides}), with_kwargs=True
         ),
         decoder.register_forward_hook(lambda module, args, output: outputs.append(output)),
-    ]
-    masks = without_masks(decoder) if "prefix_layout" in overrides else nullcontext()
-    try:
-        with frozen_features(model, batch.parts), masks:
-            yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+        frozen_features(model, batch.parts),
+        without_masks(decoder) if "prefix_layout" in overrides else nullcontext(),
+    ):
+        yield outputs
 
 
 def completion_scores(
@@ -165,7 +162,7 @@ def completion_scores(
 
 
 def completion_values(
-    critic: nn.Module,
+    critic: Callable[..., torch.Tensor],
     unwrapped_model: PreTrainedModel,
     prompts: Sequence[EncodedPrompt],
     completion_ids: torch.Tensor,
@@ -179,8 +176,8 @@ def completion_values(
     """
     Values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    `critic` is a [`~models.Critic`], `unwrapped_model` its model; the other arguments are those of
-    [`completion_scores`].
+    `critic` is a [`~models.Critic`], or returns values of all states as one does, `unwrapped_model` its model; the
+    other arguments are those of [`completion_scores`].
     """
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
@@ -190,6 +187,43 @@ def completion_values(
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
     return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards).values
+
+
+def completion_rewards(
+    model: Forward,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    packed: bool = True,
+    isolate: Literal["media", "prompt"] | None = None,
+    min_forwards: int = 1,
+    states: States | None = None,
+) -> torch.Tensor:
+    """
+    Scores of a reward model, float32 at least, `(B, 1)`: at the last token of each completion that isn't the model's
+    padding token, where transformers' sequence classifiers read them.
+
+    `model` is called, with its wrappers; `unwrapped_model` is its [`~models.reward_model.as_reward_model`]; the other
+    arguments are those of [`completion_values`].
+    """
+    scored = completion_mask.bool() & (completion_ids != unwrapped_model.config.get_text_config().pad_token_id)
+    places = torch.arange(1, scored.size(1) + 1, device=scored.device)
+    ends = (scored * places).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
+    # A value is that of the state before a token: one more token reads the state after the last
+    ids, mask = F.pad(completion_ids, (0, 1)), F.pad(completion_mask, (0, 1))
+    mask = mask.scatter(1, completion_mask.sum(1, keepdim=True), 1)
+
+    def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        scores: list[torch.Tensor] = []
+        head = unwrapped_model.get_submodule("score")
+        with head.register_forward_hook(lambda module, args, output: scores.append(output)):
+            model(input_ids=input_ids, use_cache=False, **inputs)
+        return scores[-1][..., 0].to(torch.promote_types(scores[-1].dtype, torch.float32))
+
+    options = {"packed": packed, "isolate": isolate, "min_forwards": min_forwards, "states": states}
+    return completion_values(score_tokens, unwrapped_model, prompts, ids, mask, **options).gather(1, ends)
 
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
@@ -285,7 +319,7 @@ class _Batch:
     kept: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
-    label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
+    label_index: torch.Tensor | None = None  # positions of the labels, if the host knows them
 
     def placed(self, values: torch.Tensor) -> torch.Tensor:
         """Values `(B, C, ...)` of completions, from values at each position, or at those that are scored."""
@@ -325,13 +359,13 @@ def _scoring_prompts(batch: _Batch, sequences: CompletionBatch, packed: bool) ->
     else:
         first = torch.tensor([batch.labels.size(1) - len(prompt) for prompt in prompts], device=device)
         rows = torch.arange(len(prompts), device=device)[:, None]
-    places = torch.where(scored, first[:, None] + torch.arange(mask.size(1), device=device), 0)
-    batch.labels[rows.expand_as(places)[scored], places[scored]] = following[scored]
+    positions = torch.where(scored, first[:, None] + torch.arange(mask.size(1), device=device), 0)
+    batch.labels[rows.expand_as(positions)[scored], positions[scored]] = following[scored]
     return replace(
         batch,
         label_index=None,
         kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
-        of_completions=lambda values: _masked(values[rows, places], scored),
+        of_completions=lambda values: _masked(values[rows, positions], scored),
     )
 
 
@@ -380,7 +414,11 @@ def _packed_batch(
     return _Batch(
         row.parts,
         inputs,
-        {"prefix_layout": row.layout, "position_ids": row.position_ids, **_places(model, row.layout.places)},
+        {
+            "prefix_layout": row.layout,
+            "position_ids": row.position_ids,
+            **_token_positions(model, row.layout.positions),
+        },
         row.shift_labels,
         lambda: row.label_index,
         n_rows,
@@ -423,7 +461,7 @@ def _padded_batch(
     return _Batch(
         parts,
         inputs,
-        _places(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
+        _token_positions(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
         labels,
         lambda: torch.arange(labels.size(1), device=device)[predicts],
         lambda: (
@@ -439,6 +477,6 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
-def _places(model: PreTrainedModel, places: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Places of tokens in their sequences, for families whose layers would use those in the row."""
-    return {} if family_of(model).query_scale is None else {"token_places": places}
+def _token_positions(model: PreTrainedModel, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions of tokens in their sequences, for families whose layers would use those in the row."""
+    return {} if family_of(model).query_scale is None else {"token_positions": positions}

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..models.wrapped import replaced
 from .layer_masks import Causal, LayerMask
 from .layout import group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
@@ -35,18 +36,6 @@ _MASKS_WITH_WINDOWS = {
 POINTWISE_LAYERS = {"mlp", "moe"}
 
 
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Sets the attention implementation in the text config alone within the context."""
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
     """
     The masks the model itself would create for a prompt followed by text, by layer type (`None` for models with one
@@ -62,9 +51,9 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     fill, described = family_of(model).token_field_fill, None
 
     def fields(size: int, n_new: int) -> dict[str, torch.Tensor]:
-        given = prompt.token_fields.items()
-        after = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in given}
-        return {name: torch.cat([value[:size], after[name]])[None] for name, value in given}
+        fields_of_prompt = prompt.token_fields.items()
+        after = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in fields_of_prompt}
+        return {name: torch.cat([value[:size], after[name]])[None] for name, value in fields_of_prompt}
 
     if not any(value.any() for value in prompt.token_fields.values()):
         # Of text, masks depend on distances alone, so that those of a short prompt tell the window
@@ -87,7 +76,7 @@ def _described_masks(
     default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default)
     # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
-    with attention_implementation(model, "sdpa"), _masks_by_rows():
+    with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
             inputs_embeds=torch.empty(1, total, 0),
@@ -129,17 +118,17 @@ def _masks_by_rows() -> Iterator[None]:
         q_offset: int = 0,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
-        **given: Callable | torch.Tensor | torch.device | int | None,
+        **options: Callable | torch.Tensor | torch.device | int | None,
     ) -> torch.Tensor | None:
         if allow_is_causal_skip and (local_size is None or kv_length < local_size):
             return None
-        given |= {"kv_length": kv_length, "local_size": local_size, "allow_is_causal_skip": False}
+        options |= {"kv_length": kv_length, "local_size": local_size, "allow_is_causal_skip": False}
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
-            mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **given)
-            if (own := _spans(mask[0, 0])) is None:
-                return make(q_length=q_length, q_offset=q_offset, **given)
-            spans.append(own)
+            mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **options)
+            if (spans_of_rows := _spans(mask[0, 0])) is None:
+                return make(q_length=q_length, q_offset=q_offset, **options)
+            spans.append(spans_of_rows)
         return torch.cat(spans)
 
     interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -166,8 +155,8 @@ def _described(mask: torch.Tensor, size: int) -> LayerMask:
         return Causal(window, whole[:size, :size].clone(), None)
     if follows.all():
         return Causal(window)
-    back, ahead = int((index - first)[:size].max()), int((end - index - 1)[:size].max())
-    return Causal(window, spans[:size], ahead if back < (window or size) else None)
+    back, lookahead = int((index - first)[:size].max()), int((end - index - 1)[:size].max())
+    return Causal(window, spans[:size], lookahead if back < (window or size) else None)
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:

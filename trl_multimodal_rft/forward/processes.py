@@ -66,11 +66,11 @@ class Processes:
             # With `find_unused_parameters` it also reduces weights that only an earlier forward used
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
-        if torch.is_grad_enabled() and not (present | needed or with_others) and not self._what_trains(model)[2]:
+        if torch.is_grad_enabled() and not (present | needed or with_others) and not self._trained_parts(model)[2]:
             needed = self._encoders_to_train(model)
         return [self._dummy(kind, model) for kind in sorted(needed - present)]
 
-    def in_place_of(
+    def dummies_for_rest(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], chosen: Sequence[EncodedPrompt]
     ) -> list[EncodedPrompt]:
         """Dummy prompts that give the encoders of all prompts a gradient where some are chosen, or none."""
@@ -111,9 +111,9 @@ class Processes:
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
         """[`trained_encoders`] of a wrapped model, from when it was wrapped, as the engine knows them."""
-        return self._what_trains(model)[1]
+        return self._trained_parts(model)[1]
 
-    def _what_trains(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
+    def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
         if self._trained is None or self._trained[0] is not model:
             module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
             text = any(p.requires_grad for _, part, p in named_parts(module) if part in ("language_model", CRITIC))
@@ -121,7 +121,7 @@ class Processes:
         return self._trained
 
 
-def refuse_separate_runs(num_processes: int, consequence: str) -> None:
+def check_one_run(num_processes: int, consequence: str) -> None:
     """Raises where a launcher started several processes that Accelerate would silently run independently."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and num_processes == 1:

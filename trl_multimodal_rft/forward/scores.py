@@ -59,12 +59,12 @@ class Scores:
         chosen = {name: rows_of(value, index) for name, value in self.tensors(per_completion=True).items()}
         return Scores(**chosen, **self.tensors(per_completion=False))
 
-    def spread(self, places: Sequence[int], n: int) -> "Scores":
+    def spread(self, indices: Sequence[int], n: int) -> "Scores":
         """The first scores at these places among `n` completions, and 0 at the others."""
 
         def spread(values: torch.Tensor) -> torch.Tensor:
-            index = to_device(torch.tensor(places, dtype=torch.long), values.device)
-            return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(places)])
+            index = to_device(torch.tensor(indices, dtype=torch.long), values.device)
+            return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(indices)])
 
         chosen = {name: spread(value) for name, value in self.tensors(per_completion=True).items()}
         scores = Scores(**chosen, **self.tensors(per_completion=False))
@@ -72,13 +72,13 @@ class Scores:
         return scores
 
     @classmethod
-    def join(cls, parts: Sequence["Scores"], places: Sequence[Sequence[int]]) -> "Scores":
+    def join(cls, parts: Sequence["Scores"], indices: Sequence[Sequence[int]]) -> "Scores":
         """
-        Joins parts of a batch, whose rows come from these `places` in it, in its order, with the sum of their router
+        Joins parts of a batch, whose rows come from these `indices` in it, in its order, with the sum of their router
         statistics and the supervised rows of the part that has them.
         """
         chosen = [part.tensors(per_completion=True) for part in parts]
-        order = [place for rows in places for place in rows]
+        order = [index for rows in indices for index in rows]
         tensors: dict[str, torch.Tensor] = {name: torch.cat([part[name] for part in chosen]) for name in chosen[0]}
         joined = cls(**tensors)
         if order != sorted(order):
@@ -159,18 +159,18 @@ class DeferredParts:
 def _leaf(value: torch.Tensor) -> torch.Tensor:
     """A score for the loss. `backward()` of this would end at the score, in silence."""
 
-    def refuse(leaf: torch.Tensor) -> None:
+    def raise_error(leaf: torch.Tensor) -> None:
         raise lost_gradient("a score")
 
     leaf = value.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(refuse)  # which `torch.autograd.grad` doesn't call
+    leaf.register_post_accumulate_grad_hook(raise_error)  # which `torch.autograd.grad` doesn't call
     return leaf
 
 
-def lost_gradient(where: str) -> RuntimeError:
+def lost_gradient(name: str) -> RuntimeError:
     """The error of a loss whose gradient of something would be lost under a token budget."""
     return RuntimeError(
-        f"The gradient of {where} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "
+        f"The gradient of {name} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "
         "compute the loss from one call of the trainer's `_score`, or call `backward_by_parts` with the scores' "
         "`deferred` in place of `backward()`, or set `max_tokens_per_microbatch=None`."
     )

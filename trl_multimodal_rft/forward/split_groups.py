@@ -35,26 +35,26 @@ class KeptPrompt:
         """The states for a chunk; the first of a pass over all chunks has the prompt forwarded, the last frees it."""
         if is_first:
             self._states, self._sums = self._forward(), {}
-        given, sums = self._states, self._sums
+        states, sums = self._states, self._sums
         if is_last:
             self._states, self._sums = {}, {}
         if not torch.is_grad_enabled():
-            return given
+            return states
         attend = _with_sum if is_last else _summed
         return {
             layer: (attend(key, sums, (layer, 0)), attend(value, sums, (layer, 1)))
-            for layer, (key, value) in given.items()
+            for layer, (key, value) in states.items()
         }
 
 
-def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], place: tuple) -> torch.Tensor:
+def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
     """A copy without a graph, whose gradient is added to a sum."""
 
     def add(leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
             wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
-            sums[place] = wide if place not in sums else sums[place].add_(wide)
+            sums[key] = wide if key not in sums else sums[key].add_(wide)
 
     leaf = state.detach()
     if state.requires_grad:
@@ -62,12 +62,12 @@ def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], place: tuple) 
     return leaf
 
 
-def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], place: tuple) -> torch.Tensor:
+def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
     """The state, whose gradient is that of its chunk and the sum of those before."""
     if not state.requires_grad:
         return state
     state = state.view_as(state)
-    state.register_hook(lambda gradient: (gradient + sums.pop(place)).to(gradient.dtype) if place in sums else None)
+    state.register_hook(lambda gradient: (gradient + sums.pop(key)).to(gradient.dtype) if key in sums else None)
     return state
 
 
@@ -82,7 +82,7 @@ def behind_prompt(row: PackedRow, states: States) -> PackedRow:
         restore_index=row.layout.restore_index[size:] - size,
         windows={kind: (window, False) for kind, (window, _) in row.layout.windows.items()},
         states=states,
-        n_known=size,
+        n_cached=size,
     )
     return replace(
         row,
@@ -97,16 +97,16 @@ def behind_prompt(row: PackedRow, states: States) -> PackedRow:
     )
 
 
-def chunk_places(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
+def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
     """The parts of completions that are chunks of a group, and whether each is the first and the last of it."""
     owners = [{prompts[i].shared for i in part} for part in parts]
     counts, seen = Counter(prompt for each in owners for prompt in each), Counter()
-    places = {}
+    ends = {}
     for index, each in enumerate(owners):
         for prompt in [prompt for prompt in each if counts[prompt] > 1]:  # alone in its part
             seen[prompt] += 1
-            places[index] = seen[prompt] == 1, seen[prompt] == counts[prompt]
-    return places
+            ends[index] = seen[prompt] == 1, seen[prompt] == counts[prompt]
+    return ends
 
 
 def keeps_states(model: PreTrainedModel) -> bool:

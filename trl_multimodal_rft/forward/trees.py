@@ -61,7 +61,7 @@ def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[Encode
 
 def _grow(
     prompts: Sequence[EncodedPrompt],
-    taken: int,
+    depth: int,
     symbols: Mapping[EncodedPrompt, torch.Tensor],
     behind: Mapping[EncodedPrompt, int],
 ) -> list[Node]:
@@ -74,13 +74,13 @@ def _grow(
     starts, ends = zip(*(prompt.media_span or (equal, 0) for prompt in prompts), strict=True)
     if min(starts) < equal <= max(ends):
         common = min(starts)
-    saved = (common - taken) * (len(prompts) - 1) - len(prompts)
-    is_worth = saved >= _WORTH_SHARING * sum(len(prompt) - taken + behind[prompt] for prompt in prompts)
+    saved = (common - depth) * (len(prompts) - 1) - len(prompts)
+    is_worth = saved >= _WORTH_SHARING * sum(len(prompt) - depth + behind[prompt] for prompt in prompts)
     groups: dict[tuple, list[EncodedPrompt]] = {}
     for i, prompt in enumerate(prompts):
         following = symbols[prompt][equal : equal + 1].flatten().tolist()
         groups.setdefault((*following,) or (None, i), []).append(prompt)
-    below = common if is_worth and common else taken
+    below = common if is_worth and common else depth
     children = [node for group in groups.values() for node in _grow(group, below, symbols, behind)]
     return [Node(max(prompts, key=len), common, children)] if is_worth and common else children
 

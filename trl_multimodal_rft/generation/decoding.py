@@ -2,7 +2,7 @@
 """The loop that samples behind a cache, in place of that of transformers' `generate`."""
 
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +126,8 @@ def decode(
                 mask = None if mask is None else mask[index]
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    outputs = {name: tuple(values[: n - start]) for name, values in kept.items()}
-    return GenerateDecoderOnlyOutput(sequences=ids[:, :n], past_key_values=cache, **outputs)
+    outputs: dict[str, Any] = {name: tuple(values[: n - start]) for name, values in kept.items()}
+    return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -4,8 +4,8 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,9 +23,10 @@ from ..forward.attention import decoding_obstacle
 from ..forward.decoding import MASKED, Decoding
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
-from ..forward.layer_masks import Causal, seen_within
+from ..forward.layer_masks import Causal, span_mask
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
+from ..models.wrapped import replaced
 from .caches import CompletionLayer, GrowingLayer, growing_cache, share_prompts, shares_prompts
 from .decoding import decode, decodes
 
@@ -55,9 +56,9 @@ class Branches:
     [`generate_completions`] fills it, and takes the cache out of it.
     """
 
-    # For each prompt to complete next, the place of the completion that it continues, and what was appended to that;
+    # For each prompt to complete next, the index of the completion that it continues, and what was appended to that;
     # `None` at first
-    asked: list[tuple[int, EncodedPrompt]] | None = None
+    continuations: list[tuple[int, EncodedPrompt]] | None = None
     obstacle: str | None = None  # why the latest prompts were prefilled instead
 
     def __post_init__(self):
@@ -76,11 +77,11 @@ class Branches:
         """Keeps a cache with completions `(B, N)` behind what `mask` `(B, P)` is of."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         self._cache, self._mask = cache, torch.cat([mask, sampled.to(mask)], dim=1)
-        places = range(len(prompts)) if self.asked is None else [place for place, _ in self.asked]
+        indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
         self._rows = {
-            place: (row, prompt, ids[:n])
-            for row, (place, prompt, ids, n) in enumerate(
-                zip(places, prompts, completion_ids.tolist(), sampled.sum(1).tolist(), strict=True)
+            index: (row, prompt, ids[:n])
+            for row, (index, prompt, ids, n) in enumerate(
+                zip(indices, prompts, completion_ids.tolist(), sampled.sum(1).tolist(), strict=True)
             )
         }
 
@@ -93,7 +94,7 @@ class Branches:
         """
         cache, mask, held = self._cache, self._mask, self._rows
         self._cache, self._mask, self._rows = None, None, {}
-        if self.asked is None:
+        if self.continuations is None:
             return None
         if cache is None or mask is None:
             self.obstacle = "`generate` has used another cache"
@@ -102,8 +103,8 @@ class Branches:
         if self.obstacle is not None:
             return None
         rests, rows = [], []
-        for prompt, (place, turn) in zip(prompts, self.asked, strict=True):
-            row, before, ids = held[place]
+        for prompt, (parent, turn) in zip(prompts, self.continuations, strict=True):
+            row, before, ids = held[parent]
             n = len(before) + len(ids)
             rests.append(replace(prompt.part(slice(n, None)), media=turn.media))
             rows.append(row)
@@ -118,10 +119,10 @@ class Branches:
         """Why the cache isn't that of the prompts' first tokens."""
         if any(not isinstance(layer, GrowingLayer) or layer.is_sliding for layer in cache.layers):
             return "its layers keep windows or states, which have no mask for padding"
-        for prompt, (place, _) in zip(prompts, self.asked or (), strict=True):
-            if place not in held:
+        for prompt, (parent, _) in zip(prompts, self.continuations or (), strict=True):
+            if parent not in held:
                 return "other completions were continued since"
-            _, before, ids = held[place]
+            _, before, ids = held[parent]
             tokens = torch.cat([before.input_ids, torch.tensor(ids, dtype=torch.long)])
             positions = torch.cat([before.position_ids, before.positions_after(len(ids))], dim=-1)
             n = len(tokens)
@@ -184,11 +185,12 @@ def generate_completions(
     rows = past[2] if past is not None else unique if cached else [*prompts, *dummies]
     batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
     inputs: dict[str, Any]
+    layout = None
     if cached:
         with frozen_features(unwrapped_model, rows):
             inputs = _prefill(model, unwrapped_model, batch, media, cached, past, pad_token_id)
-        layout = _decoding(inputs, len(order), room) if shares and order is not None else None
         if order is not None:
+            layout = _decoding(inputs, len(order), room) if shares else None
             _reorder(inputs, order, with_cache=layout is None)
     else:
         del batch["position_ids"]
@@ -371,37 +373,24 @@ def generate_in_parts(
     return torch.cat([F.pad(each, (0, longest - each.size(1)), value=pad_token_id) for each in outputs])[order]
 
 
-@contextmanager
-def without_router_logits(model: PreTrainedModel) -> Iterator[None]:
+def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
     Turns `output_router_logits` of a config off within the context: `generate` would compute the load-balancing loss
     of each decoding step, which fails on padded prompts.
     """
     config = model.config.get_text_config(decoder=True)
-    before = getattr(config, "output_router_logits", None)
-    if before:
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if before:
-            config.output_router_logits = before
+    is_on = getattr(config, "output_router_logits", False)
+    return replaced(config, output_router_logits=False) if is_on else nullcontext()
 
 
-@contextmanager
-def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> AbstractContextManager[None]:
     """
     Replaces a model's generation config within the context.
 
     `generate` fills options that are `None` from it, so that a `min_p` or a repetition penalty that a checkpoint
     recommends would change the distribution that completions are sampled from.
     """
-    before = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = before
+    return replaced(model, generation_config=config)
 
 
 def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:
@@ -431,7 +420,7 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
     # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one attends to it.
     masks = [(prompt, mask) for prompt in prompts for mask in linear_masks(model, prompt, 1).values()]
     allowed = [(len(prompt), mask.prompt if isinstance(mask, Causal) else mask) for prompt, mask in masks]
-    sees_last = any(each is not None and bool(seen_within(each[: n - 1], n)[:, -1].any()) for n, each in allowed)
+    sees_last = any(each is not None and bool(span_mask(each[: n - 1], n)[:, -1].any()) for n, each in allowed)
     return 0 if sees_last or min(map(len, prompts)) < 2 else -1
 
 

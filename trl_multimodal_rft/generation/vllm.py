@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, logp_or_none, until_answered
@@ -110,8 +110,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._while_sampling = while_sampling  # entered when the engine has the weights
         self.vllm_client: Any = None  # of this rank's server; that of process 0 is of all servers
         self._adapter_request: LoRARequest | None = None  # of the adapter in the engine, after the first sync
-        self.place = 0  # of the batch for which the engine gets weights
-        # That servers have, by the places of batches, as they may still sample with those before the last
+        self.batch_index = 0  # of the batch for which the engine gets weights
+        # That servers have, by batch indices, as they may still sample with those before the last
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # known after the first sync
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
@@ -395,8 +395,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """`vllm.LLM.generate` without processing media again."""
         engine, outputs = self.llm.llm_engine, {}
         for i, request in enumerate(requests):
-            given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
-            params = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+            sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+            params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
             engine.add_request(str(i), request.prompt, params, lora_request=self._adapter_request)
         while engine.has_unfinished_requests():
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
@@ -405,15 +405,17 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _sample_with_server(
         self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
-        def complete(each: _Request) -> list[ServerSample]:
-            asked = ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
+        def complete(request: _Request) -> list[ServerSample]:
+            server_request = ServerRequest(
+                request.ids, server_features(request.prompt), request.count, request.most, request.seed
+            )
             url, patience = self.vllm_client.base_url, self.server_timeout
-            return until_answered(lambda n: self._complete(url, asked, options, n), patience, self._warn)
+            return until_answered(lambda n: self._complete(url, server_request, options, n), patience, self._warn)
 
         with profiler:
-            found = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
+            answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
             self.check_starts()
-        return [each for completions in found for each in completions]
+        return [completion for completions in answers for completion in completions]
 
     # Weights
 
@@ -484,7 +486,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for, and returns names of its own
-        left_out = load_and_find_unread(lambda given: reload(weights_iterator=given), weights)
+        left_out = load_and_find_unread(lambda iterator: reload(weights_iterator=iterator), weights)
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
@@ -524,10 +526,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
-        oldest = self.place - self._max_staleness if self._max_staleness > 0 else math.inf
-        before = [each for place, each in self._adapters if place < oldest]
+        oldest = self.batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
+        before = [each for batch_index, each in self._adapters if batch_index < oldest]
         kept = [each for each in self._adapters if each[0] >= oldest]
-        self._adapters = [*kept, (self.place, folder)]
+        self._adapters = [*kept, (self.batch_index, folder)]
         self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
         self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name
@@ -551,12 +553,7 @@ def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:
     )
 
 
-@contextmanager
-def _with_arguments(engine_kwargs: dict[str, Any]):
+def _with_arguments(engine_kwargs: dict[str, Any]) -> AbstractContextManager[None]:
     """Adds arguments to the engine, which TRL constructs with fixed ones."""
     engine = getattr(vllm_generation, "LLM", None)
-    vllm_generation.LLM = lambda **kwargs: engine(**{**kwargs, **engine_kwargs})
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = engine
+    return replaced(vllm_generation, LLM=lambda **kwargs: engine(**{**kwargs, **engine_kwargs}))

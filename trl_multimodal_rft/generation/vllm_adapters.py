@@ -80,10 +80,10 @@ class EngineAdapter:
         if (bias := cast("LoraConfig", config).bias) != "none":
             raise self._error(f"has `bias={bias!r}`", "drop it")
 
-    def _error(self, what: str, remedy: str) -> ValueError:
+    def _error(self, reason: str, remedy: str) -> ValueError:
         merged = "`vllm_sync_adapter=False`, which merges it into the weights at each sync"
         alternative = "`use_vllm=False`" if self.is_4bit else merged
-        return ValueError(f"vLLM can't take the adapter, since it {what}; {remedy}, or set {alternative}.")
+        return ValueError(f"vLLM can't take the adapter, since it {reason}; {remedy}, or set {alternative}.")
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:

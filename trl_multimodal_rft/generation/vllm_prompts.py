@@ -3,7 +3,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
 from ..families import family_of_processor
+from ..models.wrapped import replaced
 from .vllm_versions import engine_obstacle
 
 
@@ -48,16 +49,16 @@ class EnginePrompts:
             row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
             self._check_length(len(ids), row)
             return self._with_parts(ids, prompt, row)
-        taken = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
+        tokens_prompt = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
         if images:
-            taken["multi_modal_data"] = {"image": images}
-        media = taken.get("multi_modal_data")
+            tokens_prompt["multi_modal_data"] = {"image": images}
+        media = tokens_prompt.get("multi_modal_data")
         if not media:
-            self._check_length(len(taken["prompt_token_ids"]), index)
-            return tokens_input(taken["prompt_token_ids"])
+            self._check_length(len(tokens_prompt["prompt_token_ids"]), index)
+            return tokens_input(tokens_prompt["prompt_token_ids"])
         for modality, some in media.items():
             self._check_number(modality, len(some), index)
-        processed = self._rendered(taken)
+        processed = self._rendered(tokens_prompt)
         self._check_length(len(processed["prompt_token_ids"]), index)
         return processed
 
@@ -73,21 +74,21 @@ class EnginePrompts:
             numbers.update({modality: len(media) for modality, media in decoded.media.items()})
         for modality, number in numbers.items():
             self._check_number(modality, number, row)
-        kwargs, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)
-        for place, decoded in prompt.decoded:
+        kwargs, hashes, placeholders = defaultdict(list), defaultdict(list), defaultdict(list)
+        for span, decoded in prompt.decoded:
             if decoded not in self._processed:
                 self._processed[decoded] = self._rendered(self.with_media(decoded, row))
             part = self._processed[decoded]
-            _check_ids(ids[place], part["prompt_token_ids"], row)
-            for modality, found in part["mm_placeholders"].items():
+            _check_ids(ids[span], part["prompt_token_ids"], row)
+            for modality, ranges in part["mm_placeholders"].items():
                 kwargs[modality] += part["mm_kwargs"][modality]
                 hashes[modality] += part["mm_hashes"][modality]
-                places[modality] += [replace(each, offset=place.start + each.offset) for each in found]
-        return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(places))
+                placeholders[modality] += [replace(each, offset=span.start + each.offset) for each in ranges]
+        return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(placeholders))
 
-    def _rendered(self, taken: dict[str, Any]) -> dict[str, Any]:
+    def _rendered(self, prompt: dict[str, Any]) -> dict[str, Any]:
         with processors_unchecked():
-            [processed] = self.renderer.render_cmpl([taken])
+            [processed] = self.renderer.render_cmpl([prompt])
         return processed
 
     def with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
@@ -156,21 +157,15 @@ class EnginePrompts:
         return f"raise {option}, or shorten the prompt or its media"
 
 
-def _check_ids(expected: list[int], found: Sequence[int], row: int) -> None:
-    if list(found) != expected:
+def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
+    if list(actual) != expected:
         raise MediaError(
-            f"row {row}: vLLM made {len(found)} tokens of a prompt or a tool's result that has {len(expected)} here, "
+            f"row {row}: vLLM made {len(actual)} tokens of a prompt or a tool's result that has {len(expected)} here, "
             "or others, so completions would be scored against a different prompt: its processor and "
             "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
         )
 
 
-@contextmanager
-def processors_unchecked():
+def processors_unchecked() -> AbstractContextManager[None]:
     """vLLM calls processors on video placeholders without videos, which transformers refuses since 5.23."""
-    checked = ProcessorMixin.validate_inputs
-    ProcessorMixin.validate_inputs = lambda self, *args, **kwargs: None
-    try:
-        yield
-    finally:
-        ProcessorMixin.validate_inputs = checked
+    return replaced(ProcessorMixin, validate_inputs=lambda self, *args, **kwargs: None)

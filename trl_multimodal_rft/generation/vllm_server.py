@@ -308,8 +308,8 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "mm_hashes": dict(rendered["mm_hashes"]),
         "mm_placeholders": {
-            modality: [_range(place, modality) for place in places]
-            for modality, places in rendered["mm_placeholders"].items()
+            modality: [_range(placeholders, modality) for placeholders in ranges]
+            for modality, ranges in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
             modality: [mm_serde.encode_mm_kwargs_item(item) for item in items]
@@ -318,12 +318,12 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _range(place: "PlaceholderRange", modality: str) -> dict[str, int]:
+def _range(placeholders: "PlaceholderRange", modality: str) -> dict[str, int]:
     """Where the embeddings of a medium go, without surrounding tokens."""
-    offset, length = place.offset, place.length
-    if place.is_embed is not None:
-        first, last = place.is_embed.nonzero().flatten()[[0, -1]].tolist()
-        if not place.is_embed[first : last + 1].all():
+    offset, length = placeholders.offset, placeholders.length
+    if placeholders.is_embed is not None:
+        first, last = placeholders.is_embed.nonzero().flatten()[[0, -1]].tolist()
+        if not placeholders.is_embed[first : last + 1].all():
             raise MediaError(
                 f"This model has text between the parts of {modality}, which vLLM's server doesn't support; set "
                 "`vllm_mode='colocate'`."
@@ -349,9 +349,9 @@ def server_completions(
     Raises a [`RequestLost`] where it gives no answer in so many seconds, or one that isn't what was asked for, and a
     `RuntimeError` where it refuses the request.
     """
-    given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+    sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
     n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
-    body = {**_request_body(model, request, given), **({} if salt is None else {"cache_salt": salt})}
+    body = {**_request_body(model, request, sampling), **({} if salt is None else {"cache_salt": salt})}
     answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
     if answer.status == 404 and model is not None:  # a server that was started again doesn't know the adapter
         raise lost(url, _GENERATE, 404, answer)
@@ -365,28 +365,28 @@ def server_completions(
 
 def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:
     """
-    Log-probabilities of the `k` most likely tokens at each place of prompts but the first, over the whole vocabulary
-    and at a temperature of 1.
+    Log-probabilities of the `k` most likely tokens at each position of prompts but the first, over the whole
+    vocabulary and at a temperature of 1.
     """
 
     def score(request: ServerRequest) -> list[dict[int, float]]:
-        given = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
+        sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
         # TRL's client doesn't read the answers of vLLM from 0.32 on
-        answer = client.call(_GENERATE, _request_body(client.model, request, given), max_bytes=max_bytes)
-        places = answer["prompt_logprobs"][1:]
+        answer = client.call(_GENERATE, _request_body(client.model, request, sampling), max_bytes=max_bytes)
+        positions = answer["prompt_logprobs"][1:]
         # The prompt's own token comes in addition where it isn't among them
-        found = [{int(token): each["logprob"] for token, each in place.items()} for place in places]
+        found = [{int(token): each["logprob"] for token, each in position.items()} for position in positions]
         return [dict(sorted(each.items(), key=lambda pair: -pair[1])[:k]) for each in found]
 
     return at_once(score, requests)
 
 
-def _request_body(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
+def _request_body(model: str | None, request: ServerRequest, sampling: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "token_ids": request.ids,
         "features": request.features,
         # FINAL_ONLY: otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
-        "sampling_params": {**given, "output_kind": 2},
+        "sampling_params": {**sampling, "output_kind": 2},
     }

@@ -23,6 +23,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from ..models.wrapped import replaced
+
 
 # What wrappers of adapters and of checkpointing add to the names of weights
 _WRAPPERS = (".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module.")
@@ -186,16 +188,12 @@ def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[st
 
 def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Reverts each weight by itself, whichever others of its group it comes with."""
-    holder = vars(model)
-    loaded = holder.get("_weight_conversions") or []
+    loaded = vars(model).get("_weight_conversions") or []
     if not any(isinstance(each, GroupWeightRename) for each in loaded):
         return revert_weight_conversion(model, weights)
     conversions = [copy.copy(each) for each in loaded]
     for each in conversions:
         if isinstance(each, GroupWeightRename):
             each.__class__ = _Exchange
-    holder["_weight_conversions"] = conversions
-    try:
+    with replaced(model, _weight_conversions=conversions):
         return revert_weight_conversion(model, weights)
-    finally:
-        holder["_weight_conversions"] = loaded

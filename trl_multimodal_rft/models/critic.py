@@ -244,8 +244,8 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     return cast(PolicyModule, alone)
 
 
-def _other_family(found: str, model_class: type[PreTrainedModel]) -> ValueError:
+def _other_family(label: str, model_class: type[PreTrainedModel]) -> ValueError:
     return ValueError(
-        f"The critic must be of the policy's family, to take the same tokens and media: it is a {found}, the policy a "
+        f"The critic must be of the policy's family, to take the same tokens and media: it is a {label}, the policy a "
         f"{model_class.__name__}."
     )

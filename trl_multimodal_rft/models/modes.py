@@ -3,13 +3,15 @@
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
+
+from .wrapped import replaced
 
 
 logger = get_logger(__name__)
@@ -78,15 +80,11 @@ def measuring(
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
     """Switches activation checkpointing off within the context: without a graph, it would warn that there is none."""
-    # `vars`, as wrappers forward attributes of what they wrap
-    checkpointed = [vars(part) for part in module.modules() if vars(part).get("gradient_checkpointing")]
-    for part in checkpointed:
-        part["gradient_checkpointing"] = False
-    try:
+    with ExitStack() as stack:
+        for part in module.modules():
+            if vars(part).get("gradient_checkpointing"):  # `vars`, as wrappers forward attributes of what they wrap
+                stack.enter_context(replaced(part, gradient_checkpointing=False))
         yield
-    finally:
-        for part in checkpointed:
-            part["gradient_checkpointing"] = True
 
 
 def fix_encoders(model: PreTrainedModel) -> None:

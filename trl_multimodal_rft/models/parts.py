@@ -48,28 +48,29 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """
     base = unwrapped(None, model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
-    places = _places(base)
+    parts_by_name = _parts_by_name(base)
     for name, parameter in model.named_parameters():
-        place = name.removeprefix(prefix)
+        path = name.removeprefix(prefix)
         if name.startswith(f"{CRITIC}."):
             yield name, CRITIC, parameter
         elif not name.startswith(prefix):  # prompt learning
             yield name, "language_model", parameter
         else:
-            inner = place
-            while place not in places:
-                place = place.rpartition(".")[0]
-            yield inner, places[place], parameter
+            inner = path
+            while path not in parts_by_name:
+                path = path.rpartition(".")[0]
+            yield inner, parts_by_name[path], parameter
 
 
-def _places(model: PreTrainedModel) -> dict[str, str]:
+def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
     """Parts by the dotted names of modules, of which the deepest counts; what is in none is between them."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    places = {"": "projector"}
-    for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+    parts_by_name = {"": "projector"}
+    heads = model.get_output_embeddings(), getattr(model, "score", None)
+    for module in (model.get_decoder(), model.get_input_embeddings(), *heads):
         if module in names:
-            places[names[module]] = "language_model"
-    language = [name for name in places if name not in ("", model.base_model_prefix)]
+            parts_by_name[names[module]] = "language_model"
+    language = [name for name in parts_by_name if name not in ("", model.base_model_prefix)]
     towers = {}
     for name in names.values():
         inside = any(name.startswith(f"{other}.") for other in [*language, *towers])
@@ -82,8 +83,8 @@ def _places(model: PreTrainedModel) -> dict[str, str]:
         module = model.get_submodule(tower)
         for child, _ in [*module.named_children(), *module.named_parameters(recurse=False)]:
             if _PROJECTORS[part].fullmatch(child):
-                places[f"{tower}.{child}"] = "projector"
-    return places | towers
+                parts_by_name[f"{tower}.{child}"] = "projector"
+    return parts_by_name | towers
 
 
 def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:

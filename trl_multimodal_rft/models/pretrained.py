@@ -114,16 +114,23 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
             f"{name!r} is no folder or file with a config of transformers, nor a model that can be read from the Hub "
             "or, offline, from its cache."
         ) from error
+    return config, part or policy_class(config)
+
+
+def policy_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class in transformers that generates text, of a config of a policy or of a sequence classifier."""
     mappings = (
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
     names = [
-        *(config.architectures or []),
-        *(each[config.model_type] for each in mappings if config.model_type in each),
+        name.replace("ForSequenceClassification", kind)
+        for name in config.architectures or []
+        for kind in ("ForConditionalGeneration", "ForCausalLM")
     ]
-    model_class = part or next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
+    names += [each[config.model_type] for each in mappings if config.model_type in each]
+    model_class = next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
     if model_class is None:
         raise ValueError(f"transformers has no class that generates text with a {config.model_type!r} config.")
-    return config, model_class
+    return model_class

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Models within wrappers of engines and adapters, and their hidden states."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,15 +26,24 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 
 
 @contextmanager
-def replaced_method(module: nn.Module, name: str, function: Callable) -> Iterator[None]:
-    """Within the context, a module, and no other of its class, has a function in place of a method."""
-    before = {name: vars(module)[name]} if name in vars(module) else {}
-    vars(module)[name] = function
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    """Within the context, an object, and no other of its class, has other attributes or methods, or further ones."""
+    inherited = {name: getattr(type(owner), name, None) for name in values}
+    before = {
+        name: getattr(owner, name)
+        for name, of_class in inherited.items()
+        if name in vars(owner) or isinstance(of_class, property) or (of_class is None and hasattr(owner, name))
+    }
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        del vars(module)[name]
-        vars(module).update(before)
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 @contextmanager
@@ -56,19 +65,16 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
         if "logits" in output:
             output["last_hidden_state"] = states[-1]
 
-    if backbone is not model:
-        handles = [backbone.register_forward_hook(lambda module, args, output: states.append(output[0]))]
-    else:
-        head = head or model.get_decoder().get_output_embeddings()
-        assert head is not None
-        handles = [head.register_forward_pre_hook(take)]
-        if instead_of_logits:
-            handles.append(model.register_forward_hook(give_away))
-    try:
+    with ExitStack() as hooks:
+        if backbone is not model:
+            hooks.enter_context(backbone.register_forward_hook(lambda module, args, output: states.append(output[0])))
+        else:
+            head = head or model.get_decoder().get_output_embeddings()
+            assert head is not None
+            hooks.enter_context(head.register_forward_pre_hook(take))
+            if instead_of_logits:
+                hooks.enter_context(model.register_forward_hook(give_away))
         yield states
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def is_unsharded(accelerator: Accelerator) -> bool:

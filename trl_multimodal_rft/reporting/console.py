@@ -28,6 +28,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..data.reading.decoding import load_image, read_audio
 from ..data.reading.files import spread_frames
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
+from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
@@ -131,7 +132,7 @@ class CompactLogCallback(TrainerCallback):
         if not self.needs_example:
             return
         self.needs_example = False
-        tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        tokenizer = tokenizer_of(processor)
         placeholders = placeholder_token_ids(model, processor)
         media = described_media(messages)
         prompt = prompt_text(input_ids, tokenizer, placeholders, media)

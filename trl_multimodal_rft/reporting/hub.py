@@ -21,7 +21,7 @@ PRIVATE = "_private"
 _LEFT_OUT = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 
 
-def how_to_upload(repo: str, folder: str, private: bool) -> str:
+def upload_command(repo: str, folder: str, private: bool) -> str:
     """A command that publishes a folder as a trainer does."""
     excluded = [word for pattern in _LEFT_OUT for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])

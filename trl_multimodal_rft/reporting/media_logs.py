@@ -70,18 +70,18 @@ class MediaLog:
         self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
         self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
-        self.n_seen = 0
+        self.n_total = 0
         self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; `None` beyond the limit
         self._groups: deque[int] = deque(maxlen=n_rows)  # for each row, the first row of its prompt
-        self._gathered: int | None = None  # `n_seen` of the last `gather`
+        self._gathered: int | None = None  # `n_total` of the last `gather`
         self._with_media: set[int] = set()
         self._media: dict[int, PromptMedia] = {}
         self._warned: set[str] = set()
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
-        start, total = self.n_seen, len(prompts) * self.num_processes
-        self.n_seen += total
-        first_kept = self.n_seen - self.n_rows
+        start, total = self.n_total, len(prompts) * self.num_processes
+        self.n_total += total
+        first_kept = self.n_total - self.n_rows
         self._refs = {row: refs for row, refs in self._refs.items() if row >= first_kept}
         self._groups.extend(start + i - i % group_size for i in range(total))
         n_kept = 0
@@ -94,9 +94,9 @@ class MediaLog:
 
     def gather(self) -> None:
         """Encodes the media of the first prompts and sends them to the main process. A collective call."""
-        if self._gathered == self.n_seen:  # the main process has the media of the latest rows
+        if self._gathered == self.n_total:  # the main process has the media of the latest rows
             return
-        self._gathered = self.n_seen
+        self._gathered = self.n_total
         local = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
         found = sorted(gather_object(local))
         kept = [(row, process) for row, process, is_kept in found if is_kept][: self.max_prompts]
@@ -127,9 +127,9 @@ class MediaLog:
                 name = ref.column.split("[")[0]
                 if name not in MEDIA_COLUMNS:
                     name = f"tool_{ref.modality}s" if name.startswith(FROM_TOOL) else f"{ref.modality}s"
-                medium = media_file(ref, left)
-                left -= len(medium.data)
-                media.setdefault(name, []).append(medium)
+                file = media_file(ref, left)
+                left -= len(file.data)
+                media.setdefault(name, []).append(file)
         except (MediaError, ImportError) as error:
             return str(error)
         return media
@@ -141,7 +141,7 @@ class MediaLog:
 
     def rows(self) -> list[PromptMedia]:
         """The media of each row of TRL's logs: those of a prompt in its first row, those of tools in each row."""
-        first = self.n_seen - len(self._groups)
+        first = self.n_total - len(self._groups)
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
     def groups(self) -> list[int | None]:
@@ -168,8 +168,8 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
         values = []
         for index, row in enumerate(media):
             files = [
-                {"bytes": medium.data, "path": f"{column}-{index}-{i}.{medium.suffix}"}
-                for i, medium in enumerate(row.get(column, ()))
+                {"bytes": file.data, "path": f"{column}-{index}-{i}.{file.suffix}"}
+                for i, file in enumerate(row.get(column, ()))
             ]
             values.append((files[0] if column == kind else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
@@ -183,14 +183,14 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial.replace(path)
 
 
-def _file(medium: MediaFile, label: str, folder: Path) -> str:
-    path = folder / f"{label.replace('/', '-')}.{medium.suffix}"
-    path.write_bytes(medium.data)
+def _file(file: MediaFile, label: str, folder: Path) -> str:
+    path = folder / f"{label.replace('/', '-')}.{file.suffix}"
+    path.write_bytes(file.data)
     return str(path)
 
 
-def _labels(found: Labelled) -> str:
-    return ", ".join(label for _, label in found)
+def _labels(files: Labelled) -> str:
+    return ", ".join(label for _, label in files)
 
 
 def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[Labelled], Any]) -> pd.DataFrame:
@@ -212,8 +212,8 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
-    def cell(found: Labelled) -> list:
-        return [types[medium.modality](_file(medium, label, folder)) for medium, label in found]
+    def cell(files: Labelled) -> list:
+        return [types[file.modality](_file(file, label, folder)) for file, label in files]
 
     table = _with_cells(frame, media, cell)
     for column, name in media_columns(frame, media).items():
@@ -232,18 +232,18 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     trackio = require_module("trackio", "logging")
     played = {}
 
-    def cell(found: Labelled) -> str | list:
+    def cell(files: Labelled) -> str | list:
         pictures = []
-        for medium, label in found:
-            path = _file(medium, label, folder)
-            if medium.modality == "image":
+        for file, label in files:
+            path = _file(file, label, folder)
+            if file.modality == "image":
                 pictures.append(trackio.Image(path))
-            elif medium.modality == "audio":
+            elif file.modality == "audio":
                 played[label] = trackio.Audio(path)
             else:
                 played[label] = trackio.Video(path)
-                pictures += [trackio.Image(frame) for frame in spread_frames(medium.ref(), _FRAMES_SHOWN)[0]]
-        return pictures or _labels(found)
+                pictures += [trackio.Image(frame) for frame in spread_frames(file.ref(), _FRAMES_SHOWN)[0]]
+        return pictures or _labels(files)
 
     return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **played}
 
@@ -251,16 +251,16 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
 def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
     """Writes the table as text, and images, audio and frames of videos under the names in its cells."""
 
-    def cell(found: Labelled) -> str:
-        for medium, label in found:
-            if medium.modality == "audio":
-                samples, rate = read_audio(medium.ref())
+    def cell(files: Labelled) -> str:
+        for file, label in files:
+            if file.modality == "audio":
+                samples, rate = read_audio(file.ref())
                 writer.add_audio(label, samples[None], step, sample_rate=round(rate or 0))
-            elif medium.modality == "image":
-                writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")
+            elif file.modality == "image":
+                writer.add_image(label, np.asarray(load_image(file.ref())), step, dataformats="HWC")
             else:
-                writer.add_images(label, spread_frames(medium.ref(), _FRAMES_SHOWN)[0], step, dataformats="NHWC")
-        return _labels(found)
+                writer.add_images(label, spread_frames(file.ref(), _FRAMES_SHOWN)[0], step, dataformats="NHWC")
+        return _labels(files)
 
     table = _with_cells(frame, media, cell)
     rows = [list(table), ["---"] * len(table.columns), *table.itertuples(index=False)]
@@ -293,7 +293,7 @@ class MediaLogCallback(TrainerCallback):
         self.tables, self.columns, self.has_tools = tables, columns, has_tools  # TRL's tables, the dataset's columns
         self.folder = Path(str(args.output_dir), PRIVATE)
         self._writer: SummaryWriter | None = None  # TensorBoard's, for logs that aren't published
-        self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
+        self._logged: tuple[int, int] | None = None  # step and `n_total` of the last table
         self._evaluating = False
         if log.process_index == 0:
             (self.folder / TABLES).mkdir(parents=True, exist_ok=True)
@@ -328,10 +328,10 @@ class MediaLogCallback(TrainerCallback):
     def _write(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
         log, logs = self.log, self.tables
-        is_last = self._logged == (step, log.n_seen)  # the final log of training
+        is_last = self._logged == (step, log.n_total)  # the final log of training
         if log.process_index != 0 or not logs["prompt"] or is_last:
             return
-        self._logged = step, log.n_seen
+        self._logged = step, log.n_total
         if is_rich_available():
             print_prompt_completions_sample(
                 logs["prompt"],

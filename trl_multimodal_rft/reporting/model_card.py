@@ -271,7 +271,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
             loaded_from if adapter else None,
             _rate(run.processor) if "audio" in kinds else None,
             run.template_kwargs,
-            **_asked(run.notes.conversations),
+            **_common_conversation(run.notes.conversations),
         ),
         training=[*run.training, ("Updates", run.state.global_step), *held_out_lines(history)],
         curves=CURVES if (folder / CURVES).exists() else None,
@@ -285,7 +285,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     card.save(path)
 
 
-def _asked(conversations: set[tuple[tuple[str, str], ...]]) -> dict[str, Any]:
+def _common_conversation(conversations: set[tuple[tuple[str, str], ...]]) -> dict[str, Any]:
     """The question, if all prompts share it; otherwise prompts are data that the card doesn't show."""
     alike = [each for each in conversations if len(conversations) == 1 and each and each[-1][0] == "user"]
     return {"conversation": alike[0]} if alike else {}

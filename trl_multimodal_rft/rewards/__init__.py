@@ -14,6 +14,7 @@ from .grounding import (
 )
 from .judge import JudgeReward
 from .model import RewardModel
+from .preference import preference_reward
 from .recipe import apply_recipe
 from .remote import RemoteReward
 from .transcripts import cer_reward, ocr_reward, wer_reward
@@ -35,6 +36,7 @@ __all__ = [
     "length_reward",
     "ocr_reward",
     "point_in_box_reward",
+    "preference_reward",
     "regression_reward",
     "temporal_iou_reward",
     "tool_curiosity_reward",

@@ -90,7 +90,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
             found[id(prompt)] = encoder.encode(
                 rollout.source.messages[row],
                 rollout.source.row_indices[row],
-                _of_row(view, rollout, row),
+                view_of_row(view, rollout.source.messages, rollout.source.row_indices, row),
                 **template_tools(toolbox, rollout.source.environments, row),
             )
         return found[id(prompt)]
@@ -109,14 +109,17 @@ def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
     return replace(prompt, prompt=first, media=first.media, mask_cache={}, on_device={})
 
 
-def _of_row(view: View, rollout: Rollout, row: int) -> View:
-    """The view with the random numbers of a row and, where it shows one, with the media of the next other row."""
-    view = view.seeded(*view.seed, rollout.source.row_indices[row])
+def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], row: int) -> View:
+    """
+    The view with the random numbers of one of a batch's rows and, where it shows one, with the media of the next other
+    row.
+    """
+    view = view.seeded(*view.seed, row_indices[row])
     if not view.type.needs_other:
         return view
-    own = _replaced(view, rollout.source.messages[row])
-    for step in range(1, len(rollout)):
-        others = _replaced(view, rollout.source.messages[(row + step) % len(rollout)])
+    own = _replaced(view, messages[row])
+    for step in range(1, len(messages)):
+        others = _replaced(view, messages[(row + step) % len(messages)])
         if {ref.modality for ref in others} >= {ref.modality for ref in own} and not same_prompt(others, own):
             return view.with_others(others)
     return view

@@ -12,7 +12,7 @@ from datasets import IterableDataset
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
-from .rollout import PARTS, Rollout, join_rollouts, known
+from .rollout import PARTS, Rollout, join_rollouts, require
 
 
 # Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
@@ -111,7 +111,7 @@ class GroupExchange:
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         age = sum(step - group.step for group in replayed)
-        uneven = [group for group in drawn if known(group.rewards.has_signal).all()]
+        uneven = [group for group in drawn if require(group.rewards.has_signal).all()]
         equal = len(drawn) - len(uneven)
         below, above = (sum(_side(group) == side for group in uneven) for side in (-1, 1))
         counts = [len(drawn), len(live), size, len(replayed), age, equal, below, above]
@@ -129,7 +129,7 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    return [group for group in groups if known(group.rewards.has_signal).all() and _side(group) == 0]
+    return [group for group in groups if require(group.rewards.has_signal).all() and _side(group) == 0]
 
 
 def _side(group: Rollout) -> int:

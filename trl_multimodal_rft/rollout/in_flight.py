@@ -29,16 +29,16 @@ class Answer(NamedTuple):
     first: int  # version of the weights when the request was sent
     last: int  # version when the answer came
     at: float  # when it came, in seconds of the monotonic clock
-    asked: str = ""  # digest of the request, and of how to sample
+    digest: str = ""  # digest of the request, and of how to sample
 
 
-# Place of the batch, number of the row, seed of the first completion, number of completions
+# Index of the batch, number of the row, seed of the first completion, number of completions
 Key = tuple[int, int, int, int]
 
 
 @dataclass
-class Asked:
-    """A batch that was asked for."""
+class PendingBatch:
+    """A batch whose completions are in flight."""
 
     batch: Any  # which the loader yields later, so that its rows are read once
     numbers: list[int]  # of its completions' rows
@@ -50,7 +50,7 @@ class Asked:
 
 class InFlight:
     """
-    The completions of batches that were asked for, by the places of the batches in the run.
+    The completions of batches that were asked for, by the indices of the batches in the run.
 
     A version of the weights is the number of batches that were trained on when the servers got them. `send` sends a
     request for a batch. It runs in threads, which do nothing else.
@@ -81,21 +81,21 @@ class InFlight:
         self._send, self._patience, self._warn = send, patience, WarnOnce()
         self._settings = settings
         self._changes_weights = changes_weights
-        self._asked: dict[int, Asked] = {}
+        self._pending: dict[int, PendingBatch] = {}
         self._rows: dict[int, list[int]] = {}  # of a checkpoint, as are these
-        self._known: dict[Key, Answer] = {}
+        self._checkpoint_answers: dict[Key, Answer] = {}
         self._n_sent = 0
         self._n_cleared = 0
         self.processor: Any = None  # which reads completions for the threads
         self.calls = EarlyCalls()
         self.probes: list[tuple[Any, ServerRequest]] = []  # of the last batch
 
-    def __contains__(self, place: int) -> bool:
-        return place in self._asked
+    def __contains__(self, batch_index: int) -> bool:
+        return batch_index in self._pending
 
     def ask(
         self,
-        place: int,
+        batch_index: int,
         batch: Any,
         numbers: list[int],
         requests: dict[Key, ServerRequest],
@@ -106,47 +106,55 @@ class InFlight:
         Asks for the completions of a batch, but for those that a checkpoint has, and has those of some requests
         rewarded when they come.
         """
-        others = [key for key, request in requests.items() if key in self._known and not self._fits(key, request)]
+        others = [
+            key
+            for key, request in requests.items()
+            if key in self._checkpoint_answers and not self._fits(key, request)
+        ]
         if others:
             logger.warning(f"{len(others)} answers of the checkpoint are of other settings, and are asked for again.")
-        self._known = {key: answer for key, answer in self._known.items() if key not in others}
+        self._checkpoint_answers = {
+            key: answer for key, answer in self._checkpoint_answers.items() if key not in others
+        }
         # Servers share no cached prefix between batches that are due at different versions
-        salt = str(max(0, place - self.max_staleness))
+        salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._answer, key, request, salt, turn)
             for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
         rewards = {key: started(self._rewarded, self._n_cleared, answers[key], each) for key, each in reward.items()}
         self._n_sent += len(requests)
-        self._asked[place] = Asked(batch, numbers, answers, rewards, **more)
+        self._pending[batch_index] = PendingBatch(batch, numbers, answers, rewards, **more)
 
-    def take(self, place: int) -> tuple[Asked, list[Answer], tuple[float, float]]:
+    def take(self, batch_index: int) -> tuple[PendingBatch, list[Answer], tuple[float, float]]:
         """
         Waits for the completions of a batch, and forgets it. Also returns the seconds that this took, and those that
         an answer had been there before, on average.
         """
-        start, asked = time.monotonic(), self._asked[place]
-        answers = [each.result() for each in asked.answers.values()]
-        del self._asked[place]
+        start, pending = time.monotonic(), self._pending[batch_index]
+        answers = [each.result() for each in pending.answers.values()]
+        del self._pending[batch_index]
         # What a checkpoint has of batches up to here
-        self._rows = {each: rows for each, rows in self._rows.items() if each > place}
-        self._known = {key: answer for key, answer in self._known.items() if key[0] > place}
+        self._rows = {each: rows for each, rows in self._rows.items() if each > batch_index}
+        self._checkpoint_answers = {
+            key: answer for key, answer in self._checkpoint_answers.items() if key[0] > batch_index
+        }
         rested = sum(max(0.0, start - each.at) for each in answers) / len(answers)
-        return asked, answers, (time.monotonic() - start, rested)
+        return pending, answers, (time.monotonic() - start, rested)
 
     def sample(self, requests: Sequence[ServerRequest]) -> list[ServerSample]:
         """Waits for completions by the newest weights."""
-        asked = [started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
-        return [sample for each in asked for sample in each.result().completions]
+        pending = [started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
+        return [sample for each in pending for sample in each.result().completions]
 
     def clear(self) -> None:
         """Forgets all batches. What was asked for is neither asked for again nor rewarded."""
-        self._asked, self._rows, self._known = {}, {}, {}
+        self._pending, self._rows, self._checkpoint_answers = {}, {}, {}
         self._n_cleared, self.calls = self._n_cleared + 1, EarlyCalls()
 
     def _answer(self, key: Key | None, request: ServerRequest, salt: str, turn: int) -> Answer:
-        if key is not None and key in self._known:
-            return self._known[key]
+        if key is not None and key in self._checkpoint_answers:
+            return self._checkpoint_answers[key]
 
         n_cleared = self._n_cleared
 
@@ -172,31 +180,31 @@ class InFlight:
 
     def _fits(self, key: Key, request: ServerRequest) -> bool:
         """Whether the checkpoint's answer is one to this request, by weights that are new enough."""
-        answer = self._known[key]
-        return answer.asked == self._digest(request) and key[0] - answer.first <= self.max_staleness
+        answer = self._checkpoint_answers[key]
+        return answer.digest == self._digest(request) and key[0] - answer.first <= self.max_staleness
 
     def _digest(self, request: ServerRequest) -> str:
         hashes = request.features and request.features["mm_hashes"]
-        asked = [request.ids, hashes, request.count, request.most, self._settings]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
+        request_fields = [request.ids, hashes, request.count, request.most, self._settings]
+        return hashlib.sha256(json.dumps(request_fields, sort_keys=True, default=str).encode()).hexdigest()
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        answers = {key: each for asked in self._asked.values() for key, each in asked.answers.items()}
+        answers = {key: each for pending in self._pending.values() for key, each in pending.answers.items()}
         ended = {key: each.result() for key, each in answers.items() if each.done() and each.exception() is None}
         return {
-            "rows": self._rows | {place: asked.numbers for place, asked in self._asked.items()},
-            "answers": {key: tuple(each) for key, each in (self._known | ended).items()},
+            "rows": self._rows | {batch_index: pending.numbers for batch_index, pending in self._pending.items()},
+            "answers": {key: tuple(each) for key, each in (self._checkpoint_answers | ended).items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now, self._rows = time.monotonic(), state["rows"]
-        self._known = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
+        self._checkpoint_answers = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
 
 
 def request_keys(
-    prompts: Sequence[Any], numbers: Sequence[int], indices: Sequence[int], place: int, seed: int
+    prompts: Sequence[Any], numbers: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
 ) -> list[Key]:
     """
     The keys of requests for completions, consecutive ones of a prompt together, from the numbers of their rows and
@@ -205,7 +213,7 @@ def request_keys(
     keys = []
     for _, run in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
         first, *others = run
-        text = f"{seed} {place} {numbers[first]}"
+        text = f"{seed} {batch_index} {numbers[first]}"
         start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first]
-        keys.append((place, numbers[first], start, 1 + len(others)))
+        keys.append((batch_index, numbers[first], start, 1 + len(others)))
     return keys

@@ -45,11 +45,11 @@ def _exchanged(rollout: Rollout, group_size: int, accelerator: Accelerator) -> t
     groups, rank = rollout.groups(group_size), accelerator.process_index
     loads = torch.tensor([[forwarded_length(group) for group in groups], _free(groups)], device=accelerator.device)
     loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
-    places = balanced(loads, free)
+    assignment = balanced(loads, free)
     held = dict(enumerate(groups, start=rank * len(groups)))
-    received, n_bytes = _moved(held, places, accelerator)
+    received, n_bytes = _moved(held, assignment, accelerator)
     if n_bytes > 0:
-        joined = join_rollouts([{**held, **received}[place] for place in places[rank]], accelerator.device)
+        joined = join_rollouts([{**held, **received}[group] for group in assignment[rank]], accelerator.device)
         rollout = replace(joined, packed=rollout.packed, step=rollout.step)
     return rollout, n_bytes / 1e6
 
@@ -78,7 +78,7 @@ def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> l
     distribution would.
     """
     n = len(loads[0])
-    places = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]
+    assignment = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]
     load, is_free = sum(map(list, loads), []), sum(map(list, free), [])
     totals = [sum(each) for each in loads]
     while max(totals) > (1 + _TOLERANCE) * sum(totals) / len(totals):
@@ -86,18 +86,18 @@ def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> l
         gap = totals[longest] - totals[shortest]
         swaps = (
             (abs(gap - 2 * (load[a] - load[b])), i, j)
-            for i, a in enumerate(places[longest])
-            for j, b in enumerate(places[shortest])
+            for i, a in enumerate(assignment[longest])
+            for j, b in enumerate(assignment[shortest])
             if is_free[a] and is_free[b]
         )
         left, i, j = min(swaps, default=(gap, 0, 0))
         if left >= gap:
             break
-        a, b = places[longest][i], places[shortest][j]
-        places[longest][i], places[shortest][j] = b, a
+        a, b = assignment[longest][i], assignment[shortest][j]
+        assignment[longest][i], assignment[shortest][j] = b, a
         totals[longest] -= load[a] - load[b]
         totals[shortest] += load[a] - load[b]
-    return places
+    return assignment
 
 
 def _free(groups: Sequence[Rollout]) -> list[int]:
@@ -108,13 +108,13 @@ def _free(groups: Sequence[Rollout]) -> list[int]:
 
 
 def _moved(
-    held: dict[int, Rollout], places: Sequence[Sequence[int]], accelerator: Accelerator
+    held: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
     """The groups that this rank gets from others, and the bytes that all ranks send."""
     rank, device, n = accelerator.process_index, accelerator.device, len(held)
-    moves = [(group, group // n, to) for to, own in enumerate(places) for group in own if group // n != to]
+    moves = [(group, group // n, to) for to, own in enumerate(assignment) for group in own if group // n != to]
     sent = {group: packed_group(held[group]) for group, source, _ in moves if source == rank}
-    sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(places))], device=device)
+    sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
     transfers, buffers = [], {}
     for group, source, to in moves:  # in the same order on both sides

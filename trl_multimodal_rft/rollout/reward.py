@@ -73,7 +73,7 @@ def checked_functions(
     }
 
 
-def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]:
+def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     Arguments of reward functions, as TRL passes them; media are as the dataset has them. There are also `group_ids`,
     unless a group straddles ranks.
@@ -86,7 +86,7 @@ def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]
         rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
     prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
     groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
-    return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **given}
+    return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **kwargs}
 
 
 def only_waits(reward_func: Callable) -> bool:
@@ -106,8 +106,8 @@ def reward_early(
 ) -> EarlyRewards:
     """Calls reward functions in a thread of their own. What they log is kept."""
     logged: list[tuple[str, str, Any]] = []
-    given = {key: partial(lambda *entry: logged.append(entry), key) for key in ("log_extra", "log_metric")}
-    arguments = rollout_arguments(rollout, {"trainer_state": state, **given})
+    logs = {key: partial(lambda *entry: logged.append(entry), key) for key in ("log_extra", "log_metric")}
+    arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
     one_by_one = {name: partial(calls, name, each) for name, each in functions.items() if not is_async_callable(each)}
     return EarlyRewards(call_rewards({**functions, **one_by_one}, arguments, loop), logged)
 
@@ -115,22 +115,22 @@ def reward_early(
 def reward_rollout(
     rollout: Rollout,
     functions: Mapping[str, Callable],
-    given: dict[str, Any],
+    kwargs: dict[str, Any],
     loop: AbstractEventLoop | None,
     profile: Callable[[str], Any],
     early: EarlyRewards | None = None,
 ) -> torch.Tensor:
     """
-    Calls reward functions as TRL does, with the keyword arguments `given`, but for those that were called early; media
-    are as in the dataset.
+    Calls reward functions as TRL does, with further `kwargs`, but for those that were called early; media are as in
+    the dataset.
 
     Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
     """
-    arguments, known = rollout_arguments(rollout, given), {} if early is None else early.values
+    arguments, early_values = rollout_arguments(rollout, kwargs), {} if early is None else early.values
     for key, *what in () if early is None else early.logged:
-        given[key](*what)
-    called = {name: each for name, each in functions.items() if name not in known}
-    found = call_rewards(called, arguments, loop, profile) | known
+        kwargs[key](*what)
+    called = {name: each for name, each in functions.items() if name not in early_values}
+    found = call_rewards(called, arguments, loop, profile) | early_values
     columns = (found[name] for name in functions)
     rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
     warn_of_unscorable(rewards, [*functions], rollout.source.row_indices)

@@ -61,7 +61,7 @@ class EarlyRewards(NamedTuple):
         return cls(values, sum((each.logged for each in parts), []))
 
 
-def known(value: Written | None) -> Written:
+def require(value: Written | None) -> Written:
     """What an earlier stage has written into a rollout."""
     if value is None:
         raise ValueError("A stage of the step was left out, of which a later one needs a result.")
@@ -251,17 +251,17 @@ class Rollout(_Part):
     def token_fields(self) -> set[Field]:
         """Fields of tensors with a value per token, which advantages and ratios may or may not have."""
         width = self.completion_ids.size(1)
-        known = {each: value for each, value in self.walk() if "fill" in each.metadata and value is not None}
-        return {each for each, value in known.items() if value.dim() > 1 and value.size(1) == width}
+        values = {each: value for each, value in self.walk() if "fill" in each.metadata and value is not None}
+        return {each for each, value in values.items() if value.dim() > 1 and value.size(1) == width}
 
     def resized(self, width: int, tokens: set[Field]) -> "Rollout":
         """With per-token tensors padded on the right, or cut, to a number of columns."""
         more = width - self.completion_ids.size(1)
 
-        def padded(each: Field, value: Any) -> Any:
-            if each not in tokens:
+        def padded(spec: Field, value: Any) -> Any:
+            if spec not in tokens:
                 return value
-            fill = each.metadata["fill"]
+            fill = spec.metadata["fill"]
             behind = (0, 0) * (value.dim() - 2)  # of dimensions behind the tokens
             return F.pad(value, (*behind, 0, more), value=self.pad_token_id if fill is None else fill)
 

@@ -18,7 +18,7 @@ from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
 from .ranks import sum_over_ranks
-from .rollout import Rollout, known
+from .rollout import Rollout, require
 
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
@@ -45,7 +45,7 @@ def score_with_view(
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:
         twice = (torch.cat([each, each]) for each in (ids, mask))
-        replaces = known(rollout.view.replaces)
+        replaces = require(rollout.view.replaces)
         chosen = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         chosen = None if len(chosen) == 2 * n else chosen
         scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
@@ -75,7 +75,7 @@ def score_dependency(
     for part in map(rollout.select, places):
         prompts, ids, mask = part.completions
         clean = policy.score(model, prompts, ids, mask, packed=part.packed, hidden=True)
-        head, seen = head_of(policy.unwrapped(model), rule), mask * known(part.view.replaces)[:, None]
+        head, seen = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
         target = Target(seen, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
         view = policy.score(model, part.view.prompts, ids, mask, packed=part.packed, target=target)
         dependencies.append(view.divergences)
@@ -143,8 +143,8 @@ def engine_ratios(
 def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
     """Importance ratios of the policy that sampled a rollout to its engine, `(N, C)` or `(N, 1)`."""
     return engine_ratios(
-        known(rollout.old_per_token_logps),
-        known(rollout.sampling_per_token_logps),
+        require(rollout.old_per_token_logps),
+        require(rollout.sampling_per_token_logps),
         rollout.scored_mask,
         args.vllm_importance_sampling_mode,
         args.vllm_importance_sampling_clip_min,
@@ -155,8 +155,8 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
 def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     """TRL's metrics of the differences between policy and engine, and of the ratios, from parts of a rollout."""
     scored = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
-    logps = torch.cat([known(part.old_per_token_logps) for part in scored])
-    sampled = torch.cat([known(part.sampling_per_token_logps) for part in scored])
+    logps = torch.cat([require(part.old_per_token_logps) for part in scored])
+    sampled = torch.cat([require(part.sampling_per_token_logps) for part in scored])
     mask = torch.cat([part.loss_mask for part in scored])
     ratios = torch.cat([rollout_ratios(part, args) for part in scored])
     difference = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
@@ -188,7 +188,7 @@ def n_on_policy(args: Any, steps_per_rollout: int) -> int:
 
 def without_gradient(rollout: Rollout) -> list[bool]:
     """Which completions have a policy gradient of exactly 0, such as those of a group with equal rewards."""
-    advantages = known(rollout.advantages)
+    advantages = require(rollout.advantages)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
 

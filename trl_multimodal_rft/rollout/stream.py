@@ -114,7 +114,7 @@ class RowStream:
         self._n_extra = 0  # of these rows that all ranks have drawn
         self.sampler: DifficultySampler | None = None  # of rows to train on
         self._pool: PrefetchPool | None = None
-        self._n_ahead = 0  # batches
+        self._n_prefetch = 0  # batches
         self._has_prompts = False  # until then, there is nothing for workers to do
         self._coming: list[int] = []  # rows of the next batches
         self._coming_extra: list[int] = []
@@ -143,17 +143,17 @@ class RowStream:
         self,
         dataset: Any,
         shape: BatchShape,
-        n_ahead: int,
+        n_prefetch: int,
         order: Callable[[int, int], torch.Tensor] | None,
         **options,
     ) -> DataLoader:
         """
-        A loader of [`RowBatch`]es of this rank, the rows of `n_ahead` of which are prefetched.
+        A loader of [`RowBatch`]es of this rank, the rows of `n_prefetch` of which are prefetched.
 
         Accelerate doesn't prepare it: its loaders shard the batches again.
         """
         self.close()
-        self._completions, self._n_ahead, self._coming = shape.completions, n_ahead, []
+        self._completions, self._n_prefetch, self._coming = shape.completions, n_prefetch, []
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
             self._rows, read = None, self._read_training
@@ -161,11 +161,11 @@ class RowStream:
             return _batch_loader(self._batches, **options)
         args, left_out = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
-            self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_ahead)
+            self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
         dataset = self._select_columns(dataset)
         self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
         self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, left_out)
-        if n_ahead > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
+        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
             # References to media stay in the process that made them
             self._pool = PrefetchPool(lambda number: self._encoded(rows[number])._replace(messages=None), n_workers)
@@ -217,13 +217,15 @@ class RowStream:
     def _steps(self) -> tuple[int, int]:
         return self._state().max_steps, self._args.gradient_accumulation_steps
 
-    def places(self, start: int, n: int) -> range:
-        """The places of at most `n` batches of the run."""
+    def batch_indices(self, start: int, n: int) -> range:
+        """The indices of at most `n` batches of the run."""
         return self._batches.batch_indices(start, n, *self._steps)
 
-    def batch(self, place: int) -> tuple[RowBatch, int]:
+    def batch(self, batch_index: int) -> tuple[RowBatch, int]:
         """A batch, also before the loader yields it, and the optimizer step at which it is used."""
-        return self._batches.batch(place), self._batches.step(place, self._args.gradient_accumulation_steps)
+        return self._batches.batch(batch_index), self._batches.step(
+            batch_index, self._args.gradient_accumulation_steps
+        )
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
         """Takes the rows of batches from a checkpoint, where others may take the place of some since."""
@@ -253,7 +255,7 @@ class RowStream:
         self._has_prompts = self._has_prompts or any(each.prompt is not None for each in read)
         if self._pool is not None and self._has_prompts:
             if batch.batch_index is not None:
-                self._coming = self._batches.coming(batch.batch_index, self._n_ahead, *self._steps)
+                self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._steps)
             self._pool.want([*self._coming_extra, *self._coming])
         return read
 

@@ -19,6 +19,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import conversation, encode_prefix, encode_turn, normalize_tool_calls
+from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
@@ -106,7 +107,7 @@ class ToolLoop:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return getattr(self.encoder.processor, "tokenizer", self.encoder.processor)
+        return tokenizer_of(self.encoder.processor)
 
     @property
     def _text_config(self):
@@ -253,7 +254,7 @@ def first_turns(
     toolbox: Environments,
 ) -> list[dict[str, Any]]:
     """First turns as messages, with their calls if the tokenizer can parse them."""
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    tokenizer = tokenizer_of(processing_class)
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         texts = processing_class.batch_decode(ids, skip_special_tokens=True)
         return [{"role": "assistant", "content": text} for text in texts]

@@ -65,7 +65,17 @@ class LossView:
         return self.measures_divergence or self.temperature is not None
 
 
-T = TypeVar("T", RolloutView, ContrastView, LossView)
+@dataclass(frozen=True)
+class RejectedView:
+    """A view after which a chosen completion is rejected, by the option `rejected_view`."""
+
+    view: View | None = None
+    conditional_coef: Annotated[float, "[0, inf)"] = 1.0  # of the preference for the media over the view
+    anchor_coef: Annotated[float, "[0, inf)"] = 1.0  # of the term that keeps chosen rewards above the anchor
+    anchor: float = 0.0  # reward of a chosen completion
+
+
+T = TypeVar("T", RolloutView, ContrastView, LossView, RejectedView)
 
 
 def view_option(cls: type[T], option: str, value: str | None) -> T:

@@ -43,7 +43,7 @@ class RunArguments(PromptArguments):
         metadata={"help": "Build everything, take one step and log it, and save nothing."},
     )
     # What the user set, on the command line and in its config, the command that starts the run, and its state
-    given: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
     state: TrainerState | None = field(default=None, init=False, repr=False)
 
@@ -163,5 +163,5 @@ def parse(
         for cls in arguments
     )
     if isinstance(made[0], RunArguments):
-        made[0].given = parsed
+        made[0].user_options = parsed
     return made

@@ -1,22 +1,27 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Accuracy of a model on the rows of a dataset, see `trl-multimodal-rft evaluate --help`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accelerate import Accelerator
 from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
 from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
-from ..data.reading.rules import MediaRules
-from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
+from ..data.reading.rules import MediaRules, budgets_of
+from ..data.rows.pairs import judge_rows
+from ..encoding.processors import load_processor
+from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
 from ..evaluation.result import summary
 from ..models.pretrained import load_trained
+from ..rewards.model import RewardModel
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
-from .preflight import check_given
+from .preflight import check_model_and_dataset
+from .prompts import with_system_message
 
 
 BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
@@ -49,6 +54,22 @@ class EvaluationArguments(ToolArguments):
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model."})
 
 
+@dataclass
+class PairArguments(EvaluationArguments):
+    """Whether rows are pairs, and how a judge or a reward model compares them."""
+
+    pairs: bool = field(
+        default=False,
+        metadata={
+            "help": "Rows are pairs (`prompt`, `chosen`, `rejected`): measure a judge, which is the model, in both "
+            "orders, or the reward model."
+        },
+    )
+    tie_margin: float = field(
+        default=0.0, metadata={"help": "Largest difference of a reward model's scores that predicts a tie."}
+    )
+
+
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
     """The rows to answer."""
     name, benchmark = str(script_args.dataset_name), evaluation_args.benchmark
@@ -64,6 +85,39 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     return dataset if evaluation_args.max_rows is None else dataset.take(evaluation_args.max_rows)
 
 
+def load_judge_rows(script_args: RFTScriptArguments, pair_args: PairArguments, split: str) -> Dataset:
+    """Pairs in both orders. A system message is the judge's."""
+    pairs = load_rows(replace(script_args, system_prompt=None), pair_args, split)
+    return with_system_message(judge_rows(pairs), script_args.system_prompt)
+
+
+def score_by_name(
+    script_args: RFTScriptArguments,
+    pair_args: PairArguments,
+    config: EvaluationConfig,
+    model_args: ModelConfig,
+    split: str,
+    accelerator: Accelerator,
+) -> EvaluationResult:
+    """Measures a reward model on pairs, both by their names."""
+    name, trusts = str(script_args.reward_model_name_or_path), pair_args.trust_remote_code
+    if model_args.model_name_or_path is not None:
+        raise ValueError(
+            "`--pairs` measures one of `--model_name_or_path` and `--reward_model_name_or_path`; leave the other out."
+        )
+    options = model_init_kwargs(model_args) | {"trust_remote_code": trusts}
+    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **options).to(accelerator.device)
+    processor, size = load_processor(name, model_args.model_revision, trusts), 2 * config.batch_size
+    reward = RewardModel(model, processor, batch_size=size, audio_overlong=pair_args.audio_overlong)
+    rules = MediaRules(media_dir=pair_args.media_dir, **budgets_of(config))
+    with accelerator.main_process_first():
+        dataset = load_rows(script_args, pair_args, split)
+    options = {"tie_margin": pair_args.tie_margin, "media_rules": rules, "accelerator": accelerator}
+    result = score_pairs(reward, dataset, config, **options)
+    result.settings |= {"model": name, "dataset": script_args.dataset_name, "split": split}
+    return result
+
+
 def evaluate_by_name(
     script_args: RFTScriptArguments,
     evaluation_args: EvaluationArguments,
@@ -71,9 +125,11 @@ def evaluate_by_name(
     model_args: ModelConfig,
     split: str,
     accelerator: Accelerator,
+    load: Callable[..., Dataset] = load_rows,
+    default: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
-    """Evaluates a model on a dataset, both by their names."""
-    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
+    """Evaluates a model on a dataset, both by their names, by default with the benchmark's or these rewards."""
+    check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
         raise ValueError(
@@ -84,11 +140,10 @@ def evaluate_by_name(
             "`--reward_model_name_or_path` gives a score, which can't say which answers are correct; leave it out."
         )
     benchmark = evaluation_args.benchmark
-    default = ["accuracy_reward", "format_reward"] if benchmark is None else BENCHMARKS[benchmark][1]
-    reward_funcs = script_args.load_rewards(default)
+    reward_funcs = script_args.load_rewards(default if benchmark is None else BENCHMARKS[benchmark][1])
     media_rules = MediaRules(media_dir=evaluation_args.media_dir)
     with accelerator.main_process_first():
-        dataset = load_rows(script_args, evaluation_args, split)
+        dataset = load(script_args, evaluation_args, split)
     init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
     if accelerator.num_processes > 1:
         init_kwargs["device_map"] = {"": accelerator.device}
@@ -114,19 +169,25 @@ def evaluate_by_name(
     return dataset, result
 
 
-ARGUMENTS = (RFTScriptArguments, EvaluationArguments, EvaluationConfig, ModelConfig)
+ARGUMENTS = (RFTScriptArguments, PairArguments, EvaluationConfig, ModelConfig)
 
 
 def main(
     script_args: RFTScriptArguments,
-    evaluation_args: EvaluationArguments,
+    evaluation_args: PairArguments,
     config: EvaluationConfig,
     model_args: ModelConfig,
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     accelerator = Accelerator()
-    arguments = script_args, evaluation_args, config, model_args
-    _, result = evaluate_by_name(*arguments, script_args.dataset_test_split, accelerator)
+    arguments = script_args, evaluation_args, config, model_args, script_args.dataset_test_split, accelerator
+    if not evaluation_args.pairs:
+        _, result = evaluate_by_name(*arguments)
+    elif script_args.reward_model_name_or_path is None:
+        _, result = evaluate_by_name(*arguments, load_judge_rows, ["preference_reward"])
+        result = pair_result(result)
+    else:
+        result = score_by_name(*arguments)
     result.save(evaluation_args.output_dir)
     accelerator.print(summary(result))
     accelerator.end_training()

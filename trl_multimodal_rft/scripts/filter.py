@@ -17,7 +17,7 @@ from ..data.rows.folders import check_empty, write_folder
 from ..evaluation import EvaluationConfig, EvaluationResult
 from .arguments import RFTScriptArguments
 from .evaluate import EvaluationArguments, evaluate_by_name
-from .preflight import check_medium
+from .preflight import check_ablated_modality
 
 
 # In the folder of the rows
@@ -81,18 +81,18 @@ def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: fl
 
 
 def why_dropped(
-    record: dict[str, Any], medium: str, min_accuracy_with: float, max_accuracy_without: float
+    record: dict[str, Any], modality: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
     """Why a row's answer doesn't need its medium; `None` if it does."""
     if record["correct_without"] is None:
-        return f"no {medium}"
+        return f"no {modality}"
     accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
     if accuracy_with is None or accuracy_without is None:
         return "not scored"
     if accuracy_without > max_accuracy_without:
-        return f"correct without the {medium}"
+        return f"correct without the {modality}"
     if accuracy_with < min_accuracy_with:
-        return f"wrong with the {medium}"
+        return f"wrong with the {modality}"
     return None
 
 
@@ -130,15 +130,15 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
 
 def _text(report: dict[str, Any]) -> str:
     settings, metrics = report["settings"], report["metrics"]
-    medium = settings["ablate"]
+    modality = settings["ablate"]
     names = {
-        f"accuracy with {medium}": f"accuracy_with_{medium}",
-        f"accuracy without {medium}": f"accuracy_without_{medium}",
-        "contribution": f"{medium}_contribution",
+        f"accuracy with {modality}": f"accuracy_with_{modality}",
+        f"accuracy without {modality}": f"accuracy_without_{modality}",
+        "contribution": f"{modality}_contribution",
     }
     kept = f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows "
     if report["by"] == "contribution":
-        kept += f"need their {medium} ({settings['ablate_with']} in its place)."
+        kept += f"need their {modality} ({settings['ablate_with']} in its place)."
     else:
         n = settings["num_samples"]
         kept += f"have {report['min']:.0%} to {report['max']:.0%} of {n} answers right."
@@ -154,7 +154,7 @@ def _text(report: dict[str, Any]) -> str:
 def _checked(config: EvaluationConfig, by: str) -> EvaluationConfig:
     """The config, which samples several completions of each row where their share is the pass rate."""
     if by == "contribution":
-        check_medium(config.ablate)
+        check_ablated_modality(config.ablate)
         return config
     if config.ablate is not None:
         raise ValueError("`--by accuracy` answers rows with their media only; leave out `--ablate`.")

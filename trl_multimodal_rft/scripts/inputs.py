@@ -15,20 +15,13 @@ from ..data.reading.decoding import require_module
 from ..data.rows.load import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
-from ..trainers.distillation_config import MultimodalDistillationConfig
-from ..trainers.dpo_config import MultimodalDPOConfig
-from ..trainers.grpo_config import MultimodalGRPOConfig
-from ..trainers.rloo_config import MultimodalRLOOConfig
-from ..trainers.sft_config import MultimodalSFTConfig
+from ..trainers.configs import TrainerConfig
 from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
-from .preflight import check_given
+from .preflight import check_model_and_dataset
 from .prompts import with_system_message, with_texts
 
 
 logger = get_logger(__name__)
-
-SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig
-TrainingConfig = SamplingConfig | MultimodalSFTConfig | MultimodalDPOConfig
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
@@ -73,10 +66,10 @@ def _located(part: DatasetConfig) -> DatasetConfig:
 
 
 def trainer_inputs(
-    script_args: PromptArguments, training_args: TrainingConfig, model_args: ModelConfig
+    script_args: PromptArguments, training_args: TrainerConfig, model_args: ModelConfig
 ) -> dict[str, Any]:
     """Arguments of a trainer, from those of a script."""
-    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
+    check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     options = training_args.model_init_kwargs  # which a config reads from JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"

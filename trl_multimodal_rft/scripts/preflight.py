@@ -12,23 +12,24 @@ from .options import NAMES, table
 def check_run(command: str, args: argparse.Namespace) -> None:
     """Checks the arguments of a launched command: those it needs, and names of models, datasets and rewards."""
     dataset = getattr(args, "dataset_name", None) or getattr(args, "datasets", None)
-    check_given(getattr(args, "model_name_or_path", None), dataset)
+    reward_model = getattr(args, "reward_model_name_or_path", None) if getattr(args, "pairs", False) else None
+    check_model_and_dataset(getattr(args, "model_name_or_path", None) or reward_model, dataset)
     if command == "filter" and getattr(args, "by", "contribution") == "contribution":
-        check_medium(getattr(args, "ablate", None))
+        check_ablated_modality(getattr(args, "ablate", None))
     check_names(args)
     recipe = getattr(args, "reward_recipe", None)
     check_rewards(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
     check_rewards(getattr(args, "tools", None) or (), "tool")
 
 
-def check_given(model: str | None, dataset: str | list | None) -> None:
+def check_model_and_dataset(model: str | None, dataset: str | list | None) -> None:
     if model is None:
         raise ValueError("The run has no model; set `--model_name_or_path` to a name on the Hub or a folder.")
     if not dataset:
         raise ValueError("The run has no dataset; set `--dataset_name` to a name on the Hub, a folder or a file.")
 
 
-def check_medium(ablate: str | None) -> None:
+def check_ablated_modality(ablate: str | None) -> None:
     if ablate is None:
         raise ValueError(
             "Name the medium that answers need: set `--ablate` to audio, image or video; or keep rows of medium "

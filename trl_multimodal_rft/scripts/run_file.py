@@ -21,9 +21,9 @@ _SECRET = re.compile(r"(^|_)(hub_token|auth_token|access_token|api_?key|secret|p
 _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
-def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
+def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any]) -> None:
     """Writes the options that the user of a run set."""
-    keys = {**given, **given.get("launch", {})}
+    keys = {**options, **options.get("launch", {})}
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path = Path(folder, NAME)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,11 @@ from trl import ModelConfig
 
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
-from ..reporting.hub import how_to_upload
+from ..reporting.hub import upload_command
 from ..trainers.checkpoints import CheckpointMixin
+from ..trainers.configs import TrainerConfig
 from .arguments import RFTScriptArguments, RunArguments
-from .inputs import TrainingConfig, trainer_inputs
+from .inputs import trainer_inputs
 from .run_file import NAME, write_run_file
 
 
@@ -34,15 +35,15 @@ def run(
     name: str,
     trainer_class: type[CheckpointMixin],
     script_args: RunArguments,
-    training_args: TrainingConfig,
+    training_args: TrainerConfig,
     model_args: ModelConfig,
     **inputs: str | Dataset | None,
 ) -> None:
     """Trains, saves and publishes a model, or with `--dry_run` takes one step and saves nothing."""
     script_args.command = script_args.command or f"trl-multimodal-rft {name}"
     with script_run(script_args, training_args):
-        given: dict[str, Any] = {**trainer_inputs(script_args, training_args, model_args), **inputs}
-        trainer = trainer_class(**given, callbacks=[*curves(), ScriptCallback(script_args)])
+        arguments: dict[str, Any] = {**trainer_inputs(script_args, training_args, model_args), **inputs}
+        trainer = trainer_class(**arguments, callbacks=[*curves(), ScriptCallback(script_args)])
         if not script_args.disable_compact_log:
             trainer.add_callback(CompactLogCallback())
         trainer.train(resume_from_checkpoint=checkpoint_of(training_args))
@@ -63,8 +64,8 @@ class ScriptCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         script_args, script_args.state = self.script_args, state
-        if state.is_world_process_zero and script_args.given is not None and not script_args.dry_run:
-            write_run_file(str(args.output_dir), script_args.command, script_args.given)
+        if state.is_world_process_zero and script_args.user_options is not None and not script_args.dry_run:
+            write_run_file(str(args.output_dir), script_args.command, script_args.user_options)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.script_args.dry_run:
@@ -81,7 +82,7 @@ class ScriptCallback(TrainerCallback):
 
 
 @contextmanager
-def script_run(script_args: RunArguments, training_args: TrainingConfig) -> Iterator[None]:
+def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
     """
     Within the context, a script trains with [`ScriptCallback`]. At its end, or at Ctrl-C, the console shows the next
     commands. The files of a dry run go to a temporary folder.
@@ -99,7 +100,7 @@ def script_run(script_args: RunArguments, training_args: TrainingConfig) -> Iter
     except KeyboardInterrupt:
         if script_args.state is None:
             raise
-        resume = how_to_resume(script_args, training_args.output_dir, script_args.state)
+        resume = resume_hint(script_args, training_args.output_dir, script_args.state)
         PartialState().print(f"\nInterrupted after step {script_args.state.global_step}. {resume}")
         sys.exit(130)
     if script_args.state is not None and not script_args.disable_compact_log:
@@ -114,13 +115,13 @@ def curves() -> list[TrainerCallback]:
     return []
 
 
-def checkpoint_of(training_args: TrainingConfig) -> str | bool | None:
+def checkpoint_of(training_args: TrainerConfig) -> str | bool | None:
     """The checkpoint to resume from; options have texts."""
     resume = training_args.resume_from_checkpoint
     return {"true": True, "false": False}.get(str(resume).lower(), resume)
 
 
-def next_lines(script_args: RunArguments, args: TrainingConfig, state: TrainerState) -> list[str]:
+def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
     """The next commands for a trained model."""
     folder = str(args.output_dir)
     model = ["--model_name_or_path", folder]
@@ -136,23 +137,23 @@ def next_lines(script_args: RunArguments, args: TrainingConfig, state: TrainerSt
     if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
         data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
         data += ["--reward_label_column", script_args.reward_label_column]
-    publish = how_to_upload(args.hub_model_id or f"USER/{Path(folder).name}", folder, args.hub_private_repo or False)
+    publish = upload_command(args.hub_model_id or f"USER/{Path(folder).name}", folder, args.hub_private_repo or False)
     if args.push_to_hub:
         publish = f"https://huggingface.co/{args.hub_model_id}"
     return [
         f"The model is in {folder}.",
         "  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system]),
         "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system]),
-        "  resume:   " + how_to_resume(script_args, folder, state, prefix=""),
+        "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
         "  publish:  " + publish,
     ]
 
 
-def how_to_resume(
+def resume_hint(
     script_args: RunArguments, folder: str | None, state: TrainerState, prefix: str = "Resume with: "
 ) -> str:
     """The command that resumes a run; a finished one needs more steps."""
-    config = [] if script_args.given is None else ["--config", str(Path(str(folder), NAME))]
+    config = [] if script_args.user_options is None else ["--config", str(Path(str(folder), NAME))]
     again = f"{script_args.command} {shlex.join(config)}".strip()
     if not Path(str(folder)).is_dir() or get_last_checkpoint(folder) is None:
         return f"there is no checkpoint in {folder} (`--save_steps`); start again with: {again}"

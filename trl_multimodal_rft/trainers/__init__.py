@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .grpo_trainer import MultimodalGRPOTrainer
     from .ppo_config import MultimodalPPOConfig
     from .ppo_trainer import MultimodalPPOTrainer
+    from .reward_config import MultimodalRewardConfig
+    from .reward_trainer import MultimodalRewardTrainer
     from .rloo_config import MultimodalRLOOConfig
     from .rloo_trainer import MultimodalRLOOTrainer
     from .sft_config import MultimodalSFTConfig
@@ -34,6 +36,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "MultimodalGRPOTrainer": "grpo_trainer",
         "MultimodalPPOConfig": "ppo_config",
         "MultimodalPPOTrainer": "ppo_trainer",
+        "MultimodalRewardConfig": "reward_config",
+        "MultimodalRewardTrainer": "reward_trainer",
         "MultimodalRLOOConfig": "rloo_config",
         "MultimodalRLOOTrainer": "rloo_trainer",
         "MultimodalSFTConfig": "sft_config",

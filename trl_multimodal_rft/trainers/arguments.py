@@ -60,7 +60,8 @@ def help_from_docstring(config_class: type) -> type:
     described = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
     for option in fields(config_class):
         if option.name in described and "help" not in option.metadata:
-            words = re.sub(r"\[([^\]]*)\](?:\([^)]*\))?", r"\1", " ".join(described[option.name].split()))
+            words = " ".join(described[option.name].split())
+            words = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", words)  # links, and not lists
             parts = re.split(r"(?<=[.;])\s+", words.replace("`~", "`").replace("$\\lambda$", "lambda"))
             while len(" ".join(parts)) > _LONGEST_HELP and len(parts) > 1:
                 parts.pop()
@@ -87,22 +88,22 @@ class CheckedKeywords:
         return super().__new__(cls)
 
 
-def as_names(given: str | list[str] | None) -> list[str] | None:
+def as_names(value: str | list[str] | None) -> list[str] | None:
     """Names from a text with commas, or from a list of such texts; `None` without any."""
-    texts = [given] if isinstance(given, str) else given or []
+    texts = [value] if isinstance(value, str) else value or []
     names = [name.strip() for text in texts for name in text.split(",")]
     return list(dict.fromkeys(filter(None, names))) or None
 
 
-def as_rates(given: Any) -> dict[str, float] | None:
+def as_rates(value: Any) -> dict[str, float] | None:
     """`learning_rates`, which may be texts such as YAML's "2e-6"; `None` without any."""
-    if not given:
+    if not value:
         return None
     try:
-        rates = {str(key): float(value) for key, value in given.items()}
+        rates = {str(key): float(rate) for key, rate in value.items()}
     except (AttributeError, TypeError, ValueError):
         raise ValueError(
-            f"`learning_rates` must be a dictionary of numbers, such as {{'vision_tower': 2e-6}}, got {given!r}."
+            f"`learning_rates` must be a dictionary of numbers, such as {{'vision_tower': 2e-6}}, got {value!r}."
         ) from None
     for key, rate in rates.items():
         if not 0 < rate < math.inf:
@@ -123,12 +124,12 @@ class Needs:
             raise ValueError(f"`{option}` has no effect without {named}; set {named} or remove it.")
 
 
-def check_values(config, given: dict[str, Any] | None = None, label: str = "{}") -> None:
+def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
     Checks the types and ranges of a config's values, or of others that are given by the names of its fields, and that
     what they need is set, see [`Needs`].
     """
-    values, annotations = vars(config) if given is None else given, _annotations(type(config))
+    values, annotations = vars(config) if values is None else values, _annotations(type(config))
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
@@ -145,7 +146,7 @@ def _annotations(config_class: type) -> dict[str, Any]:
     return {name: Annotated[hint, _INTERVALS[name]] if name in _INTERVALS else hint for name, hint in hints.items()}
 
 
-def check_batches(config, given: list[str]) -> None:
+def check_batches(config, names: list[str]) -> None:
     """Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product."""
     size, group, processes = config.generation_batch_size, config.num_generations, config.world_size
     if config.do_eval and config.eval_strategy != "no":
@@ -159,17 +160,17 @@ def check_batches(config, given: list[str]) -> None:
             ) from None
     if size is None or size % group == 0:
         return
-    if len(given) == 1:
+    if len(names) == 1:
         whole = math.lcm(group, config.per_device_train_batch_size * processes)
         raise ValueError(
             f"`generation_batch_size={size}` must be a multiple of `num_generations={group}`, so that prompts keep "
             f"all their completions. Set `generation_batch_size={_multiple(size, whole, 1)}`."
         ) from None
-    sizes = [f"`{name}={_multiple(getattr(config, name), group, size // getattr(config, name))}`" for name in given]
+    sizes = [f"`{name}={_multiple(getattr(config, name), group, size // getattr(config, name))}`" for name in names]
     smaller = max(each for each in range(1, min(size, group) + 1) if size % each == 0)
     sizes += [f"`num_generations={smaller}`"] if smaller > 1 else []
     raise ValueError(
-        f"{_product(config, given, processes)} must be a multiple of "
+        f"{_product(config, names, processes)} must be a multiple of "
         f"`num_generations={group}`, so that prompts keep all their completions. Set {' or '.join(sizes)}."
     ) from None
 
@@ -185,21 +186,21 @@ def _multiple(value: int, group: int, others: int) -> int:
     return -(-value // step) * step
 
 
-def check_generation_kwargs(config, known: set[str] | None) -> None:
+def check_generation_kwargs(config, names: set[str] | None) -> None:
     """Checks options of sampling."""
     options = config.generation_kwargs or {}
     for name in options:
-        if known is not None and name not in known:
+        if names is not None and name not in names:
             raise ValueError(
                 f"`generation_kwargs` has {name!r}, which is no option of `transformers.GenerationConfig`; correct or "
-                f"remove it.{did_you_mean(name, known)}"
+                f"remove it.{did_you_mean(name, names)}"
             )
     check_values(config, options, "generation_kwargs[{!r}]")
 
 
-def check_instances(**given: Any) -> None:
+def check_instances(**arguments: Any) -> None:
     """Refuses a class where an instance is needed."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if isinstance(value, type):
             make = "from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)"
             joined = f"{value.__name__}{'.' if make[0] != '(' else ''}{make}"
@@ -230,13 +231,13 @@ def check_unsplit(args: Any, model: Any) -> None:
         )
 
 
-def check_arguments(reward_funcs: Any = None, args: Any = None, **given: Any) -> None:
+def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any) -> None:
     """Checks the types of a trainer's arguments, and that its config goes with them."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
-    check_instances(**{name: given.get(name) for name in names})
+    check_instances(**{name: arguments.get(name) for name in names})
     for name in ("train_dataset", "ptx_dataset"):
-        _check_dataset(name, given.get(name))
-    of_evaluation = given.get("eval_dataset")
+        _check_dataset(name, arguments.get(name))
+    of_evaluation = arguments.get("eval_dataset")
     several = of_evaluation if isinstance(of_evaluation, dict) else {None: of_evaluation}
     for key, dataset in several.items():
         _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
@@ -251,19 +252,19 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **given: Any) ->
             )
     if getattr(args, "max_staleness", 0) > 0:
         for name in ("environment_factory", "rollout_func"):
-            if given.get(name):
+            if arguments.get(name):
                 raise ValueError(
                     f"`max_staleness` asks servers for completions of prompts that `{name}` makes only when they are "
                     "sampled; remove one of them."
                 )
-        if isinstance(given.get("train_dataset"), IterableDataset):
+        if isinstance(arguments.get("train_dataset"), IterableDataset):
             raise ValueError(
                 "`max_staleness` reads rows ahead, and again when a run resumes, which an iterable dataset doesn't "
                 "allow; pass a `Dataset`."
             )
     for option in ("rollout_view", "contrast_view"):
         for name in ("tools", "environment_factory", "rollout_func"):
-            if given.get(name) and getattr(args, option, None) is not None:
+            if arguments.get(name) and getattr(args, option, None) is not None:
                 raise ValueError(
                     f"`{option}` samples whole completions from other media than those of their prompt, and `{name}` "
                     "continues conversations, or samples, with the prompt's own; remove one of them."

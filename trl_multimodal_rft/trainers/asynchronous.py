@@ -23,8 +23,8 @@ from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import EarlyRewards, Flight, Rollout
 from ..rollout.samplers import Samples
 from ..rollout.turns import without_tools
+from .rollout_views import take_views, under_views
 from .run import Run
-from .views import take_views, under_views
 
 
 # Completions of each rank that the engine is checked by, and their tokens at most
@@ -51,22 +51,22 @@ class AsynchronousSampling:
     flight: InFlight
     engine: MultimodalVLLMGeneration
 
-    def __call__(self, sampler: Any, rollout: Rollout, place: int) -> Samples:
+    def __call__(self, sampler: Any, rollout: Rollout, batch_index: int) -> Samples:
         """
-        Samples of the batch at a `place` of the run. Before, the servers get the weights, and the requests for the
+        Samples of the batch with this index in the run. Before, the servers get the weights, and the requests for the
         batches that these may sample. All ranks must call this.
         """
         run, flight, n = self.run, self.flight, len(rollout)
         accelerator = run.accelerator
-        self.engine.place = place
+        self.engine.batch_index = batch_index
         with sampler.explain():
             sampler.load_weights(run.step)
-        flight.version = place
-        for each in run.stream.places(place, flight.max_staleness + 1):
+        flight.version = batch_index
+        for each in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
             if each not in flight:
                 self._ask(each)
         with sampler.explain(), sampler.profile("vLLM.generate"):
-            asked, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(place))
+            asked, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
             self.engine.check_starts()
         completions = [each for answer in answers for each in answer.completions]
         ids, logps = ([*each] for each in zip(*completions, strict=True))
@@ -76,7 +76,7 @@ class AsynchronousSampling:
             rewards = on_all_ranks(accelerator, lambda: [each.result() for each in asked.rewards.values()])
             rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
         flight.probes = asked.probes
-        ages = place - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
+        ages = batch_index - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
         waits = accelerator.gather(torch.tensor([seconds], device=ages.device))
         run.metrics.add(
             {
@@ -88,10 +88,10 @@ class AsynchronousSampling:
         )
         return take_views(run, rollout, asked.views, ids, logps)
 
-    def _ask(self, place: int) -> None:
+    def _ask(self, batch_index: int) -> None:
         """Asks servers for the completions of this rank's part of a batch. All ranks must call this."""
         run, accelerator = self.run, self.run.accelerator
-        batch, step = run.stream.batch(place)
+        batch, step = run.stream.batch(batch_index)
         rows = list(batch)
         rollout = run.collect(rows)
         rollout.group_ids = rollout.group_ids.cpu()  # which threads read
@@ -99,11 +99,11 @@ class AsynchronousSampling:
             row.prompt = prompt  # of text, too
         views = under_views(run, rollout, step)
         n, first = len(rollout), accelerator.process_index * len(rollout)
-        places, prompts = [*range(n), *views.contrast], views.prompts(rollout)
+        origins, prompts = [*range(n), *views.contrast], views.prompts(rollout)
         # Further completions have further seeds
-        indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(places)]
-        rows_of_prompts = [rollout.source.row_indices[i] for i in places]
-        keys = request_keys(prompts, rows_of_prompts, indices, place, run.args.seed)
+        indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(origins)]
+        rows_of_prompts = [rollout.source.row_indices[i] for i in origins]
+        keys = request_keys(prompts, rows_of_prompts, indices, batch_index, run.args.seed)
         requests = self.engine.server_requests(prompts)
         if not run.toolbox.tools:
             for prompt in prompts:
@@ -115,7 +115,9 @@ class AsynchronousSampling:
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
         parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # without contrasts
         reward = self._early_rewards(parts)
-        self.flight.ask(place, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes)
+        self.flight.ask(
+            batch_index, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes
+        )
 
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """How to reward the completions of requests when they come, by functions that only wait."""

@@ -62,8 +62,9 @@ from .engine import (
     vllm_sampler,
 )
 from .offload import HostMemory, idle_storages
-from .optimizer import choose_what_trains
+from .optimizer import freeze_and_check
 from .rollout_logs import ReadMetrics, RolloutLog
+from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import MetricLog, RewardFunctions, Run
 from .setup import (
     around_trl_constructor,
@@ -83,7 +84,6 @@ from .setup import (
     with_media_reader,
 )
 from .signatures import Model, Processor
-from .views import bonus_of_contrast, sample_with_views
 
 
 logger = get_logger(__name__)
@@ -140,7 +140,7 @@ class MultimodalTrainer(CheckpointMixin):
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
-        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=args.needs_rewards)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, args)
 
         self.card_notes = CardNotes()
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
@@ -152,7 +152,7 @@ class MultimodalTrainer(CheckpointMixin):
                 **sources.for_trl(),
                 **kwargs,
             )
-        choose_what_trains(self.model, args, self.optimizer)
+        freeze_and_check(self.model, args, self.optimizer)
         self._processor_source = loaded.processor_source
         self._policy = PolicyForward(
             self.accelerator,
@@ -445,17 +445,17 @@ class MultimodalTrainer(CheckpointMixin):
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
         steps = self.args.steps_per_generation
-        place = self._step % (steps * self.num_iterations)
-        if place == 0 or self._buffered_inputs is None:
+        index = self._step % (steps * self.num_iterations)
+        if index == 0 or self._buffered_inputs is None:
             for part in self._buffered_inputs or ():
                 part.release()
             rollout: Any = self._generate_and_score_completions(inputs)
-            if not (self._uses_every_score or _has_own_loss(type(self)) or has_dropout(self.model)):
+            if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
             shuffles = self.rollout_func is not None or not self.args.keep_groups_together
             self._buffered_inputs = self._run.micro_batches(rollout, shuffles)
             self._on_rollout(self._buffered_inputs)
-        self._on_micro_batch(self._buffered_inputs, place)
+        self._on_micro_batch(self._buffered_inputs, index)
         return self._buffered_inputs[self._step % steps]
 
     @property
@@ -475,8 +475,8 @@ class MultimodalTrainer(CheckpointMixin):
     def _n_on_policy(self) -> int:
         return n_on_policy(self.args, self._steps_per_rollout)
 
-    def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
-        """What a trainer changes before the micro-batch at a place among those of all epochs over a rollout."""
+    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+        """What a trainer changes before the micro-batch with an index among those of all epochs over a rollout."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of a micro-batch by `_compute_loss`, whose forward may be split by `max_tokens_per_microbatch`."""
@@ -539,7 +539,7 @@ class MultimodalTrainer(CheckpointMixin):
         return scores.logps, scores.entropies, scores.aux_loss
 
 
-def _has_own_loss(trainer_class: type) -> bool:
+def _overrides_loss(trainer_class: type) -> bool:
     """Whether the loss is that of a subclass outside this package, which may have a gradient on every token."""
     package = __name__.partition(".")[0]
     outside = itertools.takewhile(lambda each: each.__module__.partition(".")[0] != package, trainer_class.__mro__)

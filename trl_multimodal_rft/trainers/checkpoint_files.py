@@ -61,16 +61,16 @@ def surplus_checkpoints(newest: Path, limit: int | None, kept: Collection[Path])
     return [checkpoint for checkpoint in found if checkpoint not in kept][:surplus]
 
 
-def replace_folder(written: Path, place: Path) -> None:
-    """Moves a folder to its place; what was there goes to where the folder was written."""
+def replace_folder(written: Path, target: Path) -> None:
+    """Moves a folder to its target; what was there goes to where the folder was written."""
     replaced = written.parent / _REPLACED
-    if place.exists():
-        place.rename(replaced)
+    if target.exists():
+        target.rename(replaced)
     try:
-        written.rename(place)
+        written.rename(target)
     except OSError:
         if replaced.exists():
-            replaced.rename(place)
+            replaced.rename(target)
         raise
 
 
@@ -137,11 +137,11 @@ def load_rollout_state(
 
 
 def whole_state_dict(
-    accelerator: Accelerator, module: nn.Module, kept: bool, wanted: Callable[[str], bool] = bool
+    accelerator: Accelerator, module: nn.Module, kept: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    The weights of a module on the CPU, gathered one by one where processes hold them in part: those whose names are
-    `wanted`, by default all. All processes have to call this.
+    The weights of a module on the CPU, gathered one by one where processes hold them in part: those whose names
+    `select` accepts, by default all. All processes have to call this.
 
     Returns the state dict, empty on processes that don't keep it; `None` where the module's own is whole.
     """
@@ -151,7 +151,7 @@ def whole_state_dict(
     copies: dict[int, torch.Tensor] = {}  # tied weights once
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not wanted(name):
+        if not select(name):
             continue
         with gathered([value]):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -189,7 +189,8 @@ def save_without_weights(
             policy.save_pretrained(folder, state_dict=state)
     elif writes:
         policy.config.save_pretrained(folder)
-        policy.generation_config.save_pretrained(folder)
+        if policy.can_generate():
+            policy.generation_config.save_pretrained(folder)
     if writes:
         processing_class.save_pretrained(folder)
 

@@ -351,8 +351,8 @@ class CheckpointMixin(Trainer):
         ones the same way. TRL's and transformers' methods would write in place, and publish what isn't whole yet.
         """
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        place = Path(self._get_output_dir(trial), name)
-        partial = place.parent / PARTIAL
+        target = Path(self._get_output_dir(trial), name)
+        partial = target.parent / PARTIAL
         if args.should_save and not Path(args.output_dir).exists():
             logger.warning(
                 f"`output_dir` {args.output_dir!r} was removed during the run, with the checkpoints in it; {name} is "
@@ -364,25 +364,25 @@ class CheckpointMixin(Trainer):
         if trial is None:
             self.store_flos()
         self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
-        with naming_write_errors(place, partial if args.should_save else None):
-            self._write_checkpoint(partial / name, place)
+        with naming_write_errors(target, partial if args.should_save else None):
+            self._write_checkpoint(partial / name, target)
             if args.should_save:
-                replace_folder(partial / name, place)
-                kept = {place, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
-                for checkpoint in surplus_checkpoints(place, args.save_total_limit, kept):
+                replace_folder(partial / name, target)
+                kept = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
+                for checkpoint in surplus_checkpoints(target, args.save_total_limit, kept):
                     if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
                         checkpoint.rename(partial / checkpoint.name)
                 shutil.rmtree(partial, ignore_errors=True)  # what stays is removed before the next is written
         self.accelerator.wait_for_everyone()
         if args.push_to_hub:
-            self._publish_checkpoint(place)
+            self._publish_checkpoint(target)
 
-    def _write_checkpoint(self, folder: Path, place: Path) -> None:
+    def _write_checkpoint(self, folder: Path, target: Path) -> None:
         """Writes what transformers and TRL write, and what they leave out."""
         args, state = self.args, self.state
         self.save_model(str(folder), _internal_call=True)
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(place)
+            state.best_model_checkpoint = str(target)
         if not args.save_only_model:
             self._save_optimizer_and_scheduler(str(folder))
             self._save_scaler(str(folder))

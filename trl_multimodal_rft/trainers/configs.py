@@ -6,12 +6,13 @@ from typing import Any
 from .distillation_config import MultimodalDistillationConfig
 from .dpo_config import MultimodalDPOConfig
 from .grpo_config import MultimodalGRPOConfig
+from .reward_config import MultimodalRewardConfig
 from .rloo_config import MultimodalRLOOConfig
 from .sft_config import MultimodalSFTConfig
 
 
 SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig  # PPO's is one of GRPO
-ReadingConfig = MultimodalSFTConfig | MultimodalDPOConfig
+ReadingConfig = MultimodalSFTConfig | MultimodalDPOConfig | MultimodalRewardConfig
 TrainerConfig = SamplingConfig | ReadingConfig
 
 

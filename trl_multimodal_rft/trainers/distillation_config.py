@@ -100,7 +100,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
 
     def __post_init__(self):
         super().__post_init__()
-        if self.own_teacher.rate != SelfTeacher().rate and self.own_teacher.weights != "ema":
+        if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
@@ -120,7 +120,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         self._set_batches()
 
     @property
-    def own_teacher(self) -> SelfTeacher:
+    def self_teacher_settings(self) -> SelfTeacher:
         """The weights of a student that is its own teacher."""
         return read_settings(SelfTeacher, "self_teacher", self.self_teacher)
 

@@ -17,7 +17,7 @@ from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
 from ..rollout.collect import continued
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow
 from .base import MultimodalTrainer
@@ -127,7 +127,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
         if tools and args.teacher_model_server_url is not None:
             raise ValueError("A teacher on a server scores completions of one turn; remove `tools`.")
-        if args.own_teacher.weights != "current" and (
+        if args.self_teacher_settings.weights != "current" and (
             teacher is not None or args.teacher_model_server_url is not None
         ):
             raise ValueError(
@@ -156,13 +156,17 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         student_rule = rule_of(student, "student")
         if self.teacher_model is not None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
-        elif self.teacher_server is None and args.own_teacher.weights == "base" and not is_peft_model(self.model):
+        elif (
+            self.teacher_server is None
+            and args.self_teacher_settings.weights == "base"
+            and not is_peft_model(self.model)
+        ):
             raise ValueError(
                 "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
                 "`peft_config`, or as `teacher_model` the model that it starts from."
             )
-        if args.own_teacher.weights == "ema":
-            self.ema = MovingAverage.of(self.model, 1 - args.own_teacher.rate, 'self_teacher="ema"')
+        if args.self_teacher_settings.weights == "ema":
+            self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
             self.add_callback(self.ema)
         self._teacher = Teacher(self._run, self.teacher_model, self.ema, (student_rule, rule or student_rule))
 
@@ -219,7 +223,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         mask = inputs.loss_mask
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
-            n_tokens = known(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+            n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = scores.divergences.sum() / n_tokens  # 0 on tokens that don't count
         return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
@@ -236,9 +240,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _teacher_in_words(self) -> str:
         args = self.args
-        average = f', with an average of its weights, `self_teacher="ema(rate={args.own_teacher.rate})"`'
+        average = f', with an average of its weights, `self_teacher="ema(rate={args.self_teacher_settings.rate})"`'
         how = {"current": "", "base": ", without its adapter", "ema": average}
-        who = f"the model itself{how[args.own_teacher.weights]}"
+        who = f"the model itself{how[args.self_teacher_settings.weights]}"
         if self.teacher_server is not None:
             who = f"{in_code(self.teacher_server.name)} on a vLLM server"
         elif self.teacher_model is not None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from trl import DPOConfig
 
+from ..rollout.view_options import RejectedView, view_option
 from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
@@ -41,6 +42,17 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
             log-probabilities of the model's own forward of each prompt and completion.
+        rejected_view (`str`, *optional*):
+            View of the media after which the chosen completion is rejected, such as `"crop(scale=0.4)"`, see
+            [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. Further settings are
+            `conditional_coef` (1.0), the coefficient of this preference; `anchor_coef` (1.0), that of the term that
+            keeps rewards of chosen completions above `anchor` (0.0). Rows without media that the view applies to have
+            neither.
+        media_contribution_steps (`int`, *optional*, defaults to `10`):
+            Number of optimizer steps between measurements of the metric `media/contribution`: how far the
+            log-probabilities of chosen completions move, in nats per token, when sounds of their prompts become
+            silent, and images and videos grey. Each takes two forwards of two completions. Evaluations measure it
+            once. 0 measures nothing.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -51,6 +63,8 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     max_length: Annotated[int | None, "[2, inf]"] = None
     packing: Literal["prefix", "padded"] = "prefix"
     self_check: bool = True
+    rejected_view: str | None = None
+    media_contribution_steps: Annotated[int, "[0, inf]"] = 10
 
     def __post_init__(self):
         super().__post_init__()
@@ -60,3 +74,24 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
                 "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; "
                 "drop one of them."
             )
+        settings = self.rejected_view_settings
+        if (view := settings.view) is None:
+            return
+        if settings.conditional_coef == settings.anchor_coef == 0:
+            raise ValueError(
+                "`rejected_view` has no effect with `conditional_coef=0` and `anchor_coef=0`; raise one of them."
+            )
+        if self.ld_alpha is not None:
+            raise ValueError(
+                "`ld_alpha` compares the lengths of two completions, and `rejected_view` has one; drop one of them."
+            )
+        if self.precompute_ref_log_probs and view.type.needs_other:
+            raise ValueError(
+                f"`precompute_ref_log_probs=True` scores views of a row before the run, and {view.type.name!r} takes "
+                "its media from the rows of a micro-batch; drop one of them."
+            )
+
+    @property
+    def rejected_view_settings(self) -> RejectedView:
+        """The view after which chosen completions are rejected, with its settings."""
+        return view_option(RejectedView, "rejected_view", self.rejected_view)

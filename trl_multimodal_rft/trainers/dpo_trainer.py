@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import pad
@@ -14,29 +14,24 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, Tr
 from trl import DPOTrainer
 from trl.data_utils import extract_prompt
 
-from ..checks.run_checks import Checks
+from ..algorithms.metrics import log_metrics, scored_mean
+from ..algorithms.preferences import anchored_preference, conditional_preference
+from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.row import Row
+from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
-from ..models.wrapped import is_unsharded, unwrapped
+from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import RowStream
-from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
-from .optimizer import choose_what_trains
+from .optimizer import freeze_and_check
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
-from .reading import CompletionTrainer, reading_policy
+from .reading import CompletionTrainer, load_for_reading
 from .setup import (
-    check_launch,
-    has_unread_rows,
-    load_parts,
     load_reference,
-    modalities,
     no_warning_about_init_kwargs,
-    options_for_constructor,
     resolve_config,
-    warn_of_unread,
 )
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
@@ -57,7 +52,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model to train, as for [`~trl.DPOTrainer`].
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference model. If `None`, it is the model as it is now, with PEFT without its adapter.
+            Reference model. If `None`, it is loaded from the path that the model was loaded from; with PEFT, it is
+            the model without its adapter.
         args ([`MultimodalDPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -99,20 +95,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         peft_config: Adapter = None,
     ):
         args = resolve_config(MultimodalDPOConfig, args, model)
-        check_arguments(
-            callbacks=callbacks,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        check_launch(args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        warn_of_unread(args, datasets, modalities(model, args), supervised=True)
-        set_seed(args.seed)  # as TRL does before it loads a model
-        loaded = load_parts(model, args, processing_class, quantization_config, max_completion_length=0)
+        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
+        loaded = load_for_reading(model, args, processing_class, datasets, objects)
         model, processing_class = loaded.model, loaded.processing_class
+        self._starts_as_reference = ref_model is None
         if ref_model is None:
             ref_model = load_reference(model, args, peft_config, quantization_config)
         self.card_notes = CardNotes()
@@ -124,7 +111,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             no_warning_about_init_kwargs(loaded.by_name),
             # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and listen to
             # signals
-            options_for_constructor(
+            replaced(
                 args,
                 enable_jit_checkpoint=False,
                 precompute_ref_log_probs=False,
@@ -136,7 +123,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 ref_model=ref_model,
                 args=args,
                 data_collator=collator,
-                train_dataset=_without_rows(train_dataset, processing_class),
+                # Without any, TRL raises
+                train_dataset=None if train_dataset is None else _without_rows(train_dataset, processing_class),
                 eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
                 callbacks=callbacks,
@@ -144,24 +132,18 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
             )
-        choose_what_trains(self.model, args, self.optimizer)
+        freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
-        self._stream = RowStream(
-            args,
-            self.accelerator,
-            encode=collator.encode,
-            columns=list(COLUMNS) if args.remove_unused_columns else None,
-            metrics=self._metrics,
-            state=lambda: self.state,
+        self._start_reading(
+            datasets,
+            columns=COLUMNS if args.remove_unused_columns else None,
+            models=[self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None],
+            packs=args.packing == "prefix",
+            outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
         )
-        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
-        outputs = (*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS
-        self._policy = reading_policy(
-            self.accelerator, models, processing_class, args, packs=args.packing == "prefix", outputs=outputs
-        )
-        self.checks = Checks(self._policy, self.accelerator)
+        self._rejected, self._measured_step = args.rejected_view_settings, -1
+        self._reference = REFERENCE[: 2 if self._rejected.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
@@ -209,11 +191,16 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 f"The reference scored {len(logps)} of {len(dataset)} rows; with `precompute_ref_log_probs=True`, "
                 "remove rows that can't be read, and don't set `dataloader_drop_last`."
             )
-        for name, values in zip(REFERENCE, logps.T.tolist(), strict=True):
+        for name, values in zip(self._reference, logps.T.tolist(), strict=True):
             dataset = dataset.add_column(name, values)
+        if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "
+                "the columns that it gets, or use `map` in its place."
+            )
         return dataset
 
-    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """
         Computes the reference's log-probabilities of a micro-batch.
 
@@ -224,21 +211,34 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 Micro-batch of the collator.
 
         Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`.
+            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`; with
+            `rejected_view` also of the chosen ones after the view, NaN where a row has none.
         """
 
+        n, after_view = 2 * len(inputs["sequences"]), []
+
         def score(**kwargs: Any) -> SimpleNamespace:
-            return SimpleNamespace(log_probs=self._score(model, inputs).logps)
+            logps = self._score(model, inputs).logps
+            after_view.append(logps[n:].sum(1))
+            return SimpleNamespace(log_probs=logps[:n])
 
         with same_weights_trained(self._unwrapped(self.model)):
-            return super().compute_ref_log_probs(score, _as_rows(inputs))
+            chosen, rejected = super().compute_ref_log_probs(score, _as_rows(inputs))
+        if len(self._reference) == 2:
+            return chosen, rejected
+        view = torch.full_like(chosen, torch.nan)
+        view[_viewed(inputs)] = after_view[0]
+        return chosen, rejected, view
 
     # Update
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
-        ids, mask, pairs = inputs["completion_ids"], inputs["completion_mask"], inputs["sequences"]
-        prompts = [*pairs, *pairs]
+        """Scores of all chosen completions, of the rejected ones, and of the chosen ones after a view."""
+        prompts, ids, mask, pairs = (
+            inputs[name] for name in ("prompts", "completion_ids", "completion_mask", "sequences")
+        )
         lengths = [len(ids) for ids in (*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs))]
+        lengths += [lengths[i] for i in _viewed(inputs)]
         packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
         return self._policy.score(model, prompts, ids, mask, packed=packed, compute_aux_loss=compute_aux_loss)
 
@@ -247,28 +247,71 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
         if self.args.self_check and self.model.training:
             self.checks.on_pairs(model, inputs["sequences"], self.args.packing == "prefix")
-        if REFERENCE[0] not in inputs:
-            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_peft_model(self.model):
+        self._measure_contribution(model, inputs)
+        if not all(name in inputs for name in self._reference):
+            is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
+            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
                 raise ValueError(
-                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate`; "
-                    "pass it as `eval_dataset` to the trainer."
+                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
+                    "after an update, or that was another model; pass it as `eval_dataset` to the trainer."
                 )
             logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-            inputs = inputs | dict(zip(REFERENCE, logps, strict=True))
+            inputs = inputs | dict(zip(self._reference, logps, strict=True))
         scores = self._score(model, inputs, self.aux_loss_enabled)
+        both = scores.rows(slice(2 * len(inputs["sequences"])))
         outputs = SimpleNamespace(
-            log_probs=scores.logps,
-            entropy=scores.entropies,
-            is_top1=scores.top1 > 0,
-            mean_logits=scores.mean_logits,
-            log_sum_sq_probs=scores.log_sum_sq_probs,
-            aux_loss=scores.aux_loss,
+            log_probs=both.logps,
+            entropy=both.entropies,
+            is_top1=both.top1 > 0,
+            mean_logits=both.mean_logits,
+            log_sum_sq_probs=both.log_sum_sq_probs,
+            aux_loss=both.aux_loss,
         )
         # Typed as GRPO's by the mixins
         loss = super()._compute_loss(lambda **kwargs: outputs, _as_rows(inputs), False)  # pyrefly: ignore
+        if self._rejected.view is not None:
+            loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         if scores.deferred is None:
             return loss
         return self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)
+
+    def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """
+        The terms of the view, a mean over the pairs like TRL's loss, in which those without one have 0. `logps` are
+        the scores of completions, `(2 * B + V,)`.
+        """
+        settings, n, viewed = self._rejected, len(inputs["sequences"]), _viewed(inputs)
+        chosen = logps[viewed] - inputs["ref_chosen_logps"][viewed]
+        view = logps[2 * n :] - inputs["ref_view_logps"][viewed]
+        rewards = self.beta * chosen.detach(), self.beta * view.detach()
+        values = {
+            "rewards/view": rewards[1],
+            "rewards/view_accuracies": (rewards[0] > rewards[1]).float(),
+            "rewards/view_margins": rewards[0] - rewards[1],
+            "rewards/above_anchor": (rewards[0] > settings.anchor).float(),
+            "logps/view": logps[2 * n :].detach(),
+        }
+        metrics = {name: scored_mean(each, torch.ones_like(each)) for name, each in values.items()}
+        log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
+        conditional = settings.conditional_coef * conditional_preference(chosen, view, self.beta)
+        anchored = settings.anchor_coef * anchored_preference(chosen, self.beta, settings.anchor)
+        return (conditional + anchored).sum() / n
+
+    def _measure_contribution(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """
+        Logs how far media move the log-probabilities of some chosen completions: with the first micro-batch of an
+        update where that is due, and with the first one of an evaluation that has media.
+        """
+        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
+        is_first = step != self._measured_step if training else "media/contribution" not in metrics
+        if not every or not is_first or (training and not is_due(every, step, 1)):
+            return
+        self._measured_step = step if training else self._measured_step
+        ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
+        completions = inputs["sequences"], ids, mask
+        for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
+            metrics[name].append(value)
 
     # Card
 
@@ -277,6 +320,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             f"{weight} {name}" for name, weight in zip(self.loss_types, self.loss_weights, strict=True)
         )
         lines = [("Loss", f"`{losses}`"), ("`beta`", f"`{self.beta}`")]
+        lines += [("`rejected_view`", f"`{self.args.rejected_view}`")] if self.args.rejected_view else []
         lines += [("`learning_rate`", f"`{self.args.learning_rate}`")]
         return [*lines, *common_lines(self.args.to_dict())]
 
@@ -288,16 +332,22 @@ def _without_rows(dataset: Rows, processing_class: Processor) -> Rows:
     return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
 
 
+def _viewed(inputs: dict[str, Any]) -> list[int]:
+    """Which pairs of a micro-batch have a view of their prompt."""
+    return [i for i, pair in enumerate(inputs["sequences"]) if pair.view is not None]
+
+
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     A micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score. `attention_mask`,
     `(1, tokens)`, counts the tokens of padded rows, as TRL's does.
     """
-    mask = inputs["completion_mask"]
-    n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in inputs["sequences"])
+    pairs = inputs["sequences"]
+    ids, mask = (inputs[name][: 2 * len(pairs)] for name in ("completion_ids", "completion_mask"))
+    n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
     return {
-        "input_ids": pad(inputs["completion_ids"], (1, 0)),
+        "input_ids": pad(ids, (1, 0)),
         "completion_mask": pad(mask, (1, 0)),
         "attention_mask": mask.new_ones(1, n_tokens),
-        **{name: inputs[name] for name in REFERENCE if name in inputs},
+        **{name: inputs[name] for name in REFERENCE[:2] if name in inputs},
     }

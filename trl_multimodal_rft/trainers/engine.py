@@ -31,7 +31,7 @@ from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
 from ..rollout.turns import ENDS, ToolLoop, first_turns, run_turns, with_results
 from .asynchronous import probe_engine
@@ -218,10 +218,10 @@ def check_sampler(
     if check is not None and run.encodes_text and not has_tools:
         after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
         if any_rank(run.accelerator, bool(after.any())):
+            ends = run.tokenizer.convert_ids_to_tokens([*run.ends])
             raise RuntimeError(
-                f"self-check: completions go on after an end of text, {run.tokenizer.convert_ids_to_tokens(run.ends)}"
-                ". Let what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set "
-                "`self_check=False` to train anyway."
+                f"self-check: completions go on after an end of text, {ends}. Let what samples stop "
+                "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
             )
     if sampling_changes(run.args):  # which make another distribution than the policy's
         return
@@ -270,8 +270,10 @@ def continue_after_tools(
     Returns ids, log-probabilities, and masks that are 0 on results.
     """
 
-    def sample(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]) -> Samples:
-        branches.asked = asked
+    def sample(
+        prompts: list[EncodedPrompt], continuations: list[tuple[int, EncodedPrompt]], room: list[int]
+    ) -> Samples:
+        branches.continuations = continuations
         return sampler(run.wrapped(), prompts, step=run.step, room=room, branches=branches)
 
     tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
@@ -292,7 +294,7 @@ def continue_after_tools(
             run.mode_after_tools = mode
     if (flight := rollout.source.flight) is not None:  # results are followed by the newest weights
         called = torch.tensor([0 in each for each in mask], device=run.accelerator.device)
-        flight.versions[called, 1] = known(rollout.source.batch_index)
+        flight.versions[called, 1] = require(rollout.source.batch_index)
     if run.is_training:
         run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
     counts = sum((each.counts for each in trajectories), Counter())

@@ -23,7 +23,7 @@ from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.reward import has_signal, is_std_zero, normalize_then_sum, weighted_sum
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
@@ -228,11 +228,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         super()._reward(rollout)
         if self.args.soft_overlong_cache is not None:
             # The last column is the length penalty, which alone doesn't make a completion scorable
-            rewards = known(rollout.rewards.per_func)
+            rewards = require(rollout.rewards.per_func)
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
 
     def _estimate(self, rollout: Rollout) -> None:
-        args, n, per_func, size = self.args, len(rollout), known(rollout.rewards.per_func), self._run.group_size
+        args, n, per_func, size = self.args, len(rollout), require(rollout.rewards.per_func), self._run.group_size
         rewards = weighted_sum(per_func, self.reward_weights, rollout.rewards.bonus)
         zero_std = is_std_zero(rewards, size, args.scale_rewards)
         group_ids = self.accelerator.gather(rollout.group_ids)
@@ -247,7 +247,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
         self._rollout_log.add(rollout, rewards, zero_std, advantages)
         if args.kl_in_reward:
-            logps = known(rollout.old_per_token_logps), known(rollout.ref_per_token_logps)
+            logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
             log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
 
@@ -272,10 +272,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         advantages = estimate_advantages(
             args.advantage_estimator,
             rewards=rewards,
-            rewards_per_func=known(rollout.rewards.per_func),
+            rewards_per_func=require(rollout.rewards.per_func),
             group_ids=group_ids,
             mask=gather_rows(self.accelerator, rollout.loss_mask),
-            old_logps=gather_rows(self.accelerator, known(rollout.old_per_token_logps)) if need_logps else None,
+            old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if need_logps else None,
             ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
@@ -312,7 +312,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     self._token_filter.mark(parts, [part.tokens.entropies for part in parts])
         super()._on_rollout(micro_batches)
 
-    def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
+    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
         args, window = self.args, self._token_filter.window
         source = args.entropy_settings
         scores_window = (source.policy, source.scope) == ("current", "batch")
@@ -340,8 +340,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args, mask = self.args, inputs.loss_mask
         tensors = LossInputs(
             scores.logps,
-            known(inputs.old_per_token_logps),
-            known(inputs.advantages),
+            require(inputs.old_per_token_logps),
+            require(inputs.advantages),
             mask,
             weights=self._token_weights(inputs, scores.entropies),
             sampling_logps=inputs.sampling_per_token_logps,
@@ -380,7 +380,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return terms or compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
-        tokens = known(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+        tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
         if self.model.training:  # of the generation batch, where it holds several optimizer steps
             tokens = tokens * self._accumulation() / self.args.steps_per_generation
         return Normalizer(self._accumulation(), self.max_completion_length, tokens)
@@ -418,7 +418,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self.args.kl_target is None:
             return
         if self._counts_for_kl():
-            kl = approx_kl(logps.detach(), known(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
+            kl = approx_kl(logps.detach(), require(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
             self._kl_window.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
             sums = self._kl_window.close(self.accelerator.reduce)

@@ -16,7 +16,7 @@ from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
 from ..rollout.collect import view_prompts
 from ..rollout.ranks import local_rows
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.score import score_dependency
 from .run import Run
 
@@ -55,7 +55,7 @@ def measure_dependency(
     Scores of a rollout under the policy that sampled it, and how far its tokens depend on their media: by the
     distributions of a head with a `rule`, else by entropies without the media under the reference.
     """
-    args, viewed = run.args, known(rollout.view.replaces)[:, None]
+    args, viewed = run.args, require(rollout.view.replaces)[:, None]
     if rule is None:
         old = score(rollout)
         without = score_reference(replace(rollout, prompts=rollout.view.prompts))
@@ -74,8 +74,8 @@ def measure_dependency(
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     """Weighs the advantages of completions, and their tokens. Those without media that the view replaces weigh 1."""
-    view, dependency, mask = run.args.loss_view_settings, known(rollout.view.dependency), rollout.loss_mask
-    replaces, advantages = known(rollout.view.replaces), known(rollout.advantages)
+    view, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
+    replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if view.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         counts = replaces & mask.any(1)
@@ -109,6 +109,6 @@ def with_view_term(
     )
     metrics = dict(output.metrics)
     if scores.view is not None:
-        seen = mask * known(inputs.view.replaces)[:, None]
+        seen = mask * require(inputs.view.replaces)[:, None]
         metrics |= {"view/kl": scored_mean(kl, seen), "view/entropy": scored_mean(view.entropies, seen)}
     return LossOutput(output.loss + kind.average(losses, mask, normalizer), metrics)

@@ -59,10 +59,10 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     expected = {} if manifest is None else manifest.files
     wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
     if manifest is None:
-        kept, changes = [*found], _for_each(_damage, found.values())
+        kept, changes = [*found], _thread_map(_damage, found.values())
     else:
         kept = [name for name in expected if name in found]
-        changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
+        changes = _thread_map(lambda name: _change(found[name], expected[name]), kept)
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
@@ -114,13 +114,13 @@ def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else type(error).__name__
 
 
-def _for_each(function: Callable, values: Iterable) -> list:
+def _thread_map(function: Callable, values: Iterable) -> list:
     with ThreadPoolExecutor(_READERS) as readers:
         return list(readers.map(function, values))
 
 
 def _measure_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    return dict(zip(names, _for_each(_measure, [folder / name for name in names]), strict=True))
+    return dict(zip(names, _thread_map(_measure, [folder / name for name in names]), strict=True))
 
 
 def _measure(file: Path) -> tuple[int, int]:

@@ -365,7 +365,7 @@ class MultimodalArguments(SamplingArguments):
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 
-        > Parameters that control when they are sampled, see `docs/asynchronous.md`
+        > Parameters that control when they are sampled, see `docs/vllm.md`
 
         max_staleness (`int`, *optional*, defaults to `0`):
             How many generation batches ahead of the update servers sample, with `vllm_mode="server"`: a batch is

@@ -35,16 +35,16 @@ class HostMemory:
 
     @contextmanager
     @torch.no_grad()
-    def holding(self, given: Storages) -> Iterator[None]:
+    def holding(self, storages: Storages) -> Iterator[None]:
         """
         Frees the device's memory of storages within the context. Those elsewhere stay as they are, and so do those
         that can't be allocated again, such as mapped files.
         """
-        held = [each for each in given.values() if each.device.type == self.device.type and each.resizable()]
+        held = [each for each in storages.values() if each.device.type == self.device.type and each.resizable()]
         sizes, start = [each.nbytes() for each in held], self._used
         try:
-            places = [place for each in held for place in self._places(each)]
-            _copy([(host, own) for own, host in places])
+            copies = [pair for each in held for pair in self._host_copies(each)]
+            _copy([(host, own) for own, host in copies])
             try:
                 for each in held:
                     each.resize_(0)
@@ -53,11 +53,11 @@ class HostMemory:
             finally:
                 for each, size in zip(held, sizes, strict=True):
                     each.resize_(size)
-                _copy(places)
+                _copy(copies)
         finally:
             self._used = start
 
-    def _places(self, storage: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _host_copies(self, storage: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes of a storage, and those of slabs that hold them."""
         own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         while len(own):

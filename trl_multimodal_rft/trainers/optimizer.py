@@ -32,7 +32,7 @@ _PARTS = "trained_parts.json"
 # Parts
 
 
-def choose_what_trains(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
+def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
     """Freezes parts of a model, and checks the learning rates of the others, which an optimizer of the user has."""
     check_trainable(model)
     check_checkpointing(unwrapped(None, model), args)

@@ -38,7 +38,7 @@ from ..models.towers import freeze_as_built
 from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.score import score_values
 from .arguments import check_arguments
@@ -301,13 +301,13 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     _ptx_batch: Any = None  # supervised rows of the micro-batch
 
-    def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
-        if place > 0 and place % self.args.steps_per_generation == 0:
+    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+        if index > 0 and index % self.args.steps_per_generation == 0:
             # Another order in each epoch, the same on all ranks
             generator = torch.Generator().manual_seed(self.args.seed + self._step)
             order = torch.randperm(len(micro_batches), generator=generator).tolist()
             micro_batches[:] = [micro_batches[i] for i in order]
-        super()._on_micro_batch(micro_batches, place)
+        super()._on_micro_batch(micro_batches, index)
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         """The loss of GRPO, and in training those of the critic and of supervised rows."""
@@ -315,13 +315,13 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if not self.model.training:
             return policy
         args, mask, kind = self.args, inputs.loss_mask, self.args.loss
-        tensors = LossInputs(scores.logps, known(inputs.old_per_token_logps), known(inputs.advantages), mask)
+        tensors = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
         unscaled = policy.loss * self._accumulation() if kind.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
         loss = self._if_trained("policy", policy.loss, scores.logps)
         if self.critic is not None:
-            mask = mask * known(inputs.rewards.scorable)[:, None]
-            before = known(inputs.values.old), known(inputs.values.returns)
+            mask = mask * require(inputs.rewards.scorable)[:, None]
+            before = require(inputs.values.old), require(inputs.values.returns)
             value = value_loss(scores.values, *before, mask, args.cliprange_value)
             mean = kind.average(value.loss, mask, self._normalizer(inputs))
             loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)

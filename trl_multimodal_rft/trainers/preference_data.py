@@ -15,15 +15,20 @@ from ..data.reading.refs import MediaError
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
-from ..encoding.supervised import PreferencePair
+from ..encoding.supervised import PreferencePair, SupervisedEncoder
+from ..rollout.collect import view_of_row
 from ..rollout.stream import EncodedRow
+from ..views import View
 from .setup import check_media_processor
 from .sft_data import SupervisedCollator
 
 
 # Log-probabilities of the reference, where they were computed before the run
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps", "ref_view_logps")
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
+
+# What a reward model reads besides
+COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
 
 
 @dataclass
@@ -31,6 +36,10 @@ class PreferenceCollator(SupervisedCollator):
     """Encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
     chat_template = None  # the model's own
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.view: View | None = self.args.rejected_view_settings.view
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
@@ -41,35 +50,95 @@ class PreferenceCollator(SupervisedCollator):
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `completion_ids` and
-            `completion_mask`, `(2 * B, C)`, of all chosen completions before the rejected ones; and the reference's
-            log-probabilities, `(B,)`, if rows have them.
+            `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `prompts`, `completion_ids` and
+            `completion_mask`, `(2 * B + V, C)`, of all chosen completions, of the rejected ones, and of those chosen
+            ones that have a view; the reference's log-probabilities, `(B,)`, if rows have them; and `encode_view`,
+            which encodes the prompt of one of the rows under a view.
         """
         pairs = self._encoded(rows)
-        stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
-        ids = [torch.tensor(getattr(pair, name)) for name in ("chosen", "rejected") for pair in pairs]
+        stored = [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
+        if self.view is not None and self.view.type.needs_other:
+            messages = [self.encoder.preference_prompt(row) for row in stored]
+            for i, pair in enumerate(pairs):
+                self._add_view(pair, stored, messages, i)
+        viewed = [pair for pair in pairs if pair.view is not None]
+        chosen, rejected = ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
+        ids = [torch.tensor(each) for each in (*chosen, *rejected, *(pair.chosen for pair in viewed))]
         batch = {
             "sequences": pairs,
+            "prompts": [*pairs, *pairs, *(pair.view for pair in viewed)],
             "completion_ids": pad_sequence(ids, batch_first=True),
             "completion_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+            "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
         }
         known = [name for name in REFERENCE if all(name in row for row in stored)]
         return batch | {name: torch.tensor([row[name] for row in stored]) for name in known}
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""
-        encoder = replace(self.encoder, template_kwargs=self._template_variables(row))
-        pair, longest = encoder.encode_preference(row), self.args.max_length
-        if longest is None:
-            return pair
-        if len(pair) >= longest:
+        pair, longest = self._encoder_of(row).encode_preference(row), self.args.max_length
+        if longest is not None:
+            if len(pair) >= longest:
+                raise MediaError(
+                    f"row {row.row_index} has a prompt of {len(pair)} tokens with its media, which leaves none of "
+                    f"`max_length` ({longest}) to the completions; raise it, make the media smaller, or leave such "
+                    "rows out with `on_media_error='skip'`"
+                )
+            n = longest - len(pair)
+            pair = replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
+        if self.view is not None and not self.view.type.needs_other:  # which needs a micro-batch
+            self._add_view(pair, [row], [None], 0)
+        return pair
+
+    def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
+        """Gives a pair, of one of the rows with these prompts, the view of its prompt, if it replaces a medium."""
+        assert self.view is not None
+        if any(map(self.view.applies_to, pair.modalities)):
+            # Of the row alone, so that its reference may be scored before the run, and no rank or epoch matters
+            view = view_of_row(self.view.seeded(self.args.seed), messages, [row.row_index for row in rows], i)
+            pair.view = self._encoder_of(rows[i]).encode_view(rows[i], view)
+
+    def _encoder_of(self, row: Row) -> SupervisedEncoder:
+        return replace(self.encoder, template_kwargs=self._template_variables(row))
+
+
+@dataclass
+class ComparisonCollator(PreferenceCollator):
+    """Encodes what a reward model compares, and pads it."""
+
+    def __post_init__(self):
+        SupervisedCollator.__post_init__(self)
+        self.view = None
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        A micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: That of [`PreferenceCollator`], and `margin` and `tie`, `(B,)`, 0 and false for rows without.
+        """
+        stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
+        margins = torch.tensor([float(row.get("margin") or 0.0) for row in stored])
+        return {
+            **super().__call__(rows),
+            "margin": margins,
+            "tie": torch.tensor([bool(row.get("tie")) for row in stored]),
+        }
+
+    def encode(self, row: Row) -> PreferencePair:
+        """A row as a pair of at most `max_length` tokens each, the prompt included."""
+        pair, longest = self._encoder_of(row).encode_preference(row, whole=True), self.args.max_length
+        n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
+        if longest is not None and n_tokens > longest:
             raise MediaError(
-                f"row {row.row_index} has a prompt of {len(pair)} tokens with its media, which leaves none of "
-                f"`max_length` ({longest}) to the completions; raise it, make the media smaller, or leave such rows "
-                "out with `on_media_error='skip'`"
+                f"row {row.row_index} has {n_tokens} tokens, more than `max_length` ({longest}), and what is judged "
+                "isn't cut; raise it, or leave such rows out with `on_media_error='skip'`"
             )
-        n = longest - len(pair)
-        return replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
+        return pair
 
 
 def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> None:
@@ -86,8 +155,8 @@ def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> 
     media = sorted(columns & MEDIA_COLUMNS.keys() - set(collator.args.ignored_media_columns or ()))
     if not isinstance(collator.processing_class, ProcessorMixin):
         check_media_processor(collator.processing_class, dataset, media, name)
-    if not {"chosen", "rejected"} <= columns:
-        layout = other_layout(dataset.features or dict.fromkeys(columns))
+    layout = other_layout(dataset.features or dict.fromkeys(columns))
+    if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
         remedy = "" if layout is None else f"; {prepared(layout)}"
         raise ValueError(
             f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`"

@@ -1,14 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
+from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
@@ -18,13 +20,15 @@ from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
+from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
-from ..rollout.stream import EncodedRow, named_dataset, warn_of_positions
+from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
+from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
-from .setup import modalities, warn_of_unread
-from .signatures import Processor
+from .setup import Loaded, check_launch, has_unread_rows, load_parts, modalities, warn_of_unread
+from .signatures import EvalRows, Model, Processor
 
 
 logger = get_logger(__name__)
@@ -42,7 +46,7 @@ class Collator(Protocol):
 
 class CompletionTrainer(CheckpointMixin):
     """
-    Base of the trainers that read completions. A subclass sets `_stream`, and as TRL's `data_collator` a [`Collator`].
+    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a [`Collator`].
     """
 
     data_collator: Any
@@ -53,6 +57,27 @@ class CompletionTrainer(CheckpointMixin):
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_length = 256
+
+    def _start_reading(
+        self,
+        datasets: Mapping[str, EvalRows],
+        columns: Sequence[str] | None,
+        models: Sequence[PreTrainedModel],
+        packs: bool,
+        outputs: tuple[str, ...],
+    ) -> None:
+        """Makes what reads rows, with these columns, and what scores them, see [`reading_policy`]."""
+        self._stream = RowStream(
+            self.args,
+            self.accelerator,
+            encode=self.data_collator.encode,
+            columns=columns,
+            metrics=self._metrics,
+            state=lambda: self.state,
+        )
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        self._policy = reading_policy(self.accelerator, models, self.processing_class, self.args, packs, outputs)
+        self.checks = Checks(self._policy, self.accelerator)
 
     def get_train_dataloader(self):
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
@@ -116,6 +141,22 @@ class CompletionTrainer(CheckpointMixin):
         self._total_train_tokens = state["num_tokens"]
 
 
+def load_for_reading(
+    model: Model,
+    args: ReadingConfig,
+    processing_class: Processor | None,
+    datasets: dict[str, Any],
+    objects: dict[str, Any],
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> Loaded:
+    """[`load_parts`] of a trainer that reads completions, after checks of its arguments, `objects` among them."""
+    check_arguments(**datasets, **objects, processing_class=processing_class)
+    check_launch(args, model)
+    warn_of_unread(args, datasets, modalities(model, args), supervised=True)
+    set_seed(args.seed)  # as TRL does before it loads a model
+    return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
+
+
 def reading_policy(
     accelerator: Accelerator,
     models: Sequence[PreTrainedModel],
@@ -126,12 +167,12 @@ def reading_policy(
 ) -> PolicyForward:
     """
     What scores completions of models, the first of which is trained, packed if the config says so and all models
-    allow it, with these `outputs` of TRL's fused head.
+    allow it, with these `outputs` of TRL's fused head; reward models have none.
     """
     obstacle = next(filter(None, map(sharing_obstacle, models)), None)
     if obstacle and packs:
         logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
-    heads = [add_fused_head(model, outputs=outputs) for model in models]
+    heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
     if not all(heads):
         logger.warning(
             f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "

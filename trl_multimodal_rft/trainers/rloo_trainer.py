@@ -15,7 +15,7 @@ from ..algorithms.metrics import rank_mean, scored_mean
 from ..forward.scores import Scores
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import has_signal, is_std_zero, leave_one_out, weighted_sum
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
@@ -135,14 +135,14 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _estimate(self, rollout: Rollout) -> None:
         """Leave-one-out advantages with the KL penalty in the reward."""
         n, mask = len(rollout), rollout.loss_mask
-        rewards = weighted_sum(known(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
+        rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
         group_ids = self.accelerator.gather(rollout.group_ids)
         live = has_signal(shaped, group_ids)
         rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
         if self.beta != 0:
-            kl = (known(rollout.old_per_token_logps) - known(rollout.ref_per_token_logps)) * mask
+            kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
             self._run.metrics.add({"kl": total / max(count, 1.0)})
@@ -156,7 +156,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
         if self._corrects(rollout) and not is_corrected:  # a weight on the advantage is one on the loss
-            rollout.advantages = known(rollout.advantages) * known(rollout.importance_sampling_ratio)[:, 0]
+            rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores
 
     @property
@@ -166,7 +166,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
         loss, metrics = rloo_loss(
-            LossInputs(scores.logps, known(inputs.old_logps), known(inputs.advantages), mask),
+            LossInputs(scores.logps, require(inputs.old_logps), require(inputs.advantages), mask),
             LossOptions(self.epsilon_low, self.epsilon_high),
         )
         if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps

@@ -22,10 +22,10 @@ from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import out_of_range, reward_metrics
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..views import View
+from .rollout_views import view_metrics
 from .run import Run
-from .views import view_metrics
 
 
 @dataclass
@@ -66,7 +66,7 @@ class RolloutLog:
 
         Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, all of all ranks.
         """
-        run, per_func, names = self.run, known(rollout.rewards.per_func), self.run.rewards.names
+        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
         run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
         if rollout.source.from_view is not None:
             run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
@@ -108,7 +108,7 @@ class RolloutLog:
 
         Shapes: `rewards`, `group_ids` and `live`, whether the rewards of a group differ, `(N,)`, of all ranks.
         """
-        run, per_func, sampler = self.run, known(rollout.rewards.per_func), self.run.stream.sampler
+        run, per_func, sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if wanted is not None:
             bounded = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]

@@ -12,13 +12,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerState
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from ..checks.run_checks import Checks
 from ..data.rows.row import Row
 from ..data.rows.unread import check_has_prompt, check_reward_columns
+from ..encoding.processors import tokenizer_of
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded
@@ -213,8 +214,8 @@ class Run:
         return parts
 
     @property
-    def tokenizer(self) -> Any:
-        return getattr(self.prompts.processor, "tokenizer", self.prompts.processor)
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return tokenizer_of(self.prompts.processor)
 
     @property
     def step(self) -> int:

@@ -8,7 +8,7 @@ import reprlib
 import warnings
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,7 +20,9 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    BitsAndBytesConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -40,17 +42,18 @@ from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
 from ..data.rows.unread import check_columns, lists_columns
-from ..encoding.processors import check_processor, load_processor
+from ..encoding.processors import check_processor, load_processor, tokenizer_of
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
-from ..forward.processes import refuse_separate_runs
+from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
+from ..models.reward_model import register_reward_model
 from ..models.towers import freeze_as_built
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
@@ -242,7 +245,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
     one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed configs that step
     with gradients that aren't finite.
     """
-    refuse_separate_runs(
+    check_one_run(
         args.world_size,
         ": {launched} runs would know nothing of each other and write into the same folder. To train on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
@@ -323,17 +326,10 @@ def warn_of_truncation(args: SamplingConfig) -> None:
         )
 
 
-@contextmanager
-def image_token_id(config, placeholders: set[int]):
+def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> AbstractContextManager[None]:
     """TRL reads `config.image_token_id` for every processor; a model without images has none."""
-    missing = not hasattr(config, "image_token_id")
-    if missing:
-        config.image_token_id = min(placeholders, default=None)
-    try:
-        yield
-    finally:
-        if missing:
-            del config.image_token_id
+    has_images = hasattr(config, "image_token_id")
+    return nullcontext() if has_images else replaced(config, image_token_id=min(placeholders, default=None))
 
 
 @contextmanager
@@ -343,7 +339,9 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record: logging.LogRecord):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation")]
+    loggers = [
+        logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")
+    ]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
@@ -351,17 +349,6 @@ def no_warning_about_init_kwargs(active: bool):
     finally:
         for trl_logger in loggers:
             trl_logger.removeFilter(keep)
-
-
-@contextmanager
-def options_for_constructor(args: TrainerConfig, **values):
-    """Gives TRL's constructor other values of options that the trainer handles itself."""
-    given = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(given)
 
 
 @dataclass
@@ -377,14 +364,19 @@ class Loaded:
 
 
 def load_parts(
-    model: Any, args: Any, processing_class: Any, quantization_config: Any, max_completion_length: int | None
+    model: Any,
+    args: Any,
+    processing_class: Any,
+    quantization_config: Any,
+    max_completion_length: int | None,
+    load: Callable[..., PreTrainedModel] = load_model,
 ) -> Loaded:
     """Loads a model and its processor where given by name, and refuses those that can't be trained."""
     if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
         model = model.model_for(args)
     by_name = isinstance(model, str)
     if by_name:
-        model = load_policy(model, args, quantization_config)
+        model = load_policy(model, args, quantization_config, load)
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
     source: Any = None
     if processing_class is None:
@@ -449,7 +441,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: s
     with (
         image_token_id(loaded.model.config, placeholders),
         no_warning_about_init_kwargs(loaded.by_name),
-        options_for_constructor(args, **others),
+        replaced(args, **others),
     ):
         yield
 
@@ -545,16 +537,23 @@ class RewardSources:
         return known if self.reward_funcs else {}
 
 
-def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
+def reward_sources(
+    reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
+) -> RewardSources:
     """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
     of_environments = toolbox.reward_funcs()
     if not reward_funcs:
         reward_funcs, of_environments = [*of_environments.values()], {}
-    if not reward_funcs and needed:
+    if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     processors = processors or [None] * len(reward_funcs)
     processors = processors if isinstance(processors, list) else [processors]
-    return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
+    revision = mapping(args.model_init_kwargs).get("revision")
+    for each in reward_funcs:
+        if isinstance(each, str):  # which TRL loads
+            register_reward_model(each, revision=revision, trust_remote_code=args.trust_remote_code)
+    by_name = [isinstance(each, str) for each in reward_funcs]
+    return RewardSources(reward_funcs, processors, by_name, of_environments)
 
 
 def with_media_reader(
@@ -587,8 +586,13 @@ def with_media_reader(
     )
 
 
-def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
-    init_kwargs = dict(args.model_init_kwargs or {})
+def load_policy(
+    name: str,
+    args: TrainerConfig,
+    quantization_config: BitsAndBytesConfig | None = None,
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> PreTrainedModel:
+    init_kwargs = dict(mapping(args.model_init_kwargs))
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:
             raise ValueError(
@@ -596,10 +600,10 @@ def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
                 "trainer argument."
             )
         init_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    model = load_model(name, **init_kwargs)
+    model = load(name, **init_kwargs)
     freeze_as_built(model)
     return model
 
@@ -613,6 +617,11 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     if peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
+    if not name:
+        raise ValueError(
+            "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
+            "trainers that take a `ref_model`."
+        )
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):
@@ -653,7 +662,7 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
 def check_takes_tools(processing_class) -> None:
     """Refuses a chat template that tools can't be trained with."""
     name = type(processing_class).__name__
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):
         raise ValueError(
             f"The chat template of {name} does not support tool calling: it must write what the assistant calls, and "

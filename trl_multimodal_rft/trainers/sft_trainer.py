@@ -6,34 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
-from ..checks.run_checks import Checks
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..encoding.supervised import SupervisedSequence
 from ..forward.scores import Scores
-from ..models.wrapped import unwrapped
+from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import CardNotes, common_lines
-from ..rollout.stream import RowStream
-from .arguments import check_arguments
-from .optimizer import choose_what_trains
-from .reading import CompletionTrainer, reading_policy
-from .setup import (
-    check_launch,
-    has_unread_rows,
-    load_parts,
-    modalities,
-    no_warning_about_init_kwargs,
-    options_for_constructor,
-    resolve_config,
-    warn_of_unread,
-)
+from .optimizer import freeze_and_check
+from .reading import CompletionTrainer, load_for_reading
+from .setup import no_warning_about_init_kwargs, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator, prepare_rows
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -127,19 +115,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             given: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
             args = MultimodalSFTConfig(**given)
         args = resolve_config(MultimodalSFTConfig, args, model)
-        check_arguments(
-            callbacks=callbacks,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        check_launch(args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        warn_of_unread(args, datasets, modalities(model, args), supervised=True)
-        set_seed(args.seed)  # as TRL does before it loads a model
-        loaded = load_parts(model, args, processing_class, quantization_config, max_completion_length=0)
+        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
+        loaded = load_for_reading(model, args, processing_class, datasets, objects)
         model, processing_class = loaded.model, loaded.processing_class
 
         self.card_notes = CardNotes()
@@ -151,7 +129,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             no_warning_about_init_kwargs(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
             # `assistant_only_loss`, and would listen to signals. All three are done here
-            options_for_constructor(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
+            replaced(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
         ):
             parent.__init__(
                 model=model,
@@ -172,7 +150,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        choose_what_trains(self.model, args, self.optimizer)
+        freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset: Any = train_dataset
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
@@ -183,24 +161,13 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
         keeps_all = not args.remove_unused_columns or formatting_func is not None
-        self._stream = RowStream(
-            args,
-            self.accelerator,
-            encode=collator.encode,
+        self._start_reading(
+            datasets,
             columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
-            metrics=self._metrics,
-            state=lambda: self.state,
-        )
-        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        self._policy = reading_policy(
-            self.accelerator,
-            [self._unwrapped(self.model)],
-            self.processing_class,
-            args,
+            models=[self._unwrapped(self.model)],
             packs=bool(args.packing or args.eval_packing),
             outputs=("log_probs", "entropy", "is_top1"),
         )
-        self.checks = Checks(self._policy, self.accelerator)
         self._complete_parts()
 
     # Rows

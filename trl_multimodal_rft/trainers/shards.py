@@ -1,10 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checkpoints of FSDP in shards (`SHARDED_STATE_DICT`), which each process writes and reads itself."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
@@ -14,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import StateDictType
 
 from ..encoding.model_folders import SHARDS
+from ..models.wrapped import replaced
 from .checkpoint_files import load_unsharded, save_unsharded
 
 
@@ -26,18 +25,11 @@ def writes_shards(accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
-@contextmanager
-def gathering(accelerator: Accelerator) -> Iterator[None]:
+def gathering(accelerator: Accelerator) -> AbstractContextManager[None]:
     """`Trainer.save_model` saves whole weights within the context. With shards, it saves nothing."""
     if not writes_shards(accelerator):
-        yield
-        return
-    plugin: Any = accelerator.state.fsdp_plugin
-    plugin.state_dict_type = StateDictType.FULL_STATE_DICT
-    try:
-        yield
-    finally:
-        plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
+        return nullcontext()
+    return replaced(accelerator.state.fsdp_plugin, state_dict_type=StateDictType.FULL_STATE_DICT)
 
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:

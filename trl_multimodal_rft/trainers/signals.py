@@ -46,13 +46,13 @@ class EndOnSignal(TrainerCallback):
 
     def __init__(self, any_process: Callable[[bool], bool]):
         self._any_process = any_process
-        self._asked = False  # on this process
+        self._has_signal = False  # on this process
         self._ends = self._saved = False
 
     @contextmanager
     def listening(self):
         """Takes the signals within the context, but SIGINT not from who types at a prompt of Python."""
-        self._asked = self._ends = self._saved = False
+        self._has_signal = self._ends = self._saved = False
         typed_at = hasattr(sys, "ps1") or sys.flags.interactive
         wanted = [each for each in _SIGNALS if each != signal.SIGINT or not typed_at]
         if threading.current_thread() is not threading.main_thread():
@@ -64,7 +64,7 @@ class EndOnSignal(TrainerCallback):
         terminals = [output for output in (1, 2) if os.isatty(output)]
 
         def ask(number: int, frame: FrameType | None):
-            self._asked = True
+            self._has_signal = True
             if number == signal.SIGINT:
                 signal.signal(number, before[number])
             for output in terminals:
@@ -81,7 +81,7 @@ class EndOnSignal(TrainerCallback):
                 signal.signal(each, handler)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self._ends, self._saved = self._any_process(self._asked), False
+        self._ends, self._saved = self._any_process(self._has_signal), False
         if self._ends:
             logger.warning(f"The run received a signal and ends after step {state.global_step} of {state.max_steps}.")
             control.should_training_stop = control.should_save = True

@@ -14,7 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
-from ..encoding.processors import load_processor
+from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
@@ -70,10 +70,10 @@ def check_teacher(
     name = get_config_model_id(teacher.config)
     if obstacle is None and name:
         try:
-            theirs = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
+            other = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
         except (OSError, ValueError):
-            theirs = None  # saved without one, or not readable from here
-        obstacle = None if theirs is None else _other_processor(processor, theirs)
+            other = None  # saved without one, or not readable from here
+        obstacle = None if other is None else _other_processor(processor, other)
     if obstacle is not None:
         raise ValueError(
             f"The teacher {type(teacher).__name__} can't score completions of the student {type(student).__name__}, "
@@ -100,9 +100,9 @@ def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media:
     return None
 
 
-def _other_processor(own: Processor, theirs: Processor) -> str | None:
+def _other_processor(student: Processor, teacher: Processor) -> str | None:
     """How the tokens or the features of two processors differ."""
-    tokenizers = [each.tokenizer if isinstance(each, ProcessorMixin) else each for each in (own, theirs)]
+    tokenizers = [tokenizer_of(each) for each in (student, teacher)]
     vocabularies = [each.get_vocab() for each in tokenizers]
     for token, index in vocabularies[0].items():
         if vocabularies[1].get(token) != index:
@@ -110,7 +110,7 @@ def _other_processor(own: Processor, theirs: Processor) -> str | None:
                 f"token {index} is {token!r} to the student, and {tokenizers[1].convert_ids_to_tokens(index)!r} to it"
             )
     for name in ("image_processor", "video_processor", "feature_extractor"):
-        both = [getattr(each, name, None) for each in (own, theirs)]
+        both = [getattr(each, name, None) for each in (student, teacher)]
         for setting in _GEOMETRY if None not in both else ():
             values = [getattr(each, setting, None) for each in both]
             if values[0] != values[1]:
@@ -118,12 +118,12 @@ def _other_processor(own: Processor, theirs: Processor) -> str | None:
     return None
 
 
-def rule_of(model: PreTrainedModel, who: str) -> HeadRule:
+def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
     """What a model does around its LM head. Raises a `ValueError` for anything but scale and soft cap."""
     rule = head_rule(model)
     if rule is None:
         raise ValueError(
-            f"Divergences are computed from hidden states and the LM head, but what the {who} {type(model).__name__} "
+            f"Divergences are computed from hidden states and the LM head, but what the {role} {type(model).__name__} "
             "does around its head is neither a scale nor a soft cap."
         )
     return rule
@@ -173,8 +173,8 @@ def server_teacher(
     if server.vocab_size != size:
         obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {size}"
     else:
-        theirs = load_processor(server.name, server.revision, args.trust_remote_code)
-        obstacle = _other_processor(processor, theirs)
+        other = load_processor(server.name, server.revision, args.trust_remote_code)
+        obstacle = _other_processor(processor, other)
     if obstacle is not None:
         raise ValueError(f"The teacher {server.name!r} can't score completions of the student: {obstacle}.")
     return server
@@ -206,7 +206,7 @@ class Teacher:
         args = self.run.args
         student: Any = self.run.model()
         model = self.run.accelerator.unwrap_model(student)
-        base = args.own_teacher.weights == "base"
+        base = args.self_teacher_settings.weights == "base"
         if self.average is not None:
             self.average.follow(student)
         with (

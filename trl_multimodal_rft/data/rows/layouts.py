@@ -1,8 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Converts datasets in the layouts of other tools to rows for the trainers."""
 
+import html
+import json
 import logging
 import os
+import random
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -19,6 +23,7 @@ from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_t
 from .letters import without_letters
 from .load import json_file, load_rows, read_json, required
 from .nested import is_media_feature
+from .pairs import JUDGE_TEMPLATE, TIE, judge_rows
 from .row import Row
 
 
@@ -33,6 +38,10 @@ SPAN_TEMPLATE = (
 )
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
+
+# What Omni-Preference's prompts end with
+_CANDIDATES = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
+_STEPS = {"A": 1, "B": -1, "equal": 1}  # through the candidates, from the better one
 
 # Columns of a row, the first of which are its messages, as texts with the marks of media
 _Convert = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -326,6 +335,153 @@ def load_video_r1(
         return {"prompt": chat, "solution": solution, "choices": choices, **kept}
 
     return _convert(path, split, media_dir, convert, None, with_media)
+
+
+def load_preferences(
+    path: str | Path,
+    split: str = "train",
+    *,
+    task: Literal["dpo", "judge"] = "dpo",
+    template: str | None = None,
+    media_dir: str | Path | None = None,
+) -> Dataset:
+    """
+    Reads pairs of answers to questions about images, in the layouts of
+    [RLAIF-V](https://huggingface.co/papers/2405.17220) and [MMPR](https://huggingface.co/papers/2411.10442).
+
+    A row has `question`, `chosen`, `rejected` and `image`: stored in
+    https://huggingface.co/datasets/openbmb/RLAIF-V-Dataset, and in
+    https://huggingface.co/datasets/OpenGVLab/MMPR-v1.2 a path, several, or none. MMPR's `meta.json` names the files of
+    its parts, of which it takes a share or repeats; paths start from `media_dir`, which is the folder around MMPR's.
+
+    See [`load_conversations`] for the other arguments and the errors.
+
+    Args:
+        task (`str`, *optional*, defaults to `"dpo"`):
+            `"dpo"` gives pairs, and `"judge"` the rows of [`judge_rows`] for a judge.
+        template (`str`, *optional*):
+            Prompt of a judge, see [`judge_rows`].
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages), `image` or `images`, and the other
+        columns; or of a judge's `prompt` and `solution`.
+
+    Example:
+    ```python
+    dataset = load_preferences("openbmb/RLAIF-V-Dataset")
+    trainer = MultimodalDPOTrainer(model, args=args, train_dataset=dataset)
+    ```
+    """
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return _pair(*(required(row, index, name) for name in ("question", "chosen", "rejected")))
+
+    read = partial(_parts, folder=Path(media_dir or Path(path).parent))
+    dataset = _convert(
+        path, split, media_dir, convert, {"question"}, lambda row, _: {**row, "image": row.get("image") or None}, read
+    )
+    return _for_task(dataset, task, template)
+
+
+def load_omni_preference(
+    path: str | Path,
+    split: str = "train",
+    *,
+    task: Literal["dpo", "judge"] = "dpo",
+    template: str | None = None,
+    media_dir: str | Path | None = None,
+) -> Dataset:
+    """
+    Reads Omni-Preference, pairs of answers about images, sounds and videos, of
+    [Omni-RRM](https://huggingface.co/papers/2602.00846).
+
+    The layout is that of https://huggingface.co/datasets/Omni-RRM/Omni-Preference, whose rows for reinforcement
+    (`dataset_jsonl/<modality>/final_rl_data.jsonl`) have `messages`, the prompt of a judge that ends with a question
+    and two candidates; `solution`, a JSON text with `better`, `score_A` and `score_B`; and `images`, `videos` or
+    `audios`, paths below `/data` of its authors. Names of sounds differ in spaces from those of the files.
+
+    See [`load_conversations`] for the other arguments and the errors, and see [`load_preferences`] for a judge's.
+
+    Args:
+        path (`str` or `Path`):
+            One of these files, or the dataset's folder for all of them.
+        media_dir (`str` or `Path`, *optional*):
+            The dataset's folder, by default `path`.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages), `score_chosen`, `score_rejected`,
+        and `images`, `videos` or `audios`, without pairs that are equally good; or of a judge's `prompt` and
+        `solution`, with them.
+    """
+    source = Path(path).expanduser()
+    root = Path(media_dir or (source if source.is_dir() else source.parent))
+    names = {_spelled(file.name): file for file in (root / "audio_files").rglob("*.*")}
+
+    def located(path: str) -> str:
+        below = path.removeprefix("/data/").rstrip("_")
+        files = (root / below, root / "video-dataset" / below, names.get(_spelled(Path(below).name), root / below))
+        return str(next((file for file in files if file.is_file()), below))
+
+    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
+        columns = [f"{modality}s" for modality in MODALITIES]
+        return {**row, **{name: [located(each) for each in row[name]] for name in columns if row.get(name)}}
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            asked = _CANDIDATES.search(row["messages"][0]["content"].partition("### Context")[2])
+            question, *answers = asked.groups() if asked else ()
+            verdict = json.loads(row["solution"])
+            step, scores = _STEPS[verdict["better"]], [float(verdict[name]) for name in ("score_A", "score_B")]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"row {index}: its 'messages' have no '### Context' with a question and two candidates, or its "
+                "'solution' is no JSON of a verdict and their scores; is it of another layout?"
+            ) from error
+        ranked = dict(zip(("score_chosen", "score_rejected"), scores[::step], strict=True))
+        return {**_pair(question, *answers[::step]), **ranked, TIE: verdict["better"] == "equal"}
+
+    files = sorted(source.glob("dataset_jsonl/*/final_rl_data.jsonl")) or [path]
+    parts = [_convert(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
+    dataset = concatenate_datasets(parts)
+    if task == "dpo":
+        kept = [index for index, tie in enumerate(dataset[TIE]) if not tie]
+        logger.warning(f"{len(dataset) - len(kept)} of {len(dataset)} pairs are skipped, which are equally good.")
+        dataset = dataset.select(kept).remove_columns(TIE)
+    return _for_task(dataset, task, template)
+
+
+def _pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
+    answers = {"chosen": chosen, "rejected": rejected}
+    completions = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    return {"prompt": [{"role": "user", "content": question}], **completions}
+
+
+def _for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | None) -> Dataset:
+    if task == "judge":
+        return judge_rows(dataset, template or JUDGE_TEMPLATE)
+    if template is not None:
+        raise ValueError("`template` is the prompt of a judge; set `task` to 'judge', or leave it out.")
+    return dataset
+
+
+def _parts(file: Path, folder: Path) -> list[dict[str, Any]]:
+    """Rows of a file, or those of the parts that MMPR's `meta.json` names, each in its share or repeated."""
+    if file.name != "meta.json":
+        return read_json(file)
+    rows: list[dict[str, Any]] = []
+    for part in json.loads(file.read_text(encoding="utf-8")).values():
+        lines, times = read_json(folder / part["annotation"]), part.get("repeat_time", 1)
+        lines = random.Random(0).sample(lines, int(len(lines) * times)) if times < 1 else lines * int(times)
+        for row in lines:
+            images = row.get("image") or []
+            images = [os.path.join(part["root"], each) for each in ([images] if isinstance(images, str) else images)]
+            rows.append({**row, "image": images})
+    return rows
+
+
+def _spelled(name: str) -> str:
+    """A file's name without the differences between Omni-Preference's rows and files."""
+    return html.unescape(name).replace("_", " ").strip().lower()
 
 
 def _charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ _LAYOUTS = {
     "avqa": {"question_text", "multi_choice"},
     "mmau": {"audio_id", "choices"},
     "easyr1": {"problem", "answer"},
+    "rlaif-v": {"question", "chosen", "rejected"},
     "ms-swift": {"query", "response"},
     "sharegpt": {"conversations"},
 }
@@ -165,7 +166,7 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
         remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
-        options = " --task rl" if layout in ("ms-swift", "sharegpt") else ""
+        options = {"ms-swift": " --task rl", "sharegpt": " --task rl", "rlaif-v": " --task judge"}.get(layout, "")
         alternative = "" if likely is None or layout == "sharegpt" else f"{remedy}, or "
         remedy = alternative + prepared(layout, options)
     raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")

@@ -22,6 +22,7 @@ from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
 from ...models.modes import checkpoint_activations, evaluation_mode
+from ...models.parts import count_parts
 from ...models.pretrained import load_model
 from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower, freeze_as_built
@@ -449,14 +450,7 @@ class Actor(nn.Module):
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters are trained, of how many."""
-        # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
-        trainable = total = 0
-        for parameter in self.model.parameters():
-            n = getattr(parameter, "ds_numel", None) or parameter.numel()
-            if parameter.__class__.__name__ == "Params4bit":
-                n *= 2 * parameter.element_size()
-            total += n
-            trainable += n if parameter.requires_grad else 0
+        total, trainable = (sum(each) for each in zip(*count_parts(self.model).values(), strict=True))
         share = 100 * trainable / total
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")  # noqa: T201
 

@@ -101,11 +101,11 @@ def packed_prompts(
     return prompts, completion_ids, mask
 
 
-def check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
+def check_num_actions(num_actions: int, length: int, label: str = "") -> None:
     """Checks that each action has a token before it, which predicts it."""
     if not 0 <= num_actions < length:
         raise ValueError(
-            f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
+            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
             "one."
         )
 

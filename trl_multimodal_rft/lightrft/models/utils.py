@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from ...algorithms.kl import approx_kl
-from ...algorithms.returns import place_rewards
+from ...algorithms.returns import terminal_rewards
 
 
 def compute_approx_kl(
@@ -73,7 +73,7 @@ def compute_reward(
             for one, row, n in zip(r, kl, counts, strict=True)
         ]
     divergence = kl if isinstance(kl, torch.Tensor) else torch.stack(kl)
-    return place_rewards(r, action_mask) - max(kl_coef, 0.0) * torch.where(action_mask.bool(), divergence, 0)
+    return terminal_rewards(r, action_mask) - max(kl_coef, 0.0) * torch.where(action_mask.bool(), divergence, 0)
 
 
 def masked_mean(tensor: torch.Tensor, mask: torch.Tensor | None, dim: int | None = None) -> torch.Tensor:

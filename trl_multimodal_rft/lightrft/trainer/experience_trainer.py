@@ -25,7 +25,7 @@ from ...data.rows.features import undecoded
 from ...data.rows.row import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
-from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, known
+from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -216,7 +216,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Trains on a micro-batch as a step of `Trainer`'s loop does."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
         mask = micro_batch.loss_mask
-        counts = torch.stack([mask.sum(), (mask * known(micro_batch.rewards.scorable)[:, None]).sum()]).float()
+        counts = torch.stack([mask.sum(), (mask * require(micro_batch.rewards.scorable)[:, None]).sum()]).float()
         self._action_counts.append(self.accelerator.reduce(counts).tolist())
         self._n_micro_batches += 1
         ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
@@ -253,7 +253,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         size = self._token_filter.window or 1
         for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
             part = micro_batches[start : start + size]
-            self._token_filter.mark(part, [known(micro_batch.tokens.entropies) for micro_batch in part])
+            self._token_filter.mark(part, [require(micro_batch.tokens.entropies) for micro_batch in part])
         return micro_batches
 
     # Batches
@@ -341,7 +341,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
         """Statistics of the buffers of all ranks. Samples without a reward have neither advantage nor return."""
         mask = rollout.loss_mask.bool()
-        rewarded = mask & known(rollout.rewards.scorable).bool()[:, None]
+        rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
 
         def of_ranks(values: torch.Tensor) -> torch.Tensor:
             local = values.float().to(self.actor.device)
@@ -351,8 +351,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         columns = {
             "step_reward": of_ranks(torch.tensor([item.reward for item in items])),
             "response_length": of_ranks(mask.sum(1)),
-            "advantages": of_ranks(known(rollout.advantages)[rewarded]),
-            "returns": of_ranks(known(rollout.values.returns)[rewarded]),
+            "advantages": of_ranks(require(rollout.advantages)[rewarded]),
+            "returns": of_ranks(require(rollout.values.returns)[rewarded]),
         }
         statistics = {}
         for name, values in columns.items():
@@ -364,7 +364,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if divergences:
             statistics["kl"] = of_ranks(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
         if self.critic is not None:
-            values, returns = of_ranks(known(rollout.values.old)[rewarded]), columns["returns"]
+            values, returns = of_ranks(require(rollout.values.old)[rewarded]), columns["returns"]
             statistics["values"] = values.mean().item()
             statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
         return statistics

@@ -49,16 +49,16 @@ class RewardSources:
         self, samples: Samples, tokenizer: PreTrainedTokenizerBase, media: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`."""
-        n, known = len(samples.sequences), self._known(samples, tokenizer)
+        n, arguments = len(samples.sequences), self._arguments(samples, tokenizer)
         rewards = []
         for model in self.models:
             with evaluation_mode(model):
                 reward = model(samples.sequences, samples.attention_mask, **media)
             rewards.append(reward.float().view(n).cpu())
-        rewards += [reward_tensor(_call(remote, known), n, get_callable_name(remote)) for remote in self.remotes]
+        rewards += [reward_tensor(_call(remote, arguments), n, get_callable_name(remote)) for remote in self.remotes]
         if self.reward_fn is not None:
             first = "model_reward_list" if rewards else None
-            result = _call(self.reward_fn, known | ({} if first is None else {first: rewards}), first)
+            result = _call(self.reward_fn, arguments | ({} if first is None else {first: rewards}), first)
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
@@ -66,7 +66,7 @@ class RewardSources:
             return combine_rewards(rewards, labels, self.recipe, self.label_map), {}
         return add_rewards(torch.stack(rewards)), {}
 
-    def _known(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def _arguments(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
         completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -94,17 +94,19 @@ def _load_reward_func(path: str) -> Callable:
     return module.reward_func
 
 
-def _call(function: Callable, known: dict[str, Any], first: str | None = None) -> Any:
+def _call(function: Callable, arguments: dict[str, Any], first: str | None = None) -> Any:
     """Passes a function the arguments that its parameters name; a single unknown parameter gets `first`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return function(**known)
-    if first is not None and len(parameters) == 1 and not parameters.keys() & known.keys():
-        return function(known[first])
-    missing = [name for name, p in parameters.items() if name not in known and p.default is inspect.Parameter.empty]
+        return function(**arguments)
+    if first is not None and len(parameters) == 1 and not parameters.keys() & arguments.keys():
+        return function(arguments[first])
+    missing = [
+        name for name, p in parameters.items() if name not in arguments and p.default is inspect.Parameter.empty
+    ]
     if missing:
         raise ValueError(
             f"The reward function '{get_callable_name(function)}' requires `{missing[0]}`, but there are only "
-            f"{sorted(known)}; rename the parameter, or give it a default."
+            f"{sorted(arguments)}; rename the parameter, or give it a default."
         )
-    return function(**{name: known[name] for name in parameters if name in known})
+    return function(**{name: arguments[name] for name in parameters if name in arguments})

@@ -4,13 +4,13 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.advantages import estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
+from ...encoding.join import cat_padded
 from ...rollout.ranks import gather_rows, local_rows
 from .experience import Experience, Tokens, info_of
 from .experience_config import ExperienceConfig
@@ -141,9 +141,7 @@ class RolloutAdvantages:
 
 def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
     """A field of actions of all samples, padded on the right."""
-    parts = [getattr(each, field) for each in experiences]
-    width = max(part.size(1) for part in parts)
-    return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
+    return cat_padded([getattr(each, field) for each in experiences], 0)
 
 
 def _padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:

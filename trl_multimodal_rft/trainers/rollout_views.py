@@ -11,7 +11,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
 from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
-from ..rollout.rollout import Rollout, known
+from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
 from ..rollout.view_options import as_schedule, last_of_groups
@@ -20,30 +20,30 @@ from .run import Run
 
 
 class Views(NamedTuple):
-    """Prompts of a rollout under views, by the places of their completions."""
+    """Prompts of a rollout under views, by the indices of their completions."""
 
-    seen: dict[int, EncodedPrompt]  # of completions that are sampled from a view
+    share: dict[int, EncodedPrompt]  # of completions that are sampled from a view
     contrast: dict[int, EncodedPrompt]  # of further completions
     strength: float | None  # of the view that completions are sampled from
 
     def prompts(self, rollout: Rollout) -> list[EncodedPrompt]:
         """What is sampled from: a prompt for each completion, and for each further one."""
-        own = (self.seen.get(i, prompt) for i, prompt in enumerate(rollout.prompts))
+        own = (self.share.get(i, prompt) for i, prompt in enumerate(rollout.prompts))
         return [*own, *self.contrast.values()]
 
 
 def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     """The prompts of a rollout under the views of training, if it is one, as they are at an optimizer step."""
     rollouts, others, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
-    seen: dict[int, EncodedPrompt] = {}
+    share: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
     if run.is_training and rollouts.view is not None:
         strength = as_schedule(rollouts.schedule)(step / run.state().max_steps)
         view = rollouts.view if strength == 1 else rollouts.view.at(strength)
-        seen = _seen(run, rollout, view, rollouts.fraction, step)
+        share = _last_prompts_under(run, rollout, view, rollouts.fraction, step)
     if run.is_training and others.view is not None:
-        contrast = _seen(run, rollout, others.view, others.fraction, step)
-    return Views(seen, contrast, strength)
+        contrast = _last_prompts_under(run, rollout, others.view, others.fraction, step)
+    return Views(share, contrast, strength)
 
 
 def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
@@ -61,28 +61,30 @@ def take_views(
     run: Run, rollout: Rollout, views: Views, ids: list[list[int]], logps: list[list[float | None]] | None
 ) -> Samples:
     """A rollout's own samples of those of its prompts under views. It gets which are from a view, and the others."""
-    n, (seen, contrast, strength) = len(rollout), views
+    n, (share, contrast, strength) = len(rollout), views
     if strength is not None:
-        rollout.source.from_view = torch.tensor([i in seen for i in range(n)], device=run.accelerator.device)
+        rollout.source.from_view = torch.tensor([i in share for i in range(n)], device=run.accelerator.device)
         run.metrics.add({"view/strength": strength})
     if contrast:
-        places = [*contrast]
-        part = rollout.select(places)
+        indices = [*contrast]
+        part = rollout.select(indices)
         completions = without_tools(part, ids[n:], run.prompts.processor, run.toolbox)
         source = replace(part.source, ids=ids[n:], completions=completions, whole_groups=False)
-        rollout.source.contrast = replace(part, source=source), places
+        rollout.source.contrast = replace(part, source=source), indices
     if logps is None:
         return ids[:n], None
     # Given another prompt, those of a view don't measure how far the engine is
-    return ids[:n], [[None] * len(each) if i in seen else each for i, each in enumerate(logps[:n])]
+    return ids[:n], [[None] * len(each) if i in share else each for i, each in enumerate(logps[:n])]
 
 
-def _seen(run: Run, rollout: Rollout, view: View, share: float, step: int) -> dict[int, EncodedPrompt]:
-    """Prompts of the last completions of each group under a view, where it replaces a medium, by their places."""
+def _last_prompts_under(
+    run: Run, rollout: Rollout, view: View, fraction: float, step: int
+) -> dict[int, EncodedPrompt]:
+    """Prompts of the last completions of each group under a view, where it replaces a medium, by their indices."""
     first = run.accelerator.process_index * len(rollout)
-    places = last_of_groups(share, len(rollout), first, run.group_size)
-    prompts = view_prompts(rollout.select(places), view.seeded(run.args.seed, step), run.prompts, run.toolbox)
-    return {i: prompt for i, prompt in zip(places, prompts, strict=True) if prompt is not rollout.prompts[i]}
+    indices = last_of_groups(fraction, len(rollout), first, run.group_size)
+    prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts, run.toolbox)
+    return {i: prompt for i, prompt in zip(indices, prompts, strict=True) if prompt is not rollout.prompts[i]}
 
 
 def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
@@ -96,12 +98,12 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     found = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
         # The function may wait for other ranks, so one without a contrast calls it with a completion of the rollout
-        part, places = rollout.source.contrast or (rollout.select([0]), [])
+        part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
-        rewards = run.reward(part, only_first=True, logs=False)[: len(places), 0]
-        found[places] = rewards.to(device)
+        rewards = run.reward(part, only_first=True, logs=False)[: len(indices), 0]
+        found[indices] = rewards.to(device)
     found, size = run.accelerator.gather(found), run.group_size
-    rewards = known(rollout.rewards.per_func)[:, 0]
+    rewards = require(rollout.rewards.per_func)[:, 0]
     bonus = contrast_bonus(rewards, found, size, ratio=others.reward_ratio, bonus=others.bonus)
     if (has := _in_same_groups(~found.isnan(), size)).any():
         run.metrics.add(

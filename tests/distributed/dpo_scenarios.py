@@ -1,0 +1,100 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scenarios of preferences. Each rank has other media, another number of tokens, and other pairs with a view."""
+
+from functools import partial
+
+from accelerate import PartialState
+from datasets import Dataset
+from helpers.chats import image
+from helpers.families import FAMILIES
+from helpers.trainer_utils import shifted
+from peft import LoraConfig
+from training import compared, engine_options, observed, start
+
+from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer
+
+
+SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
+
+
+def pairs():
+    """Returns sixteen pairs, in whose fours one rank has all images, then the other."""
+    return [
+        {
+            "prompt": "What is it?" + " Is there a cat?" * (i % 3),
+            "chosen": "It is a bird." + " It sings." * (i % 5),
+            "rejected": "It is a cat" + " or a dog" * (i % 4),
+            "image": image(*SIZES[i % 4], seed=i)["image"] if i // 2 % 2 == i // 8 else None,
+        }
+        for i in range(16)
+    ]
+
+
+def train(folder, rows, batch=4, peft_config=None, moves=False, checkpoint=None, **options):
+    """Runs two updates of two micro-batches of `batch` pairs each, from another reference unless it moves."""
+    state = start()
+    model, processor = FAMILIES["qwen2_5_vl"].build()
+    model.save_pretrained(folder / "model")
+    state.wait_for_everyone()
+    config = {
+        "per_device_train_batch_size": batch // state.num_processes,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "bf16": False,
+        "rejected_view": "mask_patches(ratio=0.5)",
+        "media_contribution_steps": 1,
+        **engine_options(state),
+    }
+    args = MultimodalDPOConfig(str(folder / "output"), **{**config, **options})
+    other = {} if peft_config or moves else {"ref_model": shifted(FAMILIES["qwen2_5_vl"].build()[0])}
+    objects = {"processing_class": processor, "peft_config": peft_config, **other}
+    trainer = MultimodalDPOTrainer(str(folder / "model"), args=args, train_dataset=Dataset.from_list(rows), **objects)
+    return trainer, observed(trainer, checkpoint)
+
+
+def dpo_pairs(folder, **options):
+    return train(folder, pairs(), **options)[1]
+
+
+dpo_parts = partial(dpo_pairs, max_tokens_per_microbatch=60)
+dpo_adapter = partial(
+    dpo_pairs, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+)
+
+
+def dpo_resumed(folder):
+    """The reference follows the policy, rows are shuffled, and views are random."""
+    options = {"moves": True, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4}
+    options |= {"optim": "adamw_torch", "learning_rate": 0.01, "train_sampling_strategy": "random"}
+    _, straight = train(folder / "straight", pairs(), save_strategy="steps", save_steps=3, **options)
+    PartialState().wait_for_everyone()
+    checkpoint = folder / "straight/output/checkpoint-3"
+    return compared(straight, train(folder / "again", pairs(), checkpoint=checkpoint, **options)[1])
+
+
+def dpo_skipped(folder):
+    """One row is unreadable, and another one on the second rank alone. Evaluation leaves both out."""
+    state, rows = start(), pairs()[:8]
+    own = folder / f"images-{state.process_index}"
+    own.mkdir(parents=True)
+    for i, row in enumerate(rows):
+        image(*SIZES[i % 4], seed=i)["image"].save(own / f"{i}.png")
+        row["image"] = str(own / f"{i}.png")
+    (own / "1.png").unlink()
+    if state.process_index == state.num_processes - 1:
+        (own / "6.png").unlink()
+    options = {"on_media_error": "skip(max_rows=3)", "per_device_eval_batch_size": 6 // state.num_processes}
+    trainer, result = train(folder, rows, **options)
+    metrics = trainer.evaluate(Dataset.from_list(rows))
+    names = ("eval_loss", "eval_media/skipped", "eval_rewards/view_margins", "eval_rewards/margins")
+    kept = {name: metrics[name] for name in names}
+    return {**result, "skipped": sorted(trainer._stream.skipped), "evaluated": kept}

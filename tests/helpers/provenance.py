@@ -1,0 +1,62 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Where the values of a recipe were read, by the comments of its file."""
+
+import re
+
+import yaml
+
+
+# A file at a commit, whose lines don't move, or a paper
+_PINNED = re.compile(r"https://(?:github\.com|huggingface\.co)/\S+/blob/[0-9a-f]{40}/\S+")
+# Between the origins of a value, and not in a note
+_SEVERAL = re.compile(r"; (?=\w+(?: L\d|:|$))")
+_PAPER = re.compile(r"https://huggingface\.co/papers/([\d.]+)")
+
+
+def sources(text: str) -> dict[str, str]:
+    """URLs in the field `Sources:` of a recipe's comments, by the names that its keys use."""
+    urls, inside = {}, False
+    for line in text.splitlines():
+        field = re.match(r"# (\w+): ", line)
+        inside = field[1] == "Sources" if field else inside
+        if inside and (entry := re.fullmatch(r"#(?: Sources:)?\s+(\w+) (https://\S+)", line)):
+            urls[entry[1]] = entry[2]
+    return urls
+
+
+def origins(text: str) -> dict[str, tuple[str, ...]]:
+    """
+    Names of the sources of each key of a recipe, such as `beta: 0.01  # easyr1 L38: kl_coef`.
+
+    The comment names a source with its lines, or a paper with a note, or is `ours`; several are separated by `; `.
+    """
+    urls, names = sources(text), {}
+    for name, url in urls.items():
+        if not (_PINNED.fullmatch(url) or _PAPER.fullmatch(url)):
+            raise ValueError(f"source {name}: {url} may change; link to a file at a commit, or to a paper.")
+    for line in text.splitlines():
+        if not (parts := re.match(r"(\w+): +(.+)", line)):
+            continue
+        key, rest = parts.groups()
+        value, mark, comment = rest.partition("  # ")
+        if not mark:
+            raise ValueError(f"{key}: no comment says where {value} was read; name a source and its line, or `ours`.")
+        names[key] = tuple(_origin(key, origin, urls) for origin in _SEVERAL.split(comment))
+    if [*names] != list(yaml.safe_load(text)):
+        raise ValueError("a key has no line of its own; write its value behind it.")
+    return names
+
+
+def _origin(key: str, comment: str, urls: dict[str, str]) -> str:
+    parts = re.fullmatch(r"(\w+)(?: L(\d+)(?:-L(\d+))?)?(?:: (.+))?", comment)
+    if parts is None:
+        raise ValueError(f"{key}: {comment!r} is no `name L1`, `name L1-L2`, `name L1: note`, or `ours`.")
+    name, first, _, note = parts.groups()
+    if name == "ours" and first is None:
+        return name
+    if name not in urls:
+        raise ValueError(f"{key}: `Sources:` has no {name}, only {sorted(urls)}; add it, or correct the name.")
+    is_paper = _PAPER.fullmatch(urls[name]) is not None
+    if is_paper == (first is not None) or (is_paper and not note):
+        raise ValueError(f"{key}: {comment!r}; name the line of a file, or what of a paper in a note.")
+    return name

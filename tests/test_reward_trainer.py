@@ -1,0 +1,326 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reward models with media: updates and metrics are TRL's, and those of the model's own forward of each completion."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset
+from helpers.families import ALL_FAMILIES
+from helpers.marks import slow_but
+from helpers.trainer_utils import PLAIN, assert_equal, relative_difference, run
+from helpers.trainer_utils import load as load_model
+from peft import LoraConfig
+from test_dpo import FORMS, IN_ORDER, REFUSED, chat, conversations, image_pairs, pairs, sound_pairs
+from torch.nn.functional import logsigmoid
+from trl import RewardConfig, RewardTrainer
+
+from trl_multimodal_rft import CompactLogCallback, MultimodalRewardConfig, MultimodalRewardTrainer
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.encoding import supervised
+from trl_multimodal_rft.models.reward_model import as_reward_model, load_reward_model
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["score"])
+MARGINS = [0.5, 0.0, 1.5, 0.2, 0.0, 0.7, 0.1, 2.0]
+
+CASES = {
+    "plain": {},
+    "margin": {"margin": True},
+    "centered": {"center_rewards_coefficient": 0.1},
+    "accumulated": {"margin": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "adapter": {"margin": True, "objects": {"peft_config": LORA}},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+def fresh(family="qwen2_5_vl"):
+    """A reward model of a family, whose score is seeded and as large as its other weights, and its processor."""
+    model, processor = load_model(family)
+    torch.manual_seed(1)
+    model = as_reward_model(model)
+    with torch.no_grad():
+        model.score.weight.mul_(6)
+    processor.tokenizer.chat_template = processor.chat_template  # which TRL reads
+    return model, processor
+
+
+def text_pairs(n=8, margin=False):
+    rows = [{**row, **({"margin": value} if margin else {})} for row, value in zip(pairs(n), MARGINS, strict=False)]
+    return Dataset.from_list(rows)
+
+
+def trained(trainer_class, *, margin=False, objects=None, rows=None, **options):
+    model, processor = fresh()
+    ours = issubclass(trainer_class, MultimodalRewardTrainer)
+    objects = {"model": model, "processing_class": processor if ours else processor.tokenizer, **(objects or {})}
+    rows, options = rows or text_pairs(margin=margin), {**IN_ORDER, "learning_rate": 0.03, **options}
+    result = run(trainer_class, "qwen2_5_vl", rows, reward=None, objects=objects, **options)
+    result.history[-1].pop("total_flos")  # counted by the names of inputs
+    return result
+
+
+@functools.cache
+def trl_run(name):
+    return trained(RewardTrainer, **CASES[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "padded"}, {"max_tokens_per_microbatch": 60}], ids=str)
+@pytest.mark.parametrize("name", slow_but(CASES, "margin", "centered", "adapter"))
+def test_equals_trl(name, options):
+    ours = trained(MultimodalRewardTrainer, **CASES[name], **options)
+    for entry in ours.history:
+        assert entry.pop("token_budget/parts", 2) > 1
+        entry.pop("token_budget/extra_time", None)
+    assert ours.history[0].keys() - {"skipped_updates"} == trl_run(name).history[0].keys()
+    assert_equal(trl_run(name), ours)
+
+
+def test_prompts_with_images_are_packed_exactly():
+    padded, packed = (
+        trained(MultimodalRewardTrainer, rows=image_pairs(), packing=each) for each in ("padded", "prefix")
+    )
+    assert_equal(padded, packed)
+
+
+# Comparison with the model
+
+
+def own_scores(model, processor, prompts, answers):
+    """Scores of each prompt's chosen and rejected answer by the model's own forward of each conversation."""
+    scores = []
+    for offset in (0, 4):
+        for i, prompt in enumerate(prompts):
+            said = [*prompt, *chat("assistant", answers[offset + i % 4])]
+            options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            if any(part["type"] == "video" for part in prompt[0]["content"]):
+                options["processor_kwargs"] = {"videos_kwargs": {"do_sample_frames": False}}
+            inputs = processor.apply_chat_template([said], **options).to(torch.float64)
+            scores.append(model(**inputs).logits[0, 0])
+    return torch.stack(scores).chunk(2)
+
+
+@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_omni", "qwen2_audio", "qwen3_vl", "gemma3"], "qwen2_5_omni"))
+def test_loss_and_gradient_are_those_of_plain_forwards(family, packing, tmp_path):
+    """In float64: text, images, sounds and videos in one batch, with margins, a tie and centering."""
+    prompts, answers, dataset = conversations(family)
+    rows = [{**dataset[i], "margin": MARGINS[i], "tie": i == 0} for i in range(len(prompts))]
+    model, processor = ALL_FAMILIES[family].build()
+    torch.manual_seed(1)
+    model = as_reward_model(model).double().eval()
+    plain = copy.deepcopy(model)
+    options = {
+        **PLAIN,
+        "per_device_train_batch_size": len(rows),
+        "packing": packing,
+        "center_rewards_coefficient": 0.1,
+    }
+    args = MultimodalRewardConfig(str(tmp_path), **options)
+    trainer = MultimodalRewardTrainer(model, args, text_pairs(), processing_class=processor)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    loss.backward()
+    chosen, rejected = own_scores(plain, processor, prompts, answers)
+    difference, margin = chosen - rejected, torch.tensor(MARGINS[: len(rows)])
+    losses = -logsigmoid(difference - margin)
+    losses[0] = losses[0] - logsigmoid(-difference[0] - margin[0])
+    expected = losses.mean() + 0.1 * (chosen + rejected).square().mean()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and difference.std() > 0.01
+    found, own = (
+        {name: p.grad for name, p in each.named_parameters() if p.grad is not None and p.grad.any()}
+        for each in (trainer.model, plain)
+    )
+    assert found.keys() == own.keys() and len(own) > 20
+    assert relative_difference(own, found) < 1e-6
+
+
+def test_ties_pull_scores_together_and_are_no_right_or_wrong(tmp_path):
+    rows = [{**row, "tie": i in (0, 3)} for i, row in enumerate(pairs(4))]
+    trainer = run_ours(Dataset.from_list(rows), tmp_path, self_check=False)
+    trainer.model.train()
+    batch = trainer.data_collator(rows)
+    scores = trainer._score(trainer.model, batch).values[:, 0].detach()
+    difference = scores[:4] - scores[4:]
+    loss = trainer.compute_loss(trainer.model, batch)
+    both = -(logsigmoid(difference) + logsigmoid(-difference))
+    expected = torch.where(batch["tie"], both, -logsigmoid(difference)).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (both[[0, 3]] > both.new_tensor(4.0).log()).all()  # least where the scores are equal
+    kept = difference[1:3]
+    assert trainer._metrics["train"]["accuracy"] == [(kept > 0).float().mean().item()]
+    assert trainer._metrics["train"]["margin"] == pytest.approx([kept.mean().item()], rel=1e-5)
+    trainer._metrics["train"].clear()
+    trainer.compute_loss(trainer.model, trainer.data_collator([{**row, "tie": True} for row in rows]))
+    assert trainer._metrics["train"]["accuracy"] == [] and len(trainer._metrics["train"]["mean_reward"]) == 1
+
+
+def test_the_score_is_where_transformers_reads_it():
+    """A sequence classifier ignores its padding token at the end, which the end of a sequence may be."""
+    model, processor = fresh()
+    model.config.get_text_config().pad_token_id = processor.tokenizer.eos_token_id = 2
+    rows = Dataset.from_list([FORMS["text"]] * 4)
+    trained_by = [
+        trained(
+            each,
+            rows=rows,
+            objects={"processing_class": processor if each is MultimodalRewardTrainer else processor.tokenizer},
+        )
+        for each in (RewardTrainer, MultimodalRewardTrainer)
+    ]
+    assert_equal(*trained_by)
+
+
+# Models
+
+
+def test_saved_models_are_those_of_transformers(tmp_path):
+    model, _ = fresh("gemma3")
+    model.save_pretrained(tmp_path / "ours")
+    theirs = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", dtype="float32")
+    assert type(theirs) is hf.Gemma3ForSequenceClassification
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_reward_model(str(tmp_path / "theirs"))
+    ids = torch.arange(20, 30)[None]
+    scores = [each.eval()(input_ids=ids).logits for each in (model, theirs, again, as_reward_model(theirs))]
+    assert all(torch.allclose(each, scores[0], atol=1e-6) for each in scores)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in theirs.state_dict().items())
+
+
+def test_what_can_not_score_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Llama4ForConditionalGeneration has no backbone apart from its LM head"):
+        as_reward_model(ALL_FAMILIES["llama4"].build()[0])
+    model, processor = fresh("gemma3")
+    model.config.num_labels = 2
+    with pytest.raises(ValueError, match="has `num_labels=2`; reward models require `num_labels=1`"):
+        as_reward_model(hf.Gemma3ForSequenceClassification(model.config))
+
+
+# Runs
+
+
+def run_ours(rows, folder, family="qwen2_5_vl", objects=None, **options):
+    model, processor = fresh(family)
+    objects = {"model": model, "processing_class": processor, **(objects or {})}
+    args = MultimodalRewardConfig(str(folder), **{**PLAIN, **IN_ORDER, "learning_rate": 0.03, **options})
+    return MultimodalRewardTrainer(args=args, train_dataset=rows, **objects)
+
+
+def test_the_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
+    encoded, forwarded = [], []
+    encode = supervised.encode_prompt
+    monkeypatch.setattr(
+        supervised, "encode_prompt", lambda *args, **kwargs: encoded.append(1) or encode(*args, **kwargs)
+    )
+    trainer = run_ours(image_pairs(4), tmp_path, max_steps=1, self_check=False)
+    trainer.model.get_decoder().register_forward_hook(
+        lambda module, args, kwargs, output: forwarded.append(kwargs["inputs_embeds"].shape[:2]), with_kwargs=True
+    )
+    trainer.train()
+    assert len(encoded) == 4 and len(forwarded) == 1
+    batch = trainer.data_collator([image_pairs(4)[i] for i in range(4)])
+    n_tokens = sum(map(len, batch["sequences"])) + int(batch["completion_mask"].sum())
+    assert forwarded[0][0] == 1 and n_tokens <= forwarded[0][1] <= n_tokens + 8  # copies of last tokens
+
+
+def test_resuming_continues_bit_for_bit(tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
+    options |= {"optim": "adamw_torch", "learning_rate": 1e-3}
+    whole, resumed = (run_ours(image_pairs(), tmp_path, **options) for _ in range(2))
+    whole.train()
+    resumed.train(f"{tmp_path}/checkpoint-2")
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    kept = ("loss", "num_tokens", "margin", "accuracy")
+    logs = [[[entry.get(name) for name in kept] for entry in each.state.log_history[:4]] for each in (whole, resumed)]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("family, rows", [("qwen2_audio", sound_pairs), ("qwen2_5_vl", text_pairs)])
+def test_other_rows_train_and_evaluate(family, rows, tmp_path):
+    trainer = run_ours(rows(), tmp_path, family, objects={"eval_dataset": rows(3)}, max_steps=1)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_accuracy", "eval_margin"} <= metrics.keys()
+    assert trainer.evaluate(rows(3))["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+
+
+def test_metrics_of_the_user_get_the_scores(tmp_path):
+    seen = []
+    objects = {"eval_dataset": text_pairs(4), "compute_metrics": lambda found: seen.append(found.predictions) or {}}
+    run_ours(text_pairs(), tmp_path, objects=objects, per_device_eval_batch_size=4).evaluate()
+    assert seen[0].shape == (8, 1) and seen[0].std() > 0.01
+
+
+def test_the_console_shows_the_first_pair(tmp_path, capsys):
+    row = {**FORMS["whole conversations"], "image": image_pairs(1)[0]["image"]}
+    trainer = run_ours(Dataset.from_list([row] * 4), tmp_path, max_steps=1)
+    trainer.add_callback(CompactLogCallback())
+    trainer.train()
+    assert "It is a cat." in capsys.readouterr().out
+
+
+def test_an_adapter_trains_the_score_or_warns(tmp_path, caplog):
+    run_ours(text_pairs(), tmp_path, objects={"peft_config": LoraConfig(target_modules=["q_proj"])})
+    assert "The adapter leaves `score` as it is" in caplog.text
+
+
+@pytest.mark.parametrize("frozen, trains", [("language_model", "visual"), ("model", "score")])
+def test_parts_are_frozen(frozen, trains, tmp_path):
+    trainer = run_ours(image_pairs(), tmp_path, freeze=[frozen])
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    moved = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all(trains in name for name in moved)
+
+
+# Rows
+
+
+TOKENIZED = {"chosen_ids": [5, 6, 7, 8], "rejected_ids": [5, 6, 9]}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "tokenized"])
+def test_texts_are_encoded_as_by_trl(form, tmp_path):
+    row = {**FORMS, "tokenized": TOKENIZED}[form]
+    rows = Dataset.from_list([row] * 2)
+    model, processor = fresh()
+    args = RewardConfig(str(tmp_path), **PLAIN)
+    theirs = RewardTrainer(model, args, train_dataset=rows, processing_class=processor.tokenizer).train_dataset[0]
+    pair = run_ours(rows, tmp_path).data_collator([rows[0]])["sequences"][0]
+    assert pair.input_ids.tolist() + pair.chosen == theirs["chosen_ids"]
+    assert pair.input_ids.tolist() + pair.rejected == theirs["rejected_ids"]
+    assert pair.chosen[0] != pair.rejected[0]  # all that they share is shared
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "no prompt"])
+def test_rows_are_refused_by_name(name, tmp_path):
+    start = ({"chosen": "Yes", "rejected": "No"}, "row 0: `chosen` and `rejected` start differently")
+    row, message = {**REFUSED, "no prompt": start}[name]
+    trainer = run_ours(Dataset.from_list([row]).with_transform(lambda batch: {k: [row[k]] for k in row}), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "rows, options, message",
+    [
+        (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
+        (Dataset.from_list([]), {}, "train dataset has no rows"),
+        (text_pairs(2), {"dataset_num_proc": 2}, "`dataset_num_proc=2` has no use in training of reward models here"),
+        (text_pairs(2), {"packing": "rows"}, "`packing`"),
+    ],
+)
+def test_datasets_and_options_are_refused(rows, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run_ours(rows, tmp_path, **options)
+
+
+def test_long_rows_are_refused_or_left_out(tmp_path):
+    rows = Dataset.from_list([*pairs(3), {**pairs(1)[0], "chosen": chat("assistant", "a cat " * 30)}])
+    with pytest.raises(MediaError, match=r"row 3 has \d+ tokens, more than `max_length` \(60\)"):
+        run_ours(rows, tmp_path, max_length=60).train()
+    trainer = run_ours(rows, tmp_path, max_length=60, on_media_error="skip(max_rows=2)", max_steps=1)
+    trainer.train()
+    assert [*trainer._stream.skipped] == [3]

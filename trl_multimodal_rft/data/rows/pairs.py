@@ -1,0 +1,120 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Turns pairs of completions into rows for a judge, which sees each pair in both orders."""
+
+import re
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value, concatenate_datasets
+
+from ...families import MODALITIES
+from .columns import as_text, strip_media
+
+
+JUDGE_TEMPLATE = """\
+You compare two answers to a question about what you see or hear. The better answer is right, complete and clear, and \
+says nothing that isn't there. Neither the order nor the length of the answers matters.
+
+Question:
+{question}
+
+Answer A:
+{answer_a}
+
+Answer B:
+{answer_b}
+
+Think in <think> </think>, then write which answer is better in <answer> </answer>: A, B or tie."""
+_SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
+_TAG = re.compile(rf"<({'|'.join(MODALITIES)})>")
+_COLUMNS = ("prompt", "chosen", "rejected")
+# Column of rows whose completions are equally good, so that which of them is `chosen` says nothing
+TIE = "tie"
+
+
+def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
+    """
+    Rows that ask a judge which completion of each pair is better, in both orders, for [`preference_reward`].
+
+    Rows `2 * i` and `2 * i + 1` are of pair `i`, so that a judge that prefers a position earns nothing by it.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Rows of `prompt`, `chosen`, `rejected` (texts or messages) and media, as for [`MultimodalDPOTrainer`]. A
+            column `tie` may say which pairs are equally good.
+        template (`str`, *optional*):
+            Text of the judge's prompt, in which `{question}` is the pair's prompt with its media, and `{answer_a}`
+            and `{answer_b}` are the completions.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt`, `solution` (`"A"`, `"B"` or `"tie"`), media and the other columns.
+
+    Raises:
+        `ValueError`: If the dataset has no pairs, or the template doesn't show all of them.
+
+    Example:
+    ```python
+    dataset = judge_rows(load_preferences("openbmb/RLAIF-V-Dataset"))
+    trainer = MultimodalGRPOTrainer(model, [preference_reward, think_format_reward], args, dataset)
+    ```
+    """
+    check_pairs(dataset)
+    parts = _SLOTS.split(template)
+    if sorted(parts[1::2]) != ["answer_a", "answer_b", "question"]:
+        raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
+    columns: dict[str, list] = {"prompt": [], "solution": []}
+    texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
+    for row in texts:
+        # A tag in an answer stands for no medium
+        answers = [_TAG.sub(r"< \1>", as_text(strip_media(row[name]))) for name in ("chosen", "rejected")]
+        for better, (first, second) in (("A", answers), ("B", answers[::-1])):
+            shown = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
+            content = [shown[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
+            columns["prompt"].append([{"role": "user", "content": _joined(sum(content, []))}])
+            columns["solution"].append("tie" if row.get(TIE) else better)
+    asks_blocks = isinstance(texts[0]["prompt"], list) and isinstance(texts[0]["prompt"][0]["content"], list)
+    kept = Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if asks_blocks else None
+    rows = Dataset.from_dict(columns, kept)
+    others = dataset.remove_columns([*texts.column_names, *{"solution"} & {*dataset.column_names}])
+    if not others.column_names:
+        return rows
+    return concatenate_datasets([rows, others.select(np.repeat(np.arange(len(dataset)), 2))], axis=1)
+
+
+def check_pairs(dataset: Dataset) -> None:
+    """Raises a `ValueError` for a dataset without pairs."""
+    if missing := [name for name in _COLUMNS if name not in dataset.column_names]:
+        raise ValueError(
+            f"Pairs need the columns `prompt`, `chosen` and `rejected`, but the dataset has {dataset.column_names}; "
+            f"add {missing}, or, where both completions contain the prompt, call `dataset.map(trl.extract_prompt)`."
+        )
+    if len(dataset) == 0:
+        raise ValueError("The dataset has no pairs; pass at least one row.")
+
+
+def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of a prompt, of several messages with their roles."""
+    if isinstance(prompt, str):
+        return [_block(prompt)]
+    blocks = []
+    for message in prompt:
+        content = message["content"] or ""
+        blocks += [_block(f"{message['role']}: ")] if len(prompt) > 1 else []
+        blocks += [_block(content)] if isinstance(content, str) else content
+        blocks += [_block("\n")] if message is not prompt[-1] else []
+    return blocks
+
+
+def _joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins texts that follow each other, as some chat templates strip each block."""
+    joined: list[dict[str, Any]] = []
+    for block in blocks:
+        if joined and block.get("text") is not None and joined[-1].get("text") is not None:
+            joined[-1] = _block(joined[-1]["text"] + block["text"])
+        else:
+            joined.append(block)
+    return joined
+
+
+def _block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

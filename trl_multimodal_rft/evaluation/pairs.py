@@ -1,0 +1,194 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Accuracy of judges and of reward models on pairs of completions."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import TrainerState
+from trl.trainer.utils import get_callable_name
+
+from ..data.reading.refs import MediaError
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import as_text, rows_to_messages, strip_media
+from ..data.rows.features import restore_media, restore_rows
+from ..data.rows.pairs import TIE, check_pairs
+from ..data.rows.row import DatasetRows, Row
+from ..models.modes import kept_random_state
+from ..rewards.calls import call_rewards, reward_arguments, reward_loop
+from ..rewards.checks import checked_reward
+from ..rewards.preference import verdict_in
+from .config import EvaluationConfig
+from .result import GROUP, EvaluationResult, aggregate, estimate, mean
+
+
+# Entries of an evaluation's row with an item for each completion
+_LISTS = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
+_LISTS += ("tool_failures", "ended_by", "completions_without", "correct_without")
+_COMPLETIONS = ("chosen", "rejected")
+
+
+def pair_result(result: EvaluationResult) -> EvaluationResult:
+    """
+    What a judge's answers to the rows of [`~data.judge_rows`] say about its pairs.
+
+    Args:
+        result ([`EvaluationResult`]):
+            Result of [`evaluate`] on such rows with [`preference_reward`], for which both orders of a pair are rows.
+
+    Returns:
+        [`EvaluationResult`]: Rows of pairs, with the completions and `verdicts` of the first order before those of the
+        second. Metrics are those of [`evaluate`], in which a pair is one observation: `accuracy` is the share of right
+        verdicts in both orders. Others are `consistent_accuracy`, how often both orders are right; `flips`, how often
+        both name the same position, so that the preferred answer changes with the order; `accuracy_without_ties`, of
+        pairs that aren't equally good, if some are; and shares of verdicts: `predicted_ties`, `unreadable`, and
+        `first_preferred` of those that name a position. All but these have intervals.
+
+    Example:
+    ```python
+    result = pair_result(evaluate(judge, processor, judge_rows(pairs), preference_reward))
+    print(result.metrics["accuracy"], result.metrics["flips"])
+    ```
+    """
+    args = EvaluationConfig(**{each.name: result.settings[each.name] for each in fields(EvaluationConfig)})
+    orders: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in result.rows:
+        orders[row["index"] // 2].append(row)
+    pairs = [_joined(index, *rows) for index, rows in orders.items() if len(rows) == 2]
+    metrics = _metrics(pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args)
+    n = args.num_samples
+    for name, column, agree in (
+        ("consistent_accuracy", "correct", lambda first, second: bool(first and second)),
+        ("flips", "verdicts", lambda first, second: first == second in ("A", "B")),
+    ):
+        halves = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
+        shares = np.array([np.mean([agree(*each) for each in both]) for both in halves])
+        metrics |= estimate(name, shares, n == 1, args.confidence)
+    verdicts = [verdict for pair in pairs for verdict in pair["verdicts"]]
+    metrics["predicted_ties"] = mean([verdict == "tie" for verdict in verdicts])
+    metrics["unreadable"] = mean([verdict is None for verdict in verdicts])
+    metrics["first_preferred"] = mean([verdict == "A" for verdict in verdicts if verdict in ("A", "B")])
+    skipped = {index // 2: reason for index, reason in result.skipped.items()}
+    metrics |= {"skipped_rows": len(skipped)} if "skipped_rows" in result.metrics else {}
+    return EvaluationResult(metrics, pairs, result.settings | {"pairs": True}, skipped)
+
+
+def _joined(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The record of a pair, whose completions are those of both orders."""
+    lists = [name for name in first if name in _LISTS or name.startswith(("reward/", "extra/"))]
+    joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
+    return {**first, "index": index, **joined, "verdicts": list(map(verdict_in, joined["completions"] or ()))}
+
+
+def _metrics(
+    pairs: list[dict[str, Any]], ties: list[bool], names: Sequence[str], args: EvaluationConfig
+) -> dict[str, float | None]:
+    """Metrics of evaluations that apply to pairs, and the accuracy of those that aren't equally good."""
+    grouped = [{**pair, GROUP: str(pair.get(str(args.group_by)))} for pair in pairs]
+    metrics = aggregate(grouped, names, replace(args, pass_at=[], majority_at=[]))
+    if any(ties):
+        others = [pair["correct"] for pair, tie in zip(pairs, ties, strict=True) if not tie]
+        shares = np.array([np.mean(correct) for correct in others if None not in correct])
+        metrics |= estimate("accuracy_without_ties", shares, len(pairs[0]["correct"]) == 1, args.confidence)
+    return metrics
+
+
+def score_pairs(
+    reward_func: Callable,
+    dataset: Dataset,
+    args: EvaluationConfig | None = None,
+    *,
+    tie_margin: float = 0.0,
+    media_rules: MediaRules = DEFAULT_RULES,
+    accelerator: Accelerator | None = None,
+) -> EvaluationResult:
+    """
+    How often a reward model scores the chosen completion of a pair higher than the rejected one.
+
+    Args:
+        reward_func (`Callable`):
+            [`RewardModel`], or a reward function with the signature of TRL's.
+        dataset ([`~datasets.Dataset`]):
+            Rows of `prompt`, `chosen`, `rejected` and media; `tie` may say which pairs are equally good.
+        args ([`EvaluationConfig`], *optional*):
+            Of which `batch_size` (in pairs), `group_by`, `confidence` and `on_media_error` apply.
+        tie_margin (`float`, *optional*, defaults to `0.0`):
+            Largest difference of the scores of a pair that predicts a tie, which is right for equally good completions
+            alone.
+        media_rules ([`~data.reading.rules.MediaRules`], *optional*):
+            Allowed sources and sizes of media.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            Processes, which share the pairs. By default a new one.
+
+    Returns:
+        [`EvaluationResult`]: Metrics as in [`pair_result`], but for those of two orders, and `margin`, the mean score
+        of chosen completions minus that of rejected ones. Rows have the `scores` of both completions.
+
+    Raises:
+        `ValueError`: If the dataset has no pairs, or the function returns something else than a number or `None` per
+            completion.
+
+    Example:
+    ```python
+    result = score_pairs(RewardModel(model, processor), load_preferences("openbmb/RLAIF-V-Dataset"))
+    ```
+    """
+    check_pairs(dataset)
+    args, accelerator = args or EvaluationConfig(), accelerator or Accelerator()
+    stored, name, skips = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
+    indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
+    pairs, skipped, size = [], {}, 1 if skips else args.batch_size
+    with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop:
+        for batch in (stored.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
+            rows = [row.row_index for row in batch for _ in _COMPLETIONS]
+            try:
+                arguments = _arguments(batch, media_rules)
+                functions = {name: checked_reward(reward_func, name, media_rules, rows)}
+                scores = call_rewards(functions, arguments, loop)[name]
+            except MediaError as error:
+                if not skips:
+                    raise
+                skipped[rows[0]] = str(error)
+                continue
+            prompts, texts = ([as_text(strip_media(v)) for v in arguments[k]] for k in ("prompts", "completions"))
+            for i, row in zip(range(0, len(scores), 2), batch, strict=True):
+                pair = {"index": row.row_index, "prompt": prompts[i], "completions": texts[i : i + 2]}
+                pair |= _compared(scores[i], scores[i + 1], bool(row.get(TIE)), tie_margin)
+                pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
+    pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
+    skipped = dict(gather_object([*skipped.items()]))
+    metrics = _metrics(pairs, [pair[TIE] for pair in pairs], (), args)
+    scored = [pair for pair in pairs if None not in pair["scores"]]
+    metrics["margin"] = mean([pair["scores"][0] - pair["scores"][1] for pair in scored if not pair[TIE]])
+    metrics["predicted_ties"] = mean([pair["predicted_tie"] for pair in scored])
+    metrics |= {"skipped_rows": len(skipped)} if skips else {}
+    settings = {**asdict(args), "reward_funcs": [name], "tie_margin": tie_margin, "pairs": True}
+    return EvaluationResult(metrics, pairs, settings, skipped)
+
+
+def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
+    """Arguments of a reward function, as trainers pass them: of each pair, those of both completions."""
+    prompts = restore_media([row["prompt"] for row in rows_to_messages(batch, rules=media_rules)])
+    rows = [{k: v for k, v in row.items() if k not in _COMPLETIONS} for row in restore_rows(batch, media_rules)]
+    completions: list = [strip_media(row[name]) for row in batch for name in _COMPLETIONS]
+    if not isinstance(prompts[0], str):
+        completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
+    prompts, rows = ([each for each in values for _ in _COMPLETIONS] for values in (prompts, rows))
+    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # which are of a run
+    arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows, completions)
+    return {**arguments, "trainer_state": TrainerState(), **logs}
+
+
+def _compared(chosen: float | None, rejected: float | None, tie: bool, tie_margin: float) -> dict[str, Any]:
+    """What the scores of a pair say about it."""
+    correct = predicted = None
+    if chosen is not None and rejected is not None:
+        predicted = abs(chosen - rejected) <= tie_margin
+        correct = predicted if tie else chosen > rejected and not predicted
+    return {"scores": [chosen, rejected], "correct": [correct], "predicted_tie": predicted, TIE: tie}

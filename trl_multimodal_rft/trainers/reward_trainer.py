@@ -1,0 +1,236 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Reward models that see and hear, from comparisons of completions."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from torch import nn
+from torch.nn.functional import logsigmoid
+from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
+from trl import RewardTrainer
+from trl.data_utils import extract_prompt, get_dataset_column_names
+
+from ..data.rows.row import Row
+from ..encoding.processors import tokenizer_of
+from ..encoding.supervised import PreferencePair
+from ..forward.scores import Scores
+from ..models.reward_model import as_reward_model, load_reward_model
+from ..models.wrapped import replaced, unwrapped
+from ..reporting.model_card import CardNotes, common_lines
+from .optimizer import freeze_and_check
+from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
+from .reading import CompletionTrainer, load_for_reading
+from .reward_config import MultimodalRewardConfig
+from .setup import no_warning_about_init_kwargs, resolve_config
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+
+
+logger = get_logger(__name__)
+
+
+class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
+    """
+    Trainer for reward models that see and hear, which score completions, from comparisons of two, see
+    [Learning to summarize from human feedback](https://huggingface.co/papers/2009.01325).
+
+    [`~trl.RewardTrainer`] with audio, video and images in prompts: loss, metrics and options are TRL's. A prompt and
+    its media are encoded once, and forwarded once for both completions. The trained model rewards completions in
+    [`MultimodalGRPOTrainer`] (`reward_funcs="path"`), is a first critic in [`MultimodalPPOTrainer`], and is a sequence
+    classifier of transformers where that has one for the family.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train: a reward model, a sequence classifier with one label, or a policy, whose LM head a new
+            score takes the place of.
+        args ([`MultimodalRewardConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with `prompt`, `chosen` and `rejected`, each text or messages, with the media columns that
+            [`MultimodalGRPOTrainer`] takes, whose media are for the prompt, and optionally with `margin`, a number by
+            which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`, it is what both
+            completions start with.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.RewardTrainer`].
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        optimizer_cls_and_kwargs (`tuple`, *optional*):
+            Optimizer class and its arguments, as for [`~trl.RewardTrainer`].
+        preprocess_logits_for_metrics (`Callable`, *optional*):
+            See [`~trl.RewardTrainer`].
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model. With `task_type="SEQ_CLS"` or `modules_to_save=["score"]` the
+            score is trained, too.
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the model can't be trained or has several labels, if ranks are to share rows (tensor, context
+            or sequence parallelism), or if a dataset has no comparisons, or media that a tokenizer can't encode.
+    """
+
+    _tag_names = ["trl", "reward-trainer", "trl-multimodal-rft"]
+    _name = "Reward"
+    _paper = {
+        "title": "Learning to summarize from human feedback",
+        "id": "2009.01325",
+        "citation": textwrap.dedent("""\
+            @inproceedings{stiennon2020learning,
+                title     = {{Learning to summarize from human feedback}},
+                author    = {Nisan Stiennon and Long Ouyang and Jeffrey Wu and Daniel M. Ziegler and others},
+                year      = 2020,
+                booktitle = {Advances in Neural Information Processing Systems 33},
+            }"""),
+    }
+
+    def __init__(
+        self,
+        model: Model,
+        args: MultimodalRewardConfig | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+    ):
+        args = resolve_config(MultimodalRewardConfig, args, model)
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
+        loaded = load_for_reading(model, args, processing_class, datasets, objects, load=load_reward_model)
+        model, processing_class = as_reward_model(loaded.model), loaded.processing_class
+        tokenizer = tokenizer_of(processing_class)
+        self.card_notes = CardNotes()
+        self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
+        parent: Any = super()  # typed as GRPO's by the mixins
+        with no_warning_about_init_kwargs(loaded.by_name), replaced(args, enable_jit_checkpoint=False):
+            parent.__init__(
+                model=model,
+                args=args,
+                data_collator=self.data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=tokenizer,  # of which TRL reads and sets tokens
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+        if args.chat_template_path is not None:
+            processing_class.chat_template = tokenizer.chat_template
+        self.processing_class = self.callback_handler.processing_class = processing_class
+        self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
+        freeze_and_check(self.model, args, self.optimizer)
+        self._check_adapter()
+        self._start_reading(
+            datasets,
+            columns=[*COLUMNS, *COMPARISON] if args.remove_unused_columns else None,
+            models=[self._unwrapped(self.model)],
+            packs=args.packing == "prefix",
+            outputs=(),
+        )
+        self._complete_parts()
+
+    def _check_adapter(self) -> None:
+        """Refuses adapters that packed rows would leave out, and warns if they leave the score as it is."""
+        configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
+        if any(each.is_prompt_learning for each in configs):
+            raise ValueError(
+                "Prompt learning puts virtual tokens before a prompt, which packed rows don't have; use LoRA."
+            )
+        if configs and not any(
+            each.requires_grad for each in self._unwrapped(self.model).get_submodule("score").parameters()
+        ):
+            logger.warning(
+                "The adapter leaves `score` as it is, at random unless the model is a reward model; set "
+                "`task_type='SEQ_CLS'` or `modules_to_save=['score']` in the PEFT config."
+            )
+
+    # Rows
+
+    def _prepare_dataset(
+        self,
+        dataset: Dataset | IterableDataset,
+        processing_class: Processor,
+        args: MultimodalRewardConfig,
+        dataset_name: str,
+    ) -> Dataset | IterableDataset:
+        if {"chosen_ids", "chosen_input_ids"} & {*(get_dataset_column_names(dataset) or ())}:
+            return super()._prepare_dataset(dataset, tokenizer_of(processing_class), args, dataset_name)
+        check_preferences(dataset, dataset_name, self.data_collator)
+        return dataset  # whose rows are encoded when they are read
+
+    def _prepare_rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        return dataset  # which `evaluate` has checked
+
+    def _example(self, row: Row, pair: PreferencePair) -> tuple[Sequence, list[int], list[int]]:
+        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        return columns["prompt"], pair.input_ids.tolist(), pair.chosen
+
+    # Update
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
+        ids, mask, pairs = inputs["completion_ids"], inputs["completion_mask"], inputs["sequences"]
+        prompts = inputs["prompts"]
+        lengths = [len(each) for each in (*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs))]
+        packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
+        return self._policy.rewards(model, prompts, ids, mask, packed=packed)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, SequenceClassifierOutput]:
+        if self.args.self_check and self.model.training:
+            self.checks.on_comparisons(model, inputs["sequences"], self.args.packing == "prefix")
+        scores, margin, tie = self._score(model, inputs), inputs["margin"], inputs["tie"]
+        outputs = SequenceClassifierOutput(logits=scores.values)
+        n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in inputs["sequences"])
+        rows = {"attention_mask": margin.new_ones(1, n_tokens, dtype=torch.long), "margin": margin}
+        loss = super().compute_loss(lambda **kwargs: outputs, rows)
+        chosen, rejected = scores.values[:, 0].chunk(2)
+        # That neither is better by the margin: https://huggingface.co/papers/2409.17431, equation 10, up to a constant
+        loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
+        self._leave_out_ties((chosen - rejected).detach(), tie)
+        if scores.deferred is not None:
+            loss = self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)
+        return (loss, outputs) if return_outputs else loss
+
+    def _leave_out_ties(self, differences: torch.Tensor, tie: torch.Tensor) -> None:
+        """Replaces TRL's metrics of which completion is better, in micro-batches with rows where none is."""
+        sums = torch.stack([((differences > 0) & ~tie).sum(), (differences * ~tie).sum(), (~tie).sum(), tie.sum()])
+        correct, difference, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, total in (("accuracy", correct), ("margin", difference)) if n_ties else ():
+            metrics[name][-1:] = [total / n] if n else []
+
+    # Card
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        coefficient = self.args.center_rewards_coefficient
+        lines = [("Loss", "Bradley-Terry")] + [("`center_rewards_coefficient`", f"`{coefficient}`")] * bool(
+            coefficient
+        )
+        return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
