@@ -120,7 +120,7 @@ def decode(
                 index = ended.byte().argsort(dim=1, stable=True)[:, :left]
                 index = (index + torch.arange(groups, device=device)[:, None] * ended.size(1)).flatten()
                 rows = index if rows is None else rows[index]
-                cache.reorder_cache(index)
+                cache.reorder_cache(cast(torch.LongTensor, index))
                 step["input_ids"] = step["input_ids"][index]
                 step["position_ids"] = step["position_ids"].index_select(-2, index)
                 mask = None if mask is None else mask[index]
