@@ -238,7 +238,7 @@ def test_metrics_are_those_of_slow_counting(n):
         ends = np.clip(mean_interval(values, 0.9), 0, 1)
         assert [found[f"{name}{end}"] for end in ("", "_low", "_high")] == pytest.approx([np.mean(values), *ends])
     for name, values in (("consistent_accuracy", both), ("flips", flips)):
-        ends = wilson_interval(sum(values), 40, 0.9) if n == 1 else np.clip(mean_interval(values, 0.9), 0, 1)
+        ends = wilson_interval(int(sum(values)), 40, 0.9) if n == 1 else np.clip(mean_interval(values, 0.9), 0, 1)
         assert [found[f"{name}{end}"] for end in ("", "_low", "_high")] == pytest.approx([np.mean(values), *ends])
     flat = [verdict for row in verdicts for verdict in row]
     assert found["predicted_ties"] == pytest.approx(flat.count("tie") / len(flat))
