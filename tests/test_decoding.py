@@ -136,7 +136,8 @@ def test_one_wait_for_several_tokens(keeps, layouts, monkeypatch):
     assert found.size(1) % 16 and layouts[-1] is not None
     if keeps:
         cache, _, _ = branches._cache, branches.obstacle, branches._rows
-        assert cache.get_seq_length() == max(map(len, rows)) + found.size(1) - 1
+        length = max(map(len, rows)) + found.size(1) - 1
+        assert {layer.whole().keys.size(-2) for layer in cache.layers} == {cache.get_seq_length()} == {length}
 
 
 @torch.no_grad()

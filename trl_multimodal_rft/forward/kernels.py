@@ -215,7 +215,7 @@ def attention_with_lse(
         if query.device.type == "cpu":
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
-        if mask is None and has_varlen_kernel(query):
+        if mask is None and query.size(-1) % 8 == 0 and has_varlen_kernel(query):
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scaling

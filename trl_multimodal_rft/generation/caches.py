@@ -58,8 +58,8 @@ class CompletionLayer(GrowingLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._n += key_states.size(-2)
         if self._offset is None:
+            self._n += key_states.size(-2)
             return super().update(key_states, value_states)
         for held, states in ((self.keys, key_states), (self.values, value_states)):
             cast(torch.Tensor, held).index_copy_(2, self._offset, states)
@@ -76,7 +76,7 @@ class CompletionLayer(GrowingLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         self._n += tokens_to_remove
-        super().crop(tokens_to_remove)
+        self.keys, self.values = (each[..., :tokens_to_remove, :] for each in (self.keys, self.values))
 
     def whole(self) -> GrowingLayer:
         """A layer with the prompt of each completion before it."""
@@ -87,21 +87,19 @@ class CompletionLayer(GrowingLayer):
         return layer
 
 
-def shares_prompts(cache: DynamicCache, has_room: bool) -> bool:
+def takes_completions(cache: DynamicCache, has_room: bool) -> bool:
     """Whether completions can share what a cache holds of prompts, and have room in it."""
-    others = {type(layer) for layer in cache.layers} - {LinearAttentionLayer, GrowingLayer}
-    return others <= (set() if has_room else {DynamicSlidingWindowLayer})
+    kinds = {type(layer) for layer in cache.layers} - {LinearAttentionLayer}
+    return bool(kinds) and kinds <= {GrowingLayer, *(() if has_room else (DynamicSlidingWindowLayer,))}
 
 
 def share_prompts(
     cache: DynamicCache, n_rows: int, room: int = 0, offset: torch.Tensor | None = None
 ) -> dict[int, Shared]:
     """
-    Makes a cache of prompts one of `n_rows` completions, as many for each, and returns what these share, by layer:
-    nothing if other layers can't. Those with states get one for each completion. `room` is as in [`CompletionLayer`].
+    Makes a cache of prompts one of `n_rows` completions, as many for each, and returns what these share, by layer.
+    Layers with states get one for each completion. `room` and `offset` are as in [`CompletionLayer`].
     """
-    if not shares_prompts(cache, bool(room)):
-        return {}
     for i, layer in enumerate(cache.layers):
         if not isinstance(layer, LinearAttentionLayer):
             cache.layers[i] = CompletionLayer(cast(DynamicLayer, layer), n_rows, room, offset)

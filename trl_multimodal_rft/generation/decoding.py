@@ -15,8 +15,8 @@ from ..forward.decoding import Decoding
 from .caches import GrowingLayer
 
 
-# Tokens between two looks at whether all completions have ended, 16 where the host waits for a device
-_TOKENS_PER_WAIT = {"cpu": 1}
+# Tokens between two looks at whether all completions have ended, where the host would wait for the device
+_TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
 
 # Options for which `generate` does more than to draw from the last token's logits, and their neutral values
 _NEEDS_GENERATE = {
@@ -79,7 +79,8 @@ def decode(
     step["position_ids"] = step["position_ids"].clone()
     finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
     groups = 1 if layout is None else layout.n_prompts
-    generator, states, every = _generator(device), [], _TOKENS_PER_WAIT.get(device.type, 16)
+    states, every = [], _TOKENS_PER_WAIT.get(device.type, 1)
+    generator = _generator(device) if every > 1 else None
     with decoded_by(model, layout), getattr(model, "_optimize_model_for_decode", nullcontext)():
         while n < stop:
             if layout is not None:
@@ -102,14 +103,15 @@ def decode(
             n += 1
             step["input_ids"] = (drawn if rows is None else drawn[rows])[:, None]
             step["position_ids"].add_(1)
-            states.append(generator.get_state() if every > 1 else None)
+            if generator is not None:
+                states.append(generator.get_state())
             if ends is None or ((n - start) % every and n < stop):
                 continue
             ended = (finished if rows is None else finished[rows]).view(groups, -1)
             left = int((~ended).sum(1).max())  # of the prompt that has most
             if left == 0:
                 surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                if surplus:
+                if surplus and generator is not None:
                     generator.set_state(states[-1 - surplus])
                     n -= surplus
                     if keeps:

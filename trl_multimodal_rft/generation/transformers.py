@@ -27,7 +27,7 @@ from ..forward.layer_masks import Causal, span_mask
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
-from .caches import CompletionLayer, GrowingLayer, growing_cache, share_prompts, shares_prompts
+from .caches import CompletionLayer, GrowingLayer, growing_cache, share_prompts, takes_completions
 from .decoding import decode, decodes
 
 
@@ -165,11 +165,11 @@ def generate_completions(
     unique = [*group_by_prompt(prompts), *dummies]
     past, order = None, torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
     loops, room = decoding_loop and decodes(unwrapped_model, generation_config), 0
-    shares = loops and _in_groups(order.tolist(), len(unique)) and decoding_obstacle(unwrapped_model) is None
-    if generation_config.cache_implementation == "static" and shares and branches is None:
-        if shares_prompts(growing_cache(windows_as_forwarded(unwrapped_model)), has_room=True):
-            generation_config, room = copy.copy(generation_config), generation_config.max_new_tokens or 0
-            generation_config.cache_implementation = None if room else "static"
+    is_static = generation_config.cache_implementation == "static"
+    shares = loops and _in_groups(order.tolist(), len(unique)) and shares_prompts(unwrapped_model, unique, is_static)
+    if is_static and shares and branches is None and (generation_config.disable_compile or device.type == "cpu"):
+        generation_config, room = copy.copy(generation_config), generation_config.max_new_tokens or 0
+        generation_config.cache_implementation = None if room else "static"
     options = generation_config
     takes_a_cache = options.cache_implementation in (None, "hybrid") and options.use_cache is not False
     takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and (options.num_beams or 1) == 1
@@ -311,6 +311,14 @@ def _prefill(
     }
 
 
+def shares_prompts(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], has_room: bool = False) -> bool:
+    """Whether completions of prompts hold keys and values of these once, and whether caches have room for all."""
+    if decoding_obstacle(model) is not None or not _cacheable_tokens(model, prompts):
+        return False
+    is_long = has_room or max(map(len, prompts)) > _WORTH_SHARING
+    return is_long and takes_completions(growing_cache(windows_as_forwarded(model)), has_room)
+
+
 def _in_groups(order: Sequence[int], n_prompts: int) -> bool:
     """Whether completions of a prompt follow each other, as many for each."""
     return len(order) % n_prompts == 0 and [*order] == [i * n_prompts // len(order) for i in range(len(order))]
@@ -322,11 +330,10 @@ def _decoding(inputs: dict[str, Any], n_rows: int, room: int) -> Decoding | None
     it pays, or if they have `room`.
     """
     cache, seen = inputs["past_key_values"], inputs["attention_mask"][:, : inputs["past_key_values"].get_seq_length()]
-    if not room and (len(seen) == n_rows or seen.size(1) < _WORTH_SHARING):
+    if not room and len(seen) == n_rows:
         return None
     offset = torch.full((1,), -1, device=seen.device) if room else None
-    if not (shared := share_prompts(cache, n_rows, room, offset)):
-        return None
+    shared = share_prompts(cache, n_rows, room, offset)
     padding = torch.zeros(seen.shape, device=seen.device).masked_fill(seen == 0, MASKED)[:, None, None]
     return Decoding(shared, None if bool(seen.all()) else padding, offset, room)
 
