@@ -157,7 +157,8 @@ def test_frozen_tower_keeps_nothing_and_has_no_backward(folder, small_tile):
 
 def numbers(**changes):
     fields = dict.fromkeys(Measured.__dataclass_fields__, 0)
-    return Measured(**{**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, "cache": [], "sharing": 1, **changes})
+    fields = {**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, "cache": [], "sharing": 1}
+    return Measured(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(

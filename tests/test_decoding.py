@@ -50,13 +50,13 @@ def sample(model, rows, config, **kwargs):
     torch.manual_seed(1)
     unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
     output = generate_completions(model, unwrapped, rows, config, config.pad_token_id, unwrapped.device, **kwargs)
-    return output, torch.get_rng_state()
+    return output, (torch.cuda if unwrapped.device.type == "cuda" else torch).get_rng_state()
 
 
 def assert_same(model, rows, config, **kwargs):
-    (expected, before), (found, after) = (
-        sample(model, rows, config, decoding_loop=own, **kwargs) for own in (False, True)
-    )
+    """As `generate` on repeated prompts, without a cache of ours."""
+    expected, before = sample(model, rows, config, decoding_loop=False, shared_prefill=False)
+    found, after = sample(model, rows, config, **kwargs)
     assert torch.equal(found, expected)
     assert torch.equal(after, before)
     return found
@@ -249,6 +249,27 @@ def test_static_form(name, layouts):
     prefills = len(steps) - found[0].size(1)
     assert len(steps) > 10 and all(step == steps[prefills + 1] for step in steps[prefills + 1 :])
     assert not any("_local_scalar_dense" in name for name, _ in steps[-1])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_static_form_compiles_once(layouts):
+    """The step for the first token compiles; tokens after it reuse that, and are the same."""
+    model, tokenizer, rows = build("qwen2_5_vl")
+    expected, _ = sample(model, rows, options(tokenizer))
+    counter, forward, frames = torch._dynamo.testing.CompileCounter(), model.forward, []
+    compiled = torch.compile(forward, backend=counter, dynamic=False)
+
+    def watched(*args, **kwargs):
+        if kwargs["past_key_values"].get_seq_length() == 0:
+            return forward(*args, **kwargs)
+        output = compiled(*args, **kwargs)
+        frames.append(counter.frame_count)
+        return output
+
+    model.forward = watched
+    assert torch.equal(sample(model, rows, options(tokenizer, cache_implementation="static"))[0], expected)
+    assert 0 < frames[0] == frames[-1] and len(frames) == expected.size(1) > 10
 
 
 def test_operations_of_a_token(layouts, monkeypatch):

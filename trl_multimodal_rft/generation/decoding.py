@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The loop that samples behind a cache, in place of that of transformers' `generate`."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -26,12 +27,16 @@ _NEEDS_GENERATE = {
 }
 
 
+def draws(config: GenerationConfig) -> bool:
+    """Whether options ask for one token after the other, without beams, and without drafts from prompts."""
+    return config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+
+
 def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether [`decode`] gives what a model's `generate` gives with these options."""
     if not getattr(model.generate, "__module__", "").startswith("transformers."):
         return False
-    is_ordinary = config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
-    return is_ordinary and all(getattr(config, name, None) in neutral for name, neutral in _NEEDS_GENERATE.items())
+    return draws(config) and all(getattr(config, name, None) in neutral for name, neutral in _NEEDS_GENERATE.items())
 
 
 def decode(
@@ -80,7 +85,7 @@ def decode(
     finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
     groups = 1 if layout is None else layout.n_prompts
     states, every = [], _TOKENS_PER_WAIT.get(device.type, 1)
-    generator = _generator(device) if every > 1 else None
+    get_state, set_state = _random_state(device)
     with decoded_by(model, layout), getattr(model, "_optimize_model_for_decode", nullcontext)():
         while n < stop:
             if layout is not None:
@@ -103,16 +108,16 @@ def decode(
             n += 1
             step["input_ids"] = (drawn if rows is None else drawn[rows])[:, None]
             step["position_ids"].add_(1)
-            if generator is not None:
-                states.append(generator.get_state())
+            if every > 1:
+                states.append(get_state())
             if ends is None or ((n - start) % every and n < stop):
                 continue
             ended = (finished if rows is None else finished[rows]).view(groups, -1)
             left = int((~ended).sum(1).max())  # of the prompt that has most
             if left == 0:
                 surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                if surplus and generator is not None:
-                    generator.set_state(states[-1 - surplus])
+                if surplus:
+                    set_state(states[-1 - surplus])
                     n -= surplus
                     if keeps:
                         cache.crop(-surplus)
@@ -132,8 +137,9 @@ def decode(
     return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index or 0]
+def _random_state(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    """What reads and sets the random state of a device."""
+    if device.type not in _TOKENS_PER_WAIT or device.type == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
+    module = torch.get_device_module(device)
+    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)

@@ -28,7 +28,7 @@ from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
 from .caches import CompletionLayer, GrowingLayer, growing_cache, share_prompts, takes_completions
-from .decoding import decode, decodes
+from .decoding import decode, decodes, draws
 
 
 # Prefixes are prefilled first if that leaves at most this share of the tokens
@@ -172,7 +172,7 @@ def generate_completions(
         generation_config.cache_implementation = None if room else "static"
     options = generation_config
     takes_a_cache = options.cache_implementation in (None, "hybrid") and options.use_cache is not False
-    takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and (options.num_beams or 1) == 1
+    takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and draws(options)
     cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill and takes_a_cache else 0
     obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
     if branches is not None:
