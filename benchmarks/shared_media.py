@@ -45,7 +45,7 @@ def build_dataset(args: argparse.Namespace) -> Dataset:
     return Dataset.from_list([{"prompt": [{"role": "user", "content": each}], "images": frames} for each in questions])
 
 
-class Contestant(policy_update.Contestant):
+class Contestant(policy_update.GRPOContestant):
     """Times the updates of a trainer, and counts the tokens in `tokens` that its decoder forwards in one."""
 
     def __init__(self, args: argparse.Namespace, name: str, folder: str):

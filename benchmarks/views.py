@@ -30,7 +30,7 @@ CONTESTANTS = {
 }
 
 
-class Contestant(policy_update.Contestant):
+class Contestant(policy_update.GRPOContestant):
     """Times the steps of a trainer, and counts the tokens in `tokens` that its decoder forwards in one."""
 
     def __init__(self, args: argparse.Namespace, name: str, folder: str):

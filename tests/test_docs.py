@@ -101,6 +101,7 @@ def folder(tmp_path, monkeypatch):
         columns = {"prompt": ["What is it?"] * 2, kind: media, "solution": ["a bird", "a cat"]}
         Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_KEY", "secret")
     return tmp_path
 
 
@@ -213,7 +214,7 @@ def test_the_docs_are_short():
     sys.stdout.write("".join(f"{number:6} {path}\n" for path, number in sorted(words.items())))
     generated = sum(number for path, number in words.items() if path.startswith("docs/generated/"))
     assert generated <= 6_000
-    assert sum(words.values()) - generated <= 46_400
+    assert sum(words.values()) - generated <= 32_000
 
 
 def test_the_readme_shows_what_is_measured():

@@ -241,6 +241,11 @@ def test_templates_without_placeholders_or_that_reject_messages_are_named():
     messages = [{"role": "user", "content": "What?"}] * 2
     with pytest.raises(MediaError, match="row 2, column 'prompt': the chat template .* rejected the messages .Roles"):
         encode_prompt(messages, processor, model, row=2)
+    processor.chat_template = processor.tokenizer.chat_template = None  # as of PaliGemma's published processor
+    message = "^row 2, column 'prompt': Gemma3Processor has no chat template that could write messages; set `process"
+    for prompt in (messages, messages_of({"prompt": "What?", "image": image(56, 56)["image"]})):
+        with pytest.raises(MediaError, match=message):
+            encode_prompt(prompt, processor, model, row=2)
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "internvl"])

@@ -89,6 +89,17 @@ def test_vision_and_video(script, tmp_path):
 
 
 @pytest.mark.slow
+def test_preferences(tmp_path):
+    output = launch("preference_audio", tmp_path)
+    metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
+    assert metrics.keys() == {"accuracy_before", "reward_accuracy", "accuracy_grpo", "accuracy_dpo"}
+    assert f"{metrics['accuracy_before']:.1%} before, {metrics['accuracy_grpo']:.1%} after GRPO" in output
+    assert "rewards/reward_model/mean" in output and "'rewards/margins':" in output
+    folders = (tmp_path / name for name in (".", "before", "grpo", "reward_model"))
+    assert all((folder / "model.safetensors").exists() for folder in folders)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo_tools_audio", "grpo_tools_vision"])
 def test_tools(script, tmp_path):
     output = launch(script, tmp_path)

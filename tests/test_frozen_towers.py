@@ -357,7 +357,7 @@ def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
     count_forwards(model.model.visual, lambda given, has_graph: seen.update(forwards=1, graphs=has_graph))
     model.enable_input_require_grads()
     with monkeypatch.context() as patch:
-        patch.setattr(features, "_is_sharded", lambda model: True)
+        patch.setattr(features, "is_sharded", lambda model: True)
         of_media(model, prompts[:1])
         of_media(model, prompts[:1])
     assert seen == {"forwards": 2, "graphs": 0}

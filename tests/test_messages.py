@@ -16,7 +16,8 @@ from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.models.pretrained import load_trained
 
 
-KINDS = ("grpo", "rloo", "ppo", "sft")
+SAMPLED = ("grpo", "rloo", "ppo")
+KINDS = (*SAMPLED, "sft", "dpo", "reward")
 RUN = {"use_cpu": True, "bf16": False, "report_to": []}
 
 
@@ -35,7 +36,7 @@ def refused(tmp_path, rows):
 
     def says(kind, error, options=None, **arguments):
         arguments = {"model": str(saved("qwen2_5_vl")), "train_dataset": rows, **arguments}
-        if kind != "sft":
+        if kind in SAMPLED:
             arguments.setdefault("reward_funcs", length_and_sum)
         if "args" not in arguments:
             arguments["args"] = config(kind, **{"folder": tmp_path / "out", **(options or {})})
@@ -72,7 +73,7 @@ def test_values_that_no_config_takes(kind):
             config(kind, **options)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_values_that_no_sampling_config_takes(kind):
     for options, message in [
         ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
@@ -178,7 +179,8 @@ def test_unknown_keyword_arguments(kind, refused):
         "processor": "It was removed: use `processing_class`.",
         "train_datset": "Did you mean `train_dataset`?",
     }
-    for name, hint in hints.items() if kind == "sft" else {**hints, "reward_function": "mean `reward_funcs`?"}.items():
+    extra = {"reward_function": "mean `reward_funcs`?"} if kind in SAMPLED else {}
+    for name, hint in {**hints, **extra}.items():
         message = refused(kind, TypeError, **{name: None})
         assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")
         assert message.endswith(hint)
@@ -227,7 +229,7 @@ def test_arguments_of_another_type(kind, refused, rows):
         ((length_and_sum,), "`reward_funcs` is of type tuple; pass a function, a model"),
         ([3], "`reward_funcs[0]` is of type int; pass a function, a model, or the name of a reward model."),
     ]:
-        if kind != "sft":
+        if kind in SAMPLED:
             assert refused(kind, TypeError, reward_funcs=value).startswith(message)
 
 

@@ -540,6 +540,7 @@ def test_losses_and_their_metrics_are_those_by_hand(loss_type):
         reward=rough,
         objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
         value_learning_rate=0.01 if loss_type == "luspo" else 0.1,  # its loss is a sum over tokens
+        vf_coef=0.3,
         **{**TWICE, "steps_per_generation": 4, "max_steps": 4},
     )
     trainer = result.trainer

@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers as hf
 from helpers.chats import RATE, audio, chat, image, text
-from helpers.families import FAMILIES, every_family, instantiate
+from helpers.families import ALL_FAMILIES, FAMILIES, every_family, instantiate
+from helpers.marks import slow_but
 from helpers.tools import Scripted, shows, talking
 from helpers.trainer_utils import (
     Injected,
@@ -30,16 +31,19 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
+from test_dpo import conversations
 from torch import nn
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.features import restore_media
+from trl_multimodal_rft.models.reward_model import as_reward_model
 from trl_multimodal_rft.rewards import RewardModel, model
 
 
 FOLDERS = tempfile.TemporaryDirectory()
 OPTIONS = {"max_steps": 1, "logging_steps": 1}
+OF_GROUPS = ["qwen2_5_vl", "qwen2_audio", "qwen2_5_omni", "qwen3_5", "granite_speech_scaled", "phi4_multimodal"]
 
 
 def answer(words: str) -> list[dict]:
@@ -233,6 +237,24 @@ def test_clips_that_would_mix_are_run_apart(monkeypatch):
     assert sizes == [2, 1]
     forget_isolation(monkeypatch)
     assert reward(prompts, completions) != pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", slow_but(OF_GROUPS, "qwen2_5_vl", "qwen2_audio"))
+def test_completions_of_a_prompt_share_its_forward(family):
+    model, processor = ALL_FAMILIES[family].build()
+    torch.manual_seed(1)
+    reward = RewardModel(as_reward_model(model), processor, batch_size=6)
+    rows = conversations(family)[2]
+    words = ("a bird", "a bird is a cat", "no")
+    prompts = [rows[i]["prompt"] for i in range(len(rows)) for _ in range(3)] + [rows[0]["prompt"]] * 2
+    completions = [answer(words[i % 3]) for i in range(len(prompts) - 2)] + [answer("no")] * 2
+    lengths = []
+    reward.model.get_decoder().register_forward_hook(lambda module, args, output: lengths.append(output[0].shape[1]))
+    together = reward(prompts, completions)
+    n_tokens, n_forwards = sum(lengths), len(lengths)
+    alone = [reward([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    assert together == pytest.approx(alone, abs=1e-5) and max(alone) - min(alone) > 0.05
+    assert n_tokens < sum(lengths[n_forwards:]) / 1.5 and len(lengths) == n_forwards + len(prompts)
 
 
 # Refusals

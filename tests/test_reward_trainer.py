@@ -4,23 +4,35 @@
 import copy
 import functools
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.families import ALL_FAMILIES
+from helpers.families import ALL_FAMILIES, tokenizer
 from helpers.marks import slow_but
-from helpers.trainer_utils import PLAIN, assert_equal, relative_difference, run
+from helpers.trainer_utils import PLAIN, Recorded, assert_equal, image_rows, relative_difference, run
 from helpers.trainer_utils import load as load_model
 from peft import LoraConfig
 from test_dpo import FORMS, IN_ORDER, REFUSED, chat, conversations, image_pairs, pairs, sound_pairs
+from test_judges import run_script
 from torch.nn.functional import logsigmoid
 from trl import RewardConfig, RewardTrainer
 
-from trl_multimodal_rft import CompactLogCallback, MultimodalRewardConfig, MultimodalRewardTrainer
+from trl_multimodal_rft import (
+    CompactLogCallback,
+    MultimodalRewardConfig,
+    MultimodalRewardTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.data import write_folder
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
-from trl_multimodal_rft.models.reward_model import as_reward_model, load_reward_model
+from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.models.reward_model import as_reward_model, load_reward_model, load_trained_reward_model
+from trl_multimodal_rft.policy import Fallbacks
+from trl_multimodal_rft.rewards import RewardModel
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["score"])
@@ -189,6 +201,21 @@ def test_saved_models_are_those_of_transformers(tmp_path):
     assert all(torch.equal(again.state_dict()[name], value) for name, value in theirs.state_dict().items())
 
 
+@pytest.mark.parametrize("family, rows", [("qwen2_5_vl", image_pairs), ("qwen2_audio", sound_pairs)])
+def test_a_policy_that_another_trainer_has_trained(family, rows, tmp_path):
+    """Its instance has a forward around the LM head."""
+    model, processor = load_model(family)
+    args = MultimodalSFTConfig(str(tmp_path), **PLAIN)
+    answered = rows().rename_column("chosen", "completion").remove_columns("rejected")
+    MultimodalSFTTrainer(model, args, train_dataset=answered, processing_class=processor).train()
+    assert "forward" in vars(model)
+    trainer = run_ours(rows(), tmp_path, objects={"model": model, "processing_class": processor})
+    trainer.train()
+    check = trainer.checks.self_check
+    assert check.padded < check.tolerance > check.packed and check.fallbacks == Fallbacks()
+    assert trainer.state.log_history[0]["loss"] > 0
+
+
 def test_what_can_not_score_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Llama4ForConditionalGeneration has no backbone apart from its LM head"):
         as_reward_model(ALL_FAMILIES["llama4"].build()[0])
@@ -273,6 +300,59 @@ def test_parts_are_frozen(frozen, trains, tmp_path):
     trainer.train()
     moved = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved and all(trains in name for name in moved)
+
+
+# What its folder is
+
+
+@pytest.mark.parametrize("objects", [{}, {"peft_config": LORA}], ids=["whole", "adapter"])
+def test_the_folder_is_a_reward_by_name(objects, tmp_path):
+    """In Python, in GRPO as TRL's `reward_funcs`, and in the command; a whole model is a first critic, too."""
+    model, processor = load_model("qwen2_5_vl")
+    trainer = run_ours(image_pairs(), tmp_path, objects={"model": model, **objects}, max_steps=1)
+    trainer.train()
+    folder, rows = str(tmp_path / "my-reward"), image_pairs(4)
+    trainer.save_model(folder)
+    trainer.create_model_card()
+    trained, loaded = RewardModel(trainer.model, processor), RewardModel.from_pretrained(folder)
+    scores = [trained(rows["prompt"], rows[name], image=rows["image"]) for name in ("chosen", "rejected")]
+    assert loaded(rows["prompt"], rows["chosen"], image=rows["image"]) == pytest.approx(scores[0], abs=1e-5)
+    assert "scores completions" in (tmp_path / "README.md").read_text() and len({*scores[0]}) == 4
+
+    result = run(Recorded, "qwen2_5_vl", image_rows(), reward=folder, max_steps=1)
+    drawn = result.trainer.draws[0]
+    ids = [
+        each[mask.bool()] for each, mask in zip(drawn.batch.completion_ids, drawn.batch.completion_mask, strict=True)
+    ]
+    words = [chat("assistant", processor.decode(each, skip_special_tokens=True)) for each in ids]
+    columns = {name: [row[name] for row in drawn.rows] for name in ("prompt", "image")}
+    expected = trained(columns["prompt"], words, image=columns["image"])
+    assert drawn.rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-5) and len({*expected}) > 4
+
+    write_folder(rows, tmp_path / "pairs")
+    metrics = run_script(tmp_path, f"--reward_model_name_or_path={folder}")["metrics"]
+    assert metrics["margin"] == pytest.approx(np.subtract(*scores).mean(), abs=1e-5)
+
+    if not objects:
+        critic = Critic.from_pretrained(folder, type(model))
+        assert torch.equal(critic.head.weight, trainer.model.score.weight)
+    with pytest.raises(ValueError, match="has no trained score"):
+        RewardModel.from_pretrained(model.config._name_or_path)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "GPT2", "Qwen2"])
+def test_other_classifiers_stay_those_of_transformers(kind, tmp_path):
+    """Also encoders, of whose families no policy is."""
+    config = getattr(hf, f"{kind}Config")(vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.num_labels = 1
+    getattr(hf, f"{kind}ForSequenceClassification")(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    loaded = load_trained_reward_model(str(tmp_path))[0]
+    assert type(loaded) is getattr(hf, f"{kind}ForSequenceClassification")
+    assert type(hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)) is type(loaded)
+    if kind == "Bert":
+        with pytest.raises(ValueError, match="BertForSequenceClassification has neither an LM head nor a `score`"):
+            as_reward_model(loaded)
 
 
 # Rows

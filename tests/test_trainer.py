@@ -47,9 +47,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.row import DatasetRows
-from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.rewards.checks import check_rewards, checked_reward
 
@@ -388,12 +386,6 @@ def test_overlong_audio():
     assert relative_difference(cut.update, truncated.update) == 0
 
 
-def encoded(family, rows, processor=None):
-    model, its_processor = load(family)
-    messages = [row["prompt"] for row in rows_to_messages(list(rows))]
-    return [encode_prompt(each, processor or its_processor, model, row=row) for row, each in enumerate(messages)]
-
-
 @pytest.mark.parametrize("column", ["prompts", "completions"])
 def test_columns_that_shadow_arguments_of_rewards_raise(column):
     """The call would pass the keyword twice. Reward models get no columns."""
@@ -402,32 +394,6 @@ def test_columns_that_shadow_arguments_of_rewards_raise(column):
         for trainer in (InjectedOurs, MultimodalRLOOTrainer, MultimodalPPOTrainer):
             with pytest.raises(ValueError, match=rf"^row \d has a column '{column}'.*`dataset.rename_column"):
                 run(trainer, "qwen2_audio", each)
-
-
-@pytest.mark.parametrize("rows", [image_rows, text_rows])
-def test_processor_without_a_template_raises(rows):
-    """PaliGemma's published processor has none."""
-    processor = load("paligemma")[1]
-    processor.chat_template = processor.tokenizer.chat_template = None
-    message = "PaliGemmaProcessor has no chat template that could write messages; set `processing_class.chat_template`"
-    with pytest.raises(MediaError, match=rf"^row 0, column 'prompt': {message}"):
-        encoded("paligemma", rows(1), processor)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (None, "'prompt': is None"),
-        (7, "'prompt': is of type int"),
-        ([{"role": None, "content": "?"}], r"'prompt\[0\]': a message must be a dictionary with 'role'"),
-        ([{"role": "user", "content": None}], r"'prompt\[0\]': the message has no content"),
-        ([{"role": "user", "content": "<|image_pad|>?"}], "'prompt': its text holds the placeholder .* but no media"),
-    ],
-)
-def test_invalid_prompts_raise(prompt, message):
-    others = [{"role": "user", "content": "?"}]
-    with pytest.raises(MediaError, match=rf"^row 1, column {message}"):
-        encoded("qwen2_5_vl", [{"prompt": each} for each in (others, prompt)])
 
 
 def test_continuous_batching_raises():

@@ -11,7 +11,12 @@ from helpers.trainer_utils import shifted
 from peft import LoraConfig
 from training import compared, engine_options, observed, start
 
-from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer
+from trl_multimodal_rft import (
+    MultimodalDPOConfig,
+    MultimodalDPOTrainer,
+    MultimodalRewardConfig,
+    MultimodalRewardTrainer,
+)
 
 
 SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
@@ -30,13 +35,14 @@ def pairs():
     ]
 
 
-def train(folder, rows, batch=4, peft_config=None, moves=False, checkpoint=None, **options):
-    """Runs two updates of two micro-batches of `batch` pairs each, from another reference unless it moves."""
+def saved(folder, batch, **options):
+    """Saves a model. Returns it, and options of two updates of two micro-batches of `batch` pairs each."""
     state = start()
     model, processor = FAMILIES["qwen2_5_vl"].build()
     model.save_pretrained(folder / "model")
     state.wait_for_everyone()
     config = {
+        "output_dir": str(folder / "output"),
         "per_device_train_batch_size": batch // state.num_processes,
         "gradient_accumulation_steps": 2,
         "max_steps": 2,
@@ -50,14 +56,21 @@ def train(folder, rows, batch=4, peft_config=None, moves=False, checkpoint=None,
         "report_to": [],
         "disable_tqdm": True,
         "bf16": False,
-        "rejected_view": "mask_patches(ratio=0.5)",
-        "media_contribution_steps": 1,
         **engine_options(state),
+        **options,
     }
-    args = MultimodalDPOConfig(str(folder / "output"), **{**config, **options})
+    return {"model": str(folder / "model"), "processing_class": processor}, config
+
+
+def train(folder, rows, batch=4, peft_config=None, moves=False, checkpoint=None, **options):
+    """Trains from another reference unless it moves."""
+    options = {"rejected_view": "mask_patches(ratio=0.5)", "media_contribution_steps": 1, **options}
+    objects, config = saved(folder, batch, **options)
     other = {} if peft_config or moves else {"ref_model": shifted(FAMILIES["qwen2_5_vl"].build()[0])}
-    objects = {"processing_class": processor, "peft_config": peft_config, **other}
-    trainer = MultimodalDPOTrainer(str(folder / "model"), args=args, train_dataset=Dataset.from_list(rows), **objects)
+    objects |= {"peft_config": peft_config, **other}
+    trainer = MultimodalDPOTrainer(
+        args=MultimodalDPOConfig(**config), train_dataset=Dataset.from_list(rows), **objects
+    )
     return trainer, observed(trainer, checkpoint)
 
 
@@ -98,3 +111,14 @@ def dpo_skipped(folder):
     names = ("eval_loss", "eval_media/skipped", "eval_rewards/view_margins", "eval_rewards/margins")
     kept = {name: metrics[name] for name in names}
     return {**result, "skipped": sorted(trainer._stream.skipped), "evaluated": kept}
+
+
+def reward_pairs(folder, **options):
+    """Margins, and ties of other ranks than the media."""
+    objects, config = saved(folder, 4, center_rewards_coefficient=0.1, **options)
+    rows = [{**row, "margin": i % 3 / 2, "tie": i % 5 == 0} for i, row in enumerate(pairs())]
+    args = MultimodalRewardConfig(**config)
+    return observed(MultimodalRewardTrainer(args=args, train_dataset=Dataset.from_list(rows), **objects))
+
+
+reward_parts = partial(reward_pairs, max_tokens_per_microbatch=60)

@@ -69,6 +69,8 @@ IN_TURN = {
     "sft_parts": FSDP2,
     "dpo_parts": ZERO3,
     "dpo_resumed": FSDP2,
+    "reward_pairs": FSDP2,
+    "reward_parts": ZERO3,
     "distill_parts": ZERO3,
     "distill_top_k": FSDP2,
     "distill_view": ZERO2,

@@ -594,6 +594,16 @@ def test_preferences_train_as_in_one_process(engine, two, one):
     assert engine != "fsdp2" or two[0]["sharded"]
 
 
+@in_turn("reward_pairs", "reward_parts")
+def test_reward_models_train_as_in_one_process(engine, two, one):
+    """Ranks have different media, tokens, margins and ties."""
+    assert_same_ranks(two, least=0.01)
+    assert_same_update(two[0]["update"], one[0]["update"], least=0.01)
+    names = ["loss", "grad_norm", "num_tokens", "accuracy", "margin", "mean_reward", "min_reward", "max_reward"]
+    assert_same_metrics(two, one, names)
+    assert engine != "fsdp2" or two[0]["sharded"]
+
+
 @in_turn("dpo_resumed")
 def test_resumed_preferences_are_the_uninterrupted_ones(two):
     assert_same_ranks(two, least=0.01)

@@ -31,6 +31,7 @@ from trl_multimodal_rft import (
     MultimodalPPOConfig,
     MultimodalPPOTrainer,
     MultimodalRewardConfig,
+    MultimodalRewardTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTConfig,
@@ -320,6 +321,7 @@ TRAINERS = {
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
     "dpo": MultimodalDPOTrainer,
+    "reward": MultimodalRewardTrainer,
     "distillation": MultimodalDistillationTrainer,
 }
 CONFIGS = {

@@ -2,7 +2,7 @@
 """Joins the media and token fields of prompts for one forward, and compares prompts."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,29 @@ def same_prompt(a: Any, b: Any) -> bool:
     if type(a).__eq__ is object.__eq__:
         return type(a) is type(b)
     return type(a) is type(b) and a == b
+
+
+def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
+    """
+    Splits sequences behind the tokens that all of them start with.
+
+    Args:
+        first (`EncodedPrompt`):
+            The first sequence, with its media, which all of them share.
+        texts (`Sequence[list[int]]`):
+            Token ids of the sequences, with a placeholder for each medium.
+
+    Returns:
+        `tuple`: What they start with, and the ids that follow in each.
+
+    Raises:
+        `ValueError`: If they start differently, or what follows in the first one isn't what it ends with.
+    """
+    n = next((i for i, column in enumerate(zip(*texts, strict=False)) if len({*column}) > 1), min(map(len, texts)))
+    end = len(first) - len(texts[0]) + n
+    if n == 0 or first.input_ids[end:].tolist() != texts[0][n:]:
+        raise ValueError("the sequences have no first token in common, or their media differ")
+    return first.part(slice(end)), [ids[n:] for ids in texts]
 
 
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views import View
 from .control_tokens import checked_prompt
-from .join import continued_field
+from .join import common_start, continued_field
 from .messages import write_chat
 from .processors import Processor, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
@@ -470,11 +470,11 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
 
 def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
     """A pair whose prompt are the tokens that both texts start with."""
-    ids, others = chosen.input_ids.tolist(), rejected.input_ids.tolist()
-    n = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
-    if n == 0:
+    texts = [chosen.input_ids.tolist(), rejected.input_ids.tolist()]
+    if texts[0][:1] != texts[1][:1]:
         raise _no_prompt(f"row {chosen.row}")
-    return PreferencePair(**vars(chosen.part(slice(n))), chosen=ids[n:], rejected=others[n:])
+    prompt, completions = common_start(chosen, texts)
+    return PreferencePair(**vars(prompt), chosen=completions[0], rejected=completions[1])
 
 
 def _no_prompt(name: str) -> ValueError:

@@ -165,7 +165,7 @@ def encode_frozen(
     them equally often.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
-    if not prompts or _is_sharded(model):
+    if not prompts or is_sharded(model):
         return
     modules = frozen_modules(model)
     key = _key(model, modules)
@@ -397,7 +397,7 @@ def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]
     return leaves
 
 
-def _is_sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: PreTrainedModel) -> bool:
     """Whether ranks gather weights of the model while it runs."""
     wrapped = any(isinstance(each, FSDPModule) or hasattr(each, "_fsdp_wrapped_module") for each in model.modules())
     return wrapped or any(hasattr(parameter, "ds_id") for parameter in model.parameters())

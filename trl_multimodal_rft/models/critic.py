@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from .pretrained import SOURCE
+from .reward_model import is_reward_model, reward_model_class
 from .towers import freeze_as_built
 from .wrapped import hidden_states
 
@@ -173,10 +173,8 @@ class Critic(nn.Module):
         if getattr(model_class.config_class, "model_type", None) not in types:
             # It would load as the policy's class, with random weights
             raise _other_family(f"{types[0]!r} model", model_class)
-        architecture = (config.get("architectures") or [model_class.__name__])[0]
-        if architecture.endswith("ForSequenceClassification"):
-            classifier = getattr(transformers, architecture).from_pretrained(folder, **kwargs)
-            return cls.from_model(classifier, model_class)
+        if is_reward_model(config.get("architectures")):
+            return cls.from_model(reward_model_class(model_class).from_pretrained(folder, **kwargs), model_class)
         model = model_class.from_pretrained(folder, **kwargs)
         freeze_as_built(model)
         critic = cls(model)
@@ -201,7 +199,7 @@ class Critic(nn.Module):
         Raises:
             `ValueError`: If the model has another backbone or several labels.
         """
-        if isinstance(model, model_class):
+        if isinstance(model, model_class) and getattr(model, "score", None) is None:
             return cls(model)
         if model.config.model_type != getattr(model_class.config_class, "model_type", None):
             raise _other_family(type(model).__name__, model_class)

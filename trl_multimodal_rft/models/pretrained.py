@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loading of models by name."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -85,22 +86,31 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
 
 
 def load_trained(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    load: Callable[..., PreTrainedModel] = load_model,
+    **kwargs,
 ) -> tuple[Any, ProcessorMixin | PreTrainedTokenizerBase]:
     """Loads a model or an adapter that a trainer has saved, and its processor."""
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
-    if holds_model(name) or find_adapter_config_file(name, **source) is None:  # some hold an adapter of their own, too
-        model, holder = load_model(name, **source, **kwargs), name
+    if not is_adapter(name, revision):
+        model, holder = load(name, **source, **kwargs), name
     else:
         peft = require_module("peft", "peft")
         config = peft.PeftConfig.from_pretrained(name, **source)
         base, of_base = config.base_model_name_or_path, {"revision": config.revision or "main"}
-        model = peft.PeftModel.from_pretrained(load_model(base, **of_base, **kwargs), name, **source)
+        model = peft.PeftModel.from_pretrained(load(base, **of_base, **kwargs), name, **source)
         # An adapter may have been saved with or without the processor
         saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
         holder, source = (name, source) if saved else (base, of_base)
     return model, load_processor(holder, trust_remote_code=trust_remote_code, **source)
+
+
+def is_adapter(name: str, revision: str | None = None) -> bool:
+    """Whether a name is that of an adapter; some models hold one of their own, too."""
+    return not holds_model(name) and find_adapter_config_file(name, revision=revision or "main") is not None
 
 
 def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:

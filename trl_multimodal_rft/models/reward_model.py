@@ -2,6 +2,7 @@
 """Reward models: a model of the policy's class that scores a sequence at its last token."""
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -11,7 +12,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .pretrained import load_model, policy_class, read_config
+from ..encoding.model_folders import check_model_folder, loading_errors
+from ..encoding.processors import Processor
+from .pretrained import load_model, load_trained, policy_class, read_config
+from .wrapped import unwrapped
 
 
 if TYPE_CHECKING:
@@ -54,7 +58,8 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     Returns:
         `type`: Its subclass, with a linear layer `score` instead of the LM head.
     """
-    stem = policy.__name__.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
+    suffixes = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
+    stem = functools.reduce(str.removesuffix, suffixes, policy.__name__)
     members = {
         "__module__": policy.__module__,  # by which transformers knows names of weights in other versions
         "base_model_prefix": policy.base_model_prefix,
@@ -90,6 +95,8 @@ def as_reward_model(model: _Model) -> _Model:
         raise ValueError(
             f"{name} has no backbone apart from its LM head, so that it can't be a reward model; train another family."
         )
+    if score is None and not given.can_generate():
+        raise ValueError(f"{name} has neither an LM head nor a `score`, so that it can't be a reward model.")
     if score is None:
         config = given.config.get_text_config()
         score = nn.Linear(config.hidden_size, 1, bias=False, device=given.device, dtype=given.dtype)
@@ -97,13 +104,19 @@ def as_reward_model(model: _Model) -> _Model:
         given.config.num_labels = 1
     elif given.config.num_labels != 1:
         raise ValueError(f"{name} has `num_labels={given.config.num_labels}`; reward models require `num_labels=1`.")
-    kind = type(given) if given.can_generate() else policy_class(given.config)
-    made = object.__new__(reward_model_class(kind))
+    policy = given
+    if not given.can_generate():
+        with torch.device("meta"):
+            policy = policy_class(given.config)(given.config)  # whose methods read more attributes
+        if type(policy.base_model) is not type(given.base_model):
+            raise ValueError(f"{name} has another backbone than {type(policy).__name__}, so that it can't be trained.")
+    made = object.__new__(reward_model_class(type(policy)))
     modules = {made.base_model_prefix: given.base_model, "score": score}
     tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
     attributes = {"_modules": modules, "all_tied_weights_keys": tied, "generation_config": None}
-    vars(made).update({**vars(given), **attributes})
-    for name in ("num_labels", "_weight_conversions"):  # the latter are between names of the policy's class
+    vars(made).update({**vars(policy), **vars(given), **attributes})
+    # Forwards that trainers or hooks have put before that of the policy's class, and conversions between its names
+    for name in ("num_labels", "_weight_conversions", "forward", "_plain_forward", "_original_forward"):
         vars(made).pop(name, None)
     return cast(_Model, made)
 
@@ -130,26 +143,59 @@ def load_reward_model(
     Raises:
         `ValueError`: As [`as_reward_model`] says.
     """
-    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    kind = register_reward_model(name, **source)
-    return as_reward_model(load_model(name, **source, **kwargs, **({} if kind is None else {"architecture": kind})))
+    return as_reward_model(_load_classifier(name, revision, trust_remote_code, **kwargs))
 
 
-def register_reward_model(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
-) -> type[PreTrainedModel] | None:
+def load_trained_reward_model(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
+) -> "tuple[PreTrainedModel | PeftModel, Processor]":
+    """
+    Loads a reward model, any sequence classifier of transformers or an adapter of one, and its processor.
+
+    Args:
+        name, revision, trust_remote_code, kwargs:
+            Those of [`load_reward_model`].
+
+    Returns:
+        `tuple`: Model and processor.
+
+    Raises:
+        `ValueError`: If nothing there has trained a score.
+    """
+    model, processor = load_trained(name, revision, trust_remote_code, load=_load_classifier, **kwargs)
+    base = unwrapped(None, model)
+    if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
+        raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
+    return model, processor
+
+
+def is_reward_model(architectures: Sequence[str] | None) -> bool:
+    """Whether these architectures of a config are a reward model's."""
+    return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
+
+
+def register_reward_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """
     Tells [`~transformers.AutoModelForSequenceClassification`] how to load a saved reward model of a family for which
-    transformers has no class.
-
-    Returns the class of reward models of that family; `None` if it is no reward model.
+    transformers has no class. Returns whether a name is that of a reward model.
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    fields, _ = PreTrainedConfig.get_config_dict(name, **source)
-    if not (fields.get("architectures") or [""])[0].endswith("ForSequenceClassification"):
-        return None
-    config, policy = read_config(name, **source)
-    kind = reward_model_class(policy)
-    if not hasattr(transformers, kind.__name__):
-        AutoModelForSequenceClassification.register(type(config), kind, exist_ok=True)
-    return kind
+    check_model_folder(name)
+    with loading_errors(name):
+        fields, _ = PreTrainedConfig.get_config_dict(name, **source)
+    if not is_reward_model(fields.get("architectures")):
+        return False
+    if not hasattr(transformers, fields["architectures"][0]) and "auto_map" not in fields:
+        config, policy = read_config(name, **source)
+        AutoModelForSequenceClassification.register(type(config), reward_model_class(policy), exist_ok=True)
+    return True
+
+
+def _load_classifier(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
+) -> PreTrainedModel:
+    """A sequence classifier as it is, or a policy with a new score."""
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if register_reward_model(name, **source):
+        return load_model(name, architecture=AutoModelForSequenceClassification, num_labels=1, **source, **kwargs)
+    return as_reward_model(load_model(name, **source, **kwargs))

@@ -36,6 +36,7 @@ from ..data.reading.refs import without_credentials
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.difficulty import DifficultySampler
 from ..families import MODALITIES
+from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
 from ..rollout.view_options import sigmoid
 from ..spelling import split_settings
@@ -203,12 +204,13 @@ def quick_start(
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """Code that prompts a model with media files, complete except for the files."""
+    """Code that prompts a model with media files, or has it score completions, complete except for the files."""
     values = {**locals(), "template_kwargs": template_kwargs or {}}
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
-    template = environment.from_string(_TEMPLATES.joinpath("quick_start.md").read_text(encoding="utf-8"))
+    name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
+    template = environment.from_string(_TEMPLATES.joinpath(name).read_text(encoding="utf-8"))
     return template.render(values)
 
 
@@ -241,14 +243,15 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     # Names that the Hub resolves
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
-    data.pipeline_tag = data.pipeline_tag or task_of(kinds)
+    model_class, scores = type(base).__name__, is_reward_model([type(base).__name__])
+    data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task_of(kinds)
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     named = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if named else None
     adapter = is_peft_model(run.model)
     if adapter:
         data.library_name = "peft"
-    ordered, model_class = [kind for kind in MODALITIES if kind in kinds], type(base).__name__
+    ordered = [kind for kind in MODALITIES if kind in kinds]
     packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
     card = ModelCard.from_template(
         data,
@@ -258,7 +261,8 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
         reports=_reports(),
         columns=_listed(in_code(name) for name in sorted(run.notes.columns)),
-        task=task_of(kinds),
+        task=data.pipeline_tag,
+        scores=scores,
         kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
         method=Paper(run.trainer_name, run.paper["id"]).link,
         adapter=adapter,

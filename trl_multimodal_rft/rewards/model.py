@@ -2,23 +2,31 @@
 """Rewards from a model that gets the media of the prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, strip_media
 from ..data.rows.features import as_encoded
-from ..encoding.join import join_media, same_prompt
+from ..encoding.join import common_start, join_media, same_prompt
 from ..encoding.media import decode_media
+from ..encoding.messages import write_chat
 from ..encoding.processors import check_processor, tokenizer_of
-from ..encoding.prompts import EncodedPrompt, placeholder_tokens, processor_outputs
+from ..encoding.prompts import EncodedPrompt, placeholder_tokens, processor_outputs, prompt_position_ids
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
+from ..forward.attention import install_prefix_attention
+from ..forward.features import is_sharded
+from ..forward.logprobs import completion_rewards
+from ..forward.masks import sharing_obstacle
+from ..models.reward_model import as_reward_model, load_trained_reward_model
+from ..models.wrapped import unwrapped as unwrapped_model
 from .checks import Argument
 
 
@@ -31,12 +39,19 @@ def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str]
     return rows
 
 
+class _Group(NamedTuple):
+    rows: Sequence[int]
+    prompt: EncodedPrompt  # what the completions start with, too
+    completions: list[list[int]]  # ids behind it
+
+
 class RewardModel:
     """
     A reward function that scores with a model, with the signature of TRL's.
 
     The model gets prompt, media and completion through its processor and chat template; its family may differ from the
-    policy's. It stays on its device, and runs in evaluation mode without gradients.
+    policy's. It stays on its device, and runs in evaluation mode without gradients. Completions of a prompt that
+    follow each other share it: its media are encoded, and it is forwarded, once for all of them, where the model can.
 
     Args:
         model (`torch.nn.Module`):
@@ -48,7 +63,7 @@ class RewardModel:
             The model's processing class, with a chat template (for messages). As in TRL, its padding token, or else
             its end of sequence, becomes that of the model's config.
         batch_size (`int`, *optional*, defaults to `8`):
-            Rows in a forward.
+            Completions in a forward; those of a prompt stay together.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
@@ -62,9 +77,8 @@ class RewardModel:
 
     Example:
     ```python
-    processor = AutoProcessor.from_pretrained("path/to/reward-model")
-    model = AutoModelForSequenceClassification.from_pretrained("path/to/reward-model", num_labels=1)
-    trainer = MultimodalGRPOTrainer(reward_funcs=[RewardModel(model.to("cuda"), processor), format_reward], ...)
+    reward = RewardModel.from_pretrained("path/to/reward-model")
+    trainer = MultimodalGRPOTrainer(reward_funcs=[reward, format_reward], ...)
     ```
     """
 
@@ -95,48 +109,112 @@ class RewardModel:
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Sequence classifiers score the last token that isn't their config's padding token
         self.config.get_text_config().pad_token_id = self._pad
+        self._options = {"add_generation_prompt": False, **self.template_kwargs}
+        self._reader = _reader_of_groups(unwrapped)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        model_init_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> "RewardModel":
+        """
+        Loads a reward model, or an adapter of one, with its processor.
+
+        Args:
+            name (`str`):
+                Folder or repository of the Hub.
+            revision (`str`, *optional*):
+                Version in the repository.
+            trust_remote_code (`bool`, *optional*, defaults to `False`):
+                Whether to run code that comes with it.
+            model_init_kwargs (`dict[str, Any]`, *optional*):
+                Further arguments of `from_pretrained`.
+            kwargs:
+                Arguments of [`RewardModel`].
+
+        Returns:
+            [`RewardModel`]: The reward function.
+
+        Raises:
+            `ValueError`: If nothing there has trained a score.
+        """
+        init_kwargs = model_init_kwargs or {}
+        return cls(*load_trained_reward_model(name, revision, trust_remote_code, **init_kwargs), **kwargs)
 
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float]:
         """Scores completions. Media columns are read for prompts without media; trainers pass the rules of the run."""
-        rows = self._encode(prompts, completions, columns, media_rules)
+        rows = rows_of_batch(prompts, columns)
+        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
+        whole, groups = self._encode(prompts, completions)
         scores = torch.empty(len(rows))
         self.model.eval()
         with torch.no_grad():
-            for batch in self._batches(rows):
-                scores[batch] = self._score([rows[i] for i in batch])
+            for batch in self._batches(whole):
+                scores[batch] = self._score([whole[i] for i in batch])
+            n = max(1, self.batch_size // max((len(group.rows) for group in groups), default=1))
+            for start in range(0, len(groups), n):
+                batch = groups[start : start + n]
+                scores[[i for group in batch for i in group.rows]] = self._score_groups(batch)
         return scores.tolist()
 
-    def _encode(
-        self, prompts: list, completions: list, columns: dict[str, Any], media_rules: MediaRules
-    ) -> list[EncodedPrompt]:
-        rows = rows_of_batch(prompts, columns)
-        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
-        encoded: list[EncodedPrompt] = []
-        shared: str | list[dict[str, Any]] = []
-        refs: list[MediaRef] = []
-        decoded: dict[int, Any] = {}
-        processor_kwargs: dict[str, Any] = {}
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if not same_prompt(prompt, shared):  # the completions of a prompt share its media
-                shared, refs = prompt, list(iter_refs(prompt))
-                decoded, processor_kwargs = self._load(refs)
-            if isinstance(shared, str):
-                text = self._without_placeholders(shared + completion)
-                call: Callable[..., Mapping[str, torch.Tensor]] = self.processor
-                outputs = dict(call(text=[text], add_special_tokens=False, return_tensors="pt"))
-                outputs.pop("attention_mask")
+    def _encode(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
+        """Rows to forward whole, by their index, and groups to forward once with their prompt."""
+        whole, groups, start = {}, [], 0
+        for stop in range(1, len(prompts) + 1):
+            if stop < len(prompts) and same_prompt(prompts[stop], prompts[start]):
+                continue
+            rows, prompt = range(start, stop), prompts[start]
+            refs, start = list(iter_refs(prompt)), stop
+            media, chats = self._load(refs), [self._chat(prompt, completions[i]) for i in rows]
+            first = self._encode_row(chats[0], refs, *media)
+            group = None if self._reader is None or len(rows) == 1 else self._group(rows, first, chats)
+            if group is None:
+                others = (self._encode_row(chat, refs, *media) for chat in chats[1:])
+                whole |= dict(zip(rows, [first, *others], strict=True))
             else:
-                if isinstance(completion, str):
-                    completion = [{"role": "assistant", "content": completion}]
-                messages: list = [self._without_placeholders(message) for message in shared + completion]
-                options = {"add_generation_prompt": False, **self.template_kwargs}
-                outputs = processor_outputs(messages, refs, self.processor, decoded, processor_kwargs, options)
-            ids = outputs.pop("input_ids")[0]
-            fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
-            encoded.append(EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0)))
-        return encoded
+                groups.append(group)
+        return whole, groups
+
+    def _chat(self, prompt: str | list, completion: str | list) -> str | list:
+        """A completion behind its prompt: text, or messages."""
+        if isinstance(prompt, str):
+            return cast(str, self._without_placeholders(prompt + cast(str, completion)))
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return [self._without_placeholders(message) for message in prompt + answer]
+
+    def _encode_row(
+        self, chat: str | list, refs: list[MediaRef], decoded: dict[int, Any], processor_kwargs: dict[str, Any]
+    ) -> EncodedPrompt:
+        if isinstance(chat, str):
+            call: Callable[..., Mapping[str, torch.Tensor]] = self.processor
+            outputs = dict(call(text=[chat], add_special_tokens=False, return_tensors="pt"))
+            outputs.pop("attention_mask")
+        else:
+            outputs = processor_outputs(chat, refs, self.processor, decoded, processor_kwargs, self._options)
+        ids = outputs.pop("input_ids")[0]
+        fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
+        kinds = frozenset(ref.modality for ref in refs)
+        return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=kinds)
+
+    def _group(self, rows: Sequence[int], first: EncodedPrompt, chats: list[str | list]) -> "_Group | None":
+        """Completions of a prompt, of which the first is encoded; `None` if they can't share its forward."""
+        assert self._reader is not None
+        texts = [
+            each if isinstance(each, str) else write_chat(each, self.processor, "", **self._options) for each in chats
+        ]
+        ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
+        first.position_ids = prompt_position_ids(self._reader, first.input_ids, first.media, first.token_fields)
+        try:
+            group = _Group(rows, *common_start(first, ids))
+        except ValueError:
+            return None
+        return None if group.prompt.input_ids[-1] == self._pad else group  # of which a completion may have no score
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
         for ref in refs:
@@ -159,15 +237,28 @@ class RewardModel:
             value = {**value, **texts}
         return value
 
-    def _batches(self, rows: list[EncodedPrompt]) -> list[list[int]]:
+    def _batches(self, rows: dict[int, EncodedPrompt]) -> list[list[int]]:
         """Indices of the rows of each forward. If the model isolates media, their shapes are equal."""
         groups: dict[tuple | None, list[int]] = {}
         isolate = family_of(self.config).isolate is not None
-        for i, row in enumerate(rows):
+        for i, row in rows.items():
             shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
             groups.setdefault(shapes if isolate else None, []).append(i)
         size = self.batch_size
         return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+
+    def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
+        assert self._reader is not None
+        device = next(self.model.parameters()).device
+        ids = [torch.tensor(each, dtype=torch.long) for group in groups for each in group.completions]
+        return completion_rewards(
+            self.model,
+            self._reader,
+            [group.prompt for group in groups for _ in group.rows],
+            pad_sequence(ids, batch_first=True).to(device),
+            pad_sequence([torch.ones_like(each) for each in ids], batch_first=True).to(device),
+            isolate=family_of(self._reader).isolate,
+        )[:, 0].cpu()
 
     def _score(self, rows: list[EncodedPrompt]) -> torch.Tensor:
         longest = max(len(row.input_ids) for row in rows)
@@ -194,6 +285,24 @@ class RewardModel:
                 "rows; it must return one for each (`num_labels=1`)."
             )
         return scores.view(-1).float().cpu()
+
+
+def _reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
+    """
+    What knows masks and positions of a reward model whose completions can share the forward of their prompt, on its
+    modules; `None` for others, and where ranks gather weights, as they may have other numbers of groups.
+    """
+    base = unwrapped_model(None, model)
+    if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):
+        return None
+    try:
+        reader = as_reward_model(base)
+    except ValueError:  # several labels, or no policy of its family
+        return None
+    if sharing_obstacle(reader) is not None or family_of(reader).token_field_fill:
+        return None
+    install_prefix_attention(reader)
+    return reader
 
 
 def read_as_text(

@@ -7,16 +7,15 @@ from typing import Any, Literal
 
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification
 from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.pairs import judge_rows
-from ..encoding.processors import load_processor
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
 from ..evaluation.result import summary
 from ..models.pretrained import load_trained
+from ..models.reward_model import load_trained_reward_model
 from ..rewards.model import RewardModel
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
@@ -105,10 +104,10 @@ def score_by_name(
         raise ValueError(
             "`--pairs` measures one of `--model_name_or_path` and `--reward_model_name_or_path`; leave the other out."
         )
-    options = model_init_kwargs(model_args) | {"trust_remote_code": trusts}
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **options).to(accelerator.device)
-    processor, size = load_processor(name, model_args.model_revision, trusts), 2 * config.batch_size
-    reward = RewardModel(model, processor, batch_size=size, audio_overlong=pair_args.audio_overlong)
+    options: dict[str, Any] = {**model_init_kwargs(model_args), "trust_remote_code": trusts}
+    model, processor = load_trained_reward_model(name, **options)
+    size, overlong = 2 * config.batch_size, pair_args.audio_overlong
+    reward = RewardModel(model.to(accelerator.device), processor, batch_size=size, audio_overlong=overlong)
     rules = MediaRules(media_dir=pair_args.media_dir, **budgets_of(config))
     with accelerator.main_process_first():
         dataset = load_rows(script_args, pair_args, split)

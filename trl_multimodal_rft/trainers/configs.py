@@ -1,19 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The configs of this package's trainers, as functions of all of them take them."""
 
-from typing import Any
-
-from .distillation_config import MultimodalDistillationConfig
-from .dpo_config import MultimodalDPOConfig
-from .grpo_config import MultimodalGRPOConfig
-from .reward_config import MultimodalRewardConfig
-from .rloo_config import MultimodalRLOOConfig
-from .sft_config import MultimodalSFTConfig
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 
-SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig  # PPO's is one of GRPO
-ReadingConfig = MultimodalSFTConfig | MultimodalDPOConfig | MultimodalRewardConfig
-TrainerConfig = SamplingConfig | ReadingConfig
+if TYPE_CHECKING:  # a trainer imports its own config alone: each takes 10 ms
+    from .distillation_config import MultimodalDistillationConfig
+    from .dpo_config import MultimodalDPOConfig
+    from .grpo_config import MultimodalGRPOConfig
+    from .reward_config import MultimodalRewardConfig
+    from .rloo_config import MultimodalRLOOConfig
+    from .sft_config import MultimodalSFTConfig
+
+
+# PPO's is one of GRPO
+SamplingConfig: TypeAlias = "MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig"
+ReadingConfig: TypeAlias = "MultimodalSFTConfig | MultimodalDPOConfig | MultimodalRewardConfig"
+TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"
 
 
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:

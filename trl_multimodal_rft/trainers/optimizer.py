@@ -18,11 +18,12 @@ from ..models.modes import check_checkpointing
 from ..models.parts import check_trainable, chosen_by, freeze
 from ..models.wrapped import unwrapped
 from .configs import TrainerConfig, mapping
-from .ppo_config import MultimodalPPOConfig
 
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+    from .ppo_config import MultimodalPPOConfig
 
 
 # File of a checkpoint with the options that its optimizer's parameter groups depend on
@@ -120,7 +121,7 @@ def _options_of_parts(args: TrainerConfig) -> dict[str, list[str] | dict[str, fl
 
 
 def split_groups(
-    model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: MultimodalPPOConfig, regroup: bool
+    model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: "MultimodalPPOConfig", regroup: bool
 ) -> tuple[bool, ...]:
     """
     Marks the parameter groups of policy and critic by a `part`.
@@ -186,7 +187,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
 
 
 def two_schedules(
-    args: MultimodalPPOConfig, optimizer: Optimizer, of_critic: tuple[bool, ...], n_steps: int
+    args: "MultimodalPPOConfig", optimizer: Optimizer, of_critic: tuple[bool, ...], n_steps: int
 ) -> LambdaLR:
     """The schedules of policy and critic, by their parameter groups; the policy's starts when it isn't frozen."""
     n_frozen = args.freezing_actor_steps
@@ -206,7 +207,7 @@ def two_schedules(
 
 
 def _schedule(
-    args: MultimodalPPOConfig, name: str, warmup_steps: float, n_steps: int, rate: float
+    args: "MultimodalPPOConfig", name: str, warmup_steps: float, n_steps: int, rate: float
 ) -> Callable[[int], float]:
     """Factor of the initial learning rate at each step."""
     n_steps = max(n_steps, 1)

@@ -50,8 +50,8 @@ from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders
-from ..models.pretrained import load_model, read_config, trained_part
-from ..models.reward_model import register_reward_model
+from ..models.pretrained import is_adapter, load_model, read_config, trained_part
+from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.towers import freeze_as_built
 from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
@@ -546,12 +546,16 @@ def reward_sources(
         reward_funcs, of_environments = [*of_environments.values()], {}
     if not reward_funcs and args.needs_rewards:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
-    processors = processors or [None] * len(reward_funcs)
-    processors = processors if isinstance(processors, list) else [processors]
-    revision = mapping(args.model_init_kwargs).get("revision")
-    for each in reward_funcs:
-        if isinstance(each, str):  # which TRL loads
-            register_reward_model(each, revision=revision, trust_remote_code=args.trust_remote_code)
+    reward_funcs, processors = [*reward_funcs], processors or [None] * len(reward_funcs)
+    processors = [*processors] if isinstance(processors, list) else [processors]
+    init_kwargs, trusts = mapping(args.model_init_kwargs), args.trust_remote_code
+    revision: str | None = init_kwargs.get("revision")
+    for i, each in enumerate(reward_funcs):
+        if isinstance(each, str) and is_adapter(each, revision):
+            reward_funcs[i], processor = load_trained_reward_model(each, trust_remote_code=trusts, **init_kwargs)
+            processors[i : i + 1] = [each or processor for each in processors[i : i + 1]]
+        elif isinstance(each, str):  # which TRL loads
+            register_reward_model(each, revision, trusts)
     by_name = [isinstance(each, str) for each in reward_funcs]
     return RewardSources(reward_funcs, processors, by_name, of_environments)
 

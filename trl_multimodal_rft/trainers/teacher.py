@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,9 +31,12 @@ from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..views import as_view
 from .configs import mapping
-from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
 from .run import Run
+
+
+if TYPE_CHECKING:
+    from .distillation_config import MultimodalDistillationConfig
 
 
 # Settings of processors that features of media depend on, besides their size
@@ -43,7 +46,9 @@ _GEOMETRY += ("sampling_rate", "feature_size", "hop_length", "n_fft")
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 
 
-def load_teacher(teacher: str | PreTrainedModel | None, args: MultimodalDistillationConfig) -> PreTrainedModel | None:
+def load_teacher(
+    teacher: str | PreTrainedModel | None, args: "MultimodalDistillationConfig"
+) -> PreTrainedModel | None:
     """A teacher as TRL loads it by its name; a model as it is."""
     teacher = args.teacher_model_name_or_path if teacher is None else teacher
     init_kwargs = dict(mapping(args.teacher_model_init_kwargs))
@@ -63,7 +68,7 @@ def load_teacher(teacher: str | PreTrainedModel | None, args: MultimodalDistilla
 
 
 def check_teacher(
-    student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: MultimodalDistillationConfig
+    student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: "MultimodalDistillationConfig"
 ) -> None:
     """Refuses a teacher that other tokens, or other features of media, mean something to."""
     obstacle = _other_config(student, teacher, isinstance(processor, ProcessorMixin))
@@ -165,7 +170,7 @@ def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedP
 
 
 def server_teacher(
-    url: str, args: MultimodalDistillationConfig, student: PreTrainedModel, processor: Processor
+    url: str, args: "MultimodalDistillationConfig", student: PreTrainedModel, processor: Processor
 ) -> ServerTeacher:
     """The teacher on a server. Refuses one of other tokens or features."""
     server = ServerTeacher(url, processor, args.vllm_server_timeout, args.trust_remote_code)
