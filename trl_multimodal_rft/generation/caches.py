@@ -61,8 +61,12 @@ class CompletionLayer(GrowingLayer):
         if self._offset is None:
             self._n += key_states.size(-2)
             return super().update(key_states, value_states)
-        for held, states in ((self.keys, key_states), (self.values, value_states)):
-            cast(torch.Tensor, held).index_copy_(2, self._offset, states)
+        for held, states in zip(self._written, (key_states, value_states), strict=True):
+            held.index_copy_(2, self._offset, states)
+        return self._written
+
+    @property
+    def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
         return cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
 
     def _append(self, index: int, held: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -76,14 +80,14 @@ class CompletionLayer(GrowingLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         self._n += tokens_to_remove
-        self.keys, self.values = (each[..., :tokens_to_remove, :] for each in (self.keys, self.values))
+        self.keys, self.values = (each[..., :tokens_to_remove, :] for each in self._written)
 
     def whole(self) -> GrowingLayer:
         """A layer with the prompt of each completion before it."""
-        layer, own = GrowingLayer(), cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
-        key, value = (each.repeat_interleave(len(own[0]) // len(each), dim=0) for each in self.shared[:2])
+        layer, n_rows = GrowingLayer(), len(self._written[0])
+        key, value = (each.repeat_interleave(n_rows // len(each), dim=0) for each in self.shared[:2])
         layer.update(key, value)
-        layer.update(*own)
+        layer.update(*self._written)
         return layer
 
 

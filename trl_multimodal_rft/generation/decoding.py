@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -133,8 +133,10 @@ def decode(
                 mask = None if mask is None else mask[index]
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    outputs: dict[str, Any] = {name: tuple(values[: n - start]) for name, values in kept.items()}
-    return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
+    output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
+    for name, values in kept.items():
+        output[name] = tuple(values[: n - start])
+    return output
 
 
 def _random_state(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
