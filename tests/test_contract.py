@@ -215,6 +215,7 @@ def imported(tmp_path, **versions) -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_a_newer_version_is_warned_of_once(tmp_path):
     said = imported(tmp_path, trl="1.99.0", transformers="5.99.0.dev0")
     tested = f"(trl{TESTED['trl']}, transformers{TESTED['transformers']})"

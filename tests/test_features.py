@@ -174,6 +174,7 @@ def test_a_corrupt_file_has_its_row_its_column_and_its_name(kind, folders, tmp_p
             run(InjectedOurs, FAMILY[kind], with_corrupt(folders, kind, form, tmp_path), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_other_readers_name_a_corrupt_file_too(folders, tmp_path):
     dataset = with_corrupt(folders, "image", "table", tmp_path)
     message = r"row \d+, column 'image' \(1\.png\): "

@@ -91,6 +91,7 @@ def assert_answers(asked: dict, *inputs: str) -> None:
 # After training
 
 
+@pytest.mark.slow
 def test_policy_with_audio(published):
     result, repo = published["grpo_audio"], published.hub.model("someone/digits")
     assert result["same"] and result["vocabulary"]
@@ -109,6 +110,7 @@ def test_policy_with_audio(published):
     assert yaml.safe_load(readme.split("---\n")[1]) == data
 
 
+@pytest.mark.slow
 def test_what_stays_here(published):
     """Covers tables with prompts and media, their TensorBoard files, checkpoints and the token."""
     local = published["grpo_audio"]["local"]
@@ -126,6 +128,7 @@ def test_what_stays_here(published):
         assert not any(secret in content for content in contents)
 
 
+@pytest.mark.slow
 def test_nothing_half_written(published):
     """No commit has them, and every checkpoint is complete."""
     n_checkpoints = 0
@@ -140,6 +143,7 @@ def test_nothing_half_written(published):
     assert n_checkpoints >= 6
 
 
+@pytest.mark.slow
 def test_adapter(published):
     result, repo = published["lora_image"], published.hub.model("someone/adapter")
     assert result["same"] and result["processor"] == "Qwen2_5_VLProcessor"
@@ -152,6 +156,7 @@ def test_adapter(published):
     assert re.search(r"- PEFT: \d+\.\d+", result["text"])
 
 
+@pytest.mark.slow
 def test_policy_critic_and_last_checkpoint(published):
     result, repo = published["ppo_image"], published.hub.model("someone/ppo")
     assert result["same"] and result["critic"] and result["average"] and result["moved"]
@@ -175,6 +180,7 @@ def test_policy_critic_and_last_checkpoint(published):
 # While training
 
 
+@pytest.mark.slow
 def test_strategies(published):
     result, hub = published["strategies"], published.hub
     assert messages(hub.model("someone/end")) == []
@@ -188,6 +194,7 @@ def test_strategies(published):
     assert first != second
 
 
+@pytest.mark.slow
 def test_checkpoint_stays_while_it_is_uploaded(published):
     """The first one becomes obsolete when the trainer writes the second, while its upload runs."""
     result, repo = published["strategies"], published.hub.model("slow/all_checkpoints")
@@ -200,6 +207,7 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
 # Errors
 
 
+@pytest.mark.slow
 def test_refused_and_the_command_that_publishes(published):
     """`huggingface_hub` raises the errors. After training, the trained model is saved completely."""
     refused, down = published["refused"], {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}

@@ -122,6 +122,7 @@ def says_nothing_of_its_length(flac):
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_what_is_too_long_is_not_decoded():
     """The file is a FLAC of silence, some thousand times smaller than its samples."""
     long = sound_file(np.zeros((200 * 48000, 2), np.int16), 48000, "FLAC")
@@ -175,6 +176,7 @@ def memory(name):
     return 1024 * int(status.split(f"{name}:")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can't be set back")
 def test_videos_are_never_in_memory_at_their_full_size(decoder):
     size = {"min_pixels": 999, "max_pixels": 50000}
@@ -711,13 +713,10 @@ def test_opus_starts_and_ends_as_it_was_recorded(name, application, rate):
     assert len(samples) == len(recorded) and abs(np.argmax(lags) - 400) < 4
 
 
-def test_streams_without_a_length_and_damaged_files():
+def test_streams_without_a_length():
     whole = av_sound("mpegts", "aac", seconds=4)
     half = load_audio(ref("audio", whole[: 188 * (len(whole) // 376)]), RATE)
     assert RATE < len(half) < 3 * RATE
-    data = sound_file(noise(2.0, RATE), RATE, "FLAC")
-    with pytest.raises(MediaError, match="row 3, column 'audio': cannot read this audio .*; repair it or remove"):
-        load_audio(ref("audio", data[: len(data) // 2]), RATE)
 
 
 def test_channels_that_cancel_each_other_out_are_named_after_all_pieces():

@@ -165,6 +165,7 @@ REUSED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "s
 REUSED |= {**ADAM, "num_iterations": 2, "max_steps": 6, "save_steps": 1, "media_prefetch": 1, "beta": 0.1}
 
 
+@pytest.mark.slow
 def test_resumes_from_any_step(tmp_path):
     """A checkpoint within a rollout, or before the next, continues bit for bit, also without the option."""
 

@@ -176,7 +176,6 @@ QUICK = {
     "synchronised reference",
     "dropout",
     "frozen encoder",
-    "rloo, replay, dynamic sampling, difficulty",
 }
 
 

@@ -37,6 +37,8 @@ from trl_multimodal_rft.rewards import RewardModel
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["score"])
 MARGINS = [0.5, 0.0, 1.5, 0.2, 0.0, 0.7, 0.1, 2.0]
+# Of which one continues the other
+TOKENS = [{"chosen_ids": [*range(20, 25 + i)], "rejected_ids": [*range(20, 32 - 2 * i)]} for i in range(4)]
 
 CASES = {
     "plain": {},
@@ -45,6 +47,7 @@ CASES = {
     "accumulated": {"margin": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "adapter": {"margin": True, "objects": {"peft_config": LORA}},
     "checkpointing": {"gradient_checkpointing": True},
+    "tokens": {"rows": Dataset.from_list(TOKENS * 2)},
 }
 
 
@@ -307,7 +310,7 @@ def test_parts_are_frozen(frozen, trains, tmp_path):
 
 @pytest.mark.parametrize("objects", [{}, {"peft_config": LORA}], ids=["whole", "adapter"])
 def test_the_folder_is_a_reward_by_name(objects, tmp_path):
-    """In Python, in GRPO as TRL's `reward_funcs`, and in the command; a whole model is a first critic, too."""
+    """In Python, in GRPO as TRL's `reward_funcs`, in the command, and as a first critic."""
     model, processor = load_model("qwen2_5_vl")
     trainer = run_ours(image_pairs(), tmp_path, objects={"model": model, **objects}, max_steps=1)
     trainer.train()
@@ -321,6 +324,7 @@ def test_the_folder_is_a_reward_by_name(objects, tmp_path):
 
     result = run(Recorded, "qwen2_5_vl", image_rows(), reward=folder, max_steps=1)
     drawn = result.trainer.draws[0]
+    assert result.trainer.reward_func_names == ["my-reward"]
     ids = [
         each[mask.bool()] for each, mask in zip(drawn.batch.completion_ids, drawn.batch.completion_mask, strict=True)
     ]
@@ -333,9 +337,8 @@ def test_the_folder_is_a_reward_by_name(objects, tmp_path):
     metrics = run_script(tmp_path, f"--reward_model_name_or_path={folder}")["metrics"]
     assert metrics["margin"] == pytest.approx(np.subtract(*scores).mean(), abs=1e-5)
 
-    if not objects:
-        critic = Critic.from_pretrained(folder, type(model))
-        assert torch.equal(critic.head.weight, trainer.model.score.weight)
+    critic, tokens = Critic.from_pretrained(folder, type(model), dtype=torch.float32), torch.arange(20, 30)[None]
+    assert torch.allclose(critic.eval()(tokens)[:, -1:], trainer.model(input_ids=tokens).logits, atol=1e-5)
     with pytest.raises(ValueError, match="has no trained score"):
         RewardModel.from_pretrained(model.config._name_or_path)
 

@@ -257,6 +257,7 @@ def test_references():
 HOSTILE = [("9^{9^{9^9}}", "7!"), ("(" * 3000 + "x" + ")" * 3000, "x+1")]
 
 
+@pytest.mark.slow
 def test_expressions_are_compared_within_a_time_in_any_thread():
     """Slow comparisons count as wrong. Others work as before, also concurrently and afterwards."""
     pairs = [each for pair in HOSTILE for each in (pair, ("0.5", "1/2"))]

@@ -1095,7 +1095,7 @@ def inkling():
 ALL_FAMILIES = {**FAMILIES, **SPECIAL, **MORE_FAMILIES}
 
 # For tests that assert the same of every family: the default run has these, the slow run has all
-ONE_OF_EACH_KIND = {"qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "gemma3", "phi4_multimodal"}
+ONE_OF_EACH_KIND = {"qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "gemma3"}
 
 
 def every_family(names: Iterable[str] = FAMILIES) -> list:

@@ -2,7 +2,7 @@
 """A value model of the policy's tokens and media."""
 
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,11 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from .pretrained import SOURCE
-from .reward_model import is_reward_model, reward_model_class
+from .pretrained import SOURCE, is_adapter
+from .reward_model import is_reward_model, load_trained_reward_model, reward_model_class
 from .towers import freeze_as_built
 from .wrapped import hidden_states
 
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 PolicyModule = TypeVar("PolicyModule", bound=nn.Module)
 
@@ -149,7 +152,7 @@ class Critic(nn.Module):
     def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
         """
         Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose
-        score is the first value), or a backbone, whose first values are 0.
+        score is the first value) or an adapter of one, which is merged, or a backbone, whose first values are 0.
 
         Args:
             folder (`str` or `Path`):
@@ -166,6 +169,9 @@ class Critic(nn.Module):
         Raises:
             `ValueError`: If the model isn't of the policy's family.
         """
+        if "subfolder" not in kwargs and is_adapter(str(folder), kwargs.get("revision")):
+            adapter, _ = load_trained_reward_model(str(folder), **kwargs)
+            return cls.from_model(cast("PeftModel", adapter).merge_and_unload(), model_class)
         source = {name: kwargs[name] for name in SOURCE if name in kwargs}
         config, _ = PreTrainedConfig.get_config_dict(folder, **source)
         # A saved omni model contains that of its thinker

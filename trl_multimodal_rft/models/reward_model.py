@@ -166,6 +166,7 @@ def load_trained_reward_model(
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
+    base.config._name_or_path = name  # by which rewards are logged; not that of an adapter's base
     return model, processor
 
 

@@ -63,7 +63,9 @@ class PreferenceCollator(SupervisedCollator):
                 self._add_view(pair, stored, messages, i)
         viewed = [pair for pair in pairs if pair.view is not None]
         chosen, rejected = ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
-        ids = [torch.tensor(each) for each in (*chosen, *rejected, *(pair.chosen for pair in viewed))]
+        ids = [
+            torch.tensor(each, dtype=torch.long) for each in (*chosen, *rejected, *(pair.chosen for pair in viewed))
+        ]
         batch = {
             "sequences": pairs,
             "prompts": [*pairs, *pairs, *(pair.view for pair in viewed)],
