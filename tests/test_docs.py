@@ -26,6 +26,7 @@ from urllib.parse import unquote
 import pytest
 import soundfile
 import torch
+import yaml
 from datasets import Audio, Dataset, List, load_dataset
 from families_report.report import MARK
 from helpers.chats import RATE, audio, image, video
@@ -35,7 +36,6 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
-from transformers import AutoProcessor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
@@ -58,8 +58,9 @@ from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts import filter, grpo
+from trl_multimodal_rft.scripts import distillation, filter, grpo
 from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.spelling import split_settings
 
 
 ROOT = Path(__file__).parents[1]
@@ -243,16 +244,14 @@ def test_the_readme_shows_what_is_measured():
 
 
 def lightrft_with(strategy, task):
-    """Returns the modules that LightRFT's scripts import, with this package's `models` and `trainer`."""
+    """Returns the modules that LightRFT's scripts import, with this package's `models`, `trainer` and `utils`."""
     ours = {
         f"lightrft.{name}": importlib.import_module(f"trl_multimodal_rft.lightrft.{name}")
-        for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl")
+        for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl", "utils")
     }
-    processor = AutoProcessor.from_pretrained(task["args"].pretrain)
     theirs = {
         "lightrft": {},
         "lightrft.strategy": {"get_strategy": lambda args: strategy},
-        "lightrft.utils": {"get_tokenizer_processor_vl": lambda *args: (processor.tokenizer, processor)},
         "task": task,
     }
     made = {name: types.ModuleType(name) for name in theirs}
@@ -438,6 +437,41 @@ def test_papers_have_configs():
             assert {key: getattr(config, key) for key in given} == given
 
 
+def same_value(paper, recipe):
+    """Returns whether two values agree where both say something: settings behind a name may be left out."""
+    if not (isinstance(paper, str) and isinstance(recipe, str)):
+        return paper == recipe
+    (name, settings), (other, others) = map(split_settings, (paper, recipe))
+    settings, others = settings or {}, others or {}
+    return name == other and all(same_value(settings[key], others[key]) for key in settings.keys() & others.keys())
+
+
+def test_papers_and_recipes_agree():
+    """Where a row names its recipe, both have the same value of every option that both give."""
+    compared = 0
+    for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines():
+        recipe = re.search(r"recipe `([\w/]+)`", line)
+        if recipe is None:
+            continue
+        values = yaml.safe_load((ROOT / "trl_multimodal_rft" / "recipes" / f"{recipe[1]}.yaml").read_text())
+        for code in re.findall(r"`([^`]+)`", line.strip("|").split(" | ")[1]):
+            if code.startswith("--reward_funcs "):
+                paper = {"reward_funcs": shlex.split(code)[1:]}
+            else:
+                paper = eval(
+                    re.sub(r"^(?:\w+\()?(.*?)\)?$", r"dict(\1)", code) if code.startswith("M") else f"dict({code})"
+                )
+            wrong = {
+                key: (paper[key], values[key])
+                for key in paper.keys() & values
+                if not same_value(paper[key], values[key])
+            }
+            assert not wrong, f"{recipe[1]}: {wrong}"
+            compared += len(paper.keys() & values)
+    assert compared > 60
+    assert same_value("f(a=1)", "f(a=1, b=2)") and not same_value("f(a=1)", "f(a=2)") and not same_value("f", "g")
+
+
 def test_errors_that_are_explained_exist():
     source = " ".join(path.read_text() for path in sorted((ROOT / "trl_multimodal_rft").rglob("*.py")))
     source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # strings continue in the next line
@@ -480,7 +514,7 @@ def test_options_for_users_of_others_exist():
     commands = [line for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in code.split("\n\n")]
     launched = [command for command in commands if command.startswith("trl-multimodal-rft grpo")]
     options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
-    known = {each.name for arguments in grpo.ARGUMENTS for each in fields(arguments)}
+    known = {each.name for arguments in (*grpo.ARGUMENTS, *distillation.ARGUMENTS) for each in fields(arguments)}
     launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # an option of `check`
     assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
 

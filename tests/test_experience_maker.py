@@ -335,17 +335,6 @@ def test_critics_and_reward_models_get_media_by_the_names_of_the_model(case):
             assert len(value) == sum(len(media.get(name, ())) for media in expected)
 
 
-def test_text_in_a_batch_with_media_is_a_message():
-    # As in the trainers: text without media already has its template
-    maker = make(n_samples_per_prompt=1, advantage_estimator="reinforce")
-    alone, *_ = maker.generate_samples(IMAGE_ROWS[:1], max_new_tokens=1)
-    beside, *_ = maker.generate_samples(IMAGE_ROWS[:2], max_new_tokens=1)
-    words = maker.tokenizer
-    kept = beside.attention_mask[0, :-1].bool()
-    assert alone.sequences[0, :-1].tolist() == words("Is there a bird?")["input_ids"]
-    assert words.decode(beside.sequences[0, :-1][kept]).startswith("<|im_start|>user\nIs there a bird?<|im_end|>")
-
-
 def test_families_whose_media_must_not_be_padded():
     """The encoder has no mask, so a clip is encoded alone or with others of its length. The order stays."""
     rows = [
@@ -676,28 +665,6 @@ def test_advantages_and_returns_of_tensors_and_lists():
 # Rewards
 
 
-def test_reward_fn_combines_reward_models():
-    models, label_map, seen = [RewardModel(0), RewardModel(1)], {"helpful": 0, "harmless": 1}, []
-
-    def combine(model_reward_list, labels, queries, refs, label_map):
-        seen.append((labels, queries, refs, label_map))
-        chosen = torch.stack(model_reward_list)[[label_map[label] for label in labels], range(len(labels))]
-        return 2 * chosen, {"chosen": chosen, "of": {"models": len(model_reward_list)}}
-
-    names = ["helpful", "harmless", "helpful"]
-    rows = [{"prompt": prompt, "labels": name} for prompt, name in zip(TEXT, names, strict=True)]
-    experiences = made(rows, reward_model=models, arguments={"reward_fn": combine, "reward_fn_label_map": label_map})
-    assert [label for each in seen for label in each[0]] == [name for name in names for _ in range(3)]
-    assert all(each[0] == each[2] and each[3] == label_map for each in seen)
-    for each, (own, queries, _, _) in zip(experiences, seen, strict=True):
-        both = judged(each, *models)
-        expected = torch.stack([both[label_map[label]][i] for i, label in enumerate(own)])
-        assert_close(each.info["reward"], 2 * expected)
-        assert_close(each.info["reward_metrics"]["chosen"], expected)
-        assert each.info["reward_metrics"]["of"] == {"models": 2}
-        assert queries == processor().tokenizer.batch_decode(each.sequences)
-
-
 @pytest.mark.parametrize("name", ["model_reward_list", "scores", "kwargs"])
 def test_reward_fn_of_one_argument(name):
     functions = {
@@ -731,7 +698,7 @@ def test_errors_of_reward_recipes():
 @pytest.mark.parametrize("size", [3, 9])
 def test_what_reward_functions_get(rows, size):
     """If any row of a micro-batch has media, all rows become messages."""
-    seen = {name: [] for name in ("prompts", "completions", "completion_ids", "level", "images")}
+    seen = {name: [] for name in ("prompts", "completions", "completion_ids", "level", "images", "queries")}
 
     def reward(**columns):
         for name, own in seen.items():
@@ -746,6 +713,7 @@ def test_what_reward_functions_get(rows, size):
         for row, keep in zip(each.sequences[:, -each.action_mask.size(1) :], each.action_mask, strict=True)
     ]
     assert seen["completion_ids"] == ids
+    assert seen["queries"] == [words for each in experiences for words in processor().batch_decode(each.sequences)]
     texts = processor().tokenizer.batch_decode(ids, skip_special_tokens=True)
     assert seen["level"] == [0] * 3 + [1] * 3 + [2] * 3
     if "images" not in rows[0]:

@@ -713,13 +713,10 @@ def test_opus_starts_and_ends_as_it_was_recorded(name, application, rate):
     assert len(samples) == len(recorded) and abs(np.argmax(lags) - 400) < 4
 
 
-def test_streams_without_a_length_and_damaged_files():
+def test_streams_without_a_length():
     whole = av_sound("mpegts", "aac", seconds=4)
     half = load_audio(ref("audio", whole[: 188 * (len(whole) // 376)]), RATE)
     assert RATE < len(half) < 3 * RATE
-    data = sound_file(noise(2.0, RATE), RATE, "FLAC")
-    with pytest.raises(MediaError, match="row 3, column 'audio': cannot read this audio .*; repair it or remove"):
-        load_audio(ref("audio", data[: len(data) // 2]), RATE)
 
 
 def test_channels_that_cancel_each_other_out_are_named_after_all_pieces():

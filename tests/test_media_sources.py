@@ -419,10 +419,8 @@ def test_media_have_a_largest_extent(decoder):
         load_video(ref("video", mp4(), max_video_seconds=0.5))
 
 
-def test_a_sound_that_was_cut_off_is_named_unless_its_length_was_never_known():
+def test_a_sound_whose_length_was_never_known_is_whole():
     data = wav(2.0)
-    with pytest.raises(MediaError, match="the file is damaged or cut off: .* of 64000 bytes"):
-        load_audio(ref("audio", data[: len(data) // 2]), 16000)
     streamed = data[:40] + b"\xff\xff\xff\xff" + data[44:]  # the header of a live recording
     assert len(load_audio(ref("audio", streamed), 16000)) == 32000
 

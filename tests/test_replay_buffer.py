@@ -653,16 +653,6 @@ def test_samples_do_not_keep_the_batch():
     assert items[0].values.tolist() == [10, 11]
 
 
-def test_media_of_a_group_are_held_once():
-    images = [own.pixel_values for own in split_experience_batch(group_batch())]
-    assert len({id(image) for image in images}) == 3
-    assert [images[i] is images[0] for i in range(5)] == [True] * 4 + [False]
-    del images
-    before = bytes_alive()
-    buffer = filled(group_batch())
-    assert len(buffer) == 12 and 3 * IMAGE_BYTES < bytes_alive() - before < 3.3 * IMAGE_BYTES
-
-
 # The buffer
 
 

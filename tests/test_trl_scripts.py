@@ -246,14 +246,6 @@ BOTH = {
         "log_completions": True,
         "num_completions_to_print": 1,
     },
-    "accumulation": {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4,
-        "num_iterations": 2,
-        "max_steps": 3,
-    },
-    "truncated completions": {"mask_truncated_completions": True, "max_completion_length": 16},
     "without shuffling": {"shuffle_dataset": False, "disable_dropout": True, "pad_to_multiple_of": 8},
     "continuous batching": {
         "use_transformers_continuous_batching": True,
@@ -269,8 +261,6 @@ GRPO = {
         "reward": lambda: [length, spread],
         "multi_objective_aggregation": "normalize_then_sum",
     },
-    "tokens of high entropy": {"top_entropy_quantile": 0.3},
-    "bonus of entropy": {"entropy_coef": 0.1},
     "head in float32": {"cast_lm_head_to_fp32": True},
     "tools": {"": lambda: from_folder(Calling), "dataset": conversational, "tools": lambda: [look_up]},
     "environment with rewards": {
