@@ -261,9 +261,12 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
         max_file_size=_MOST_UPLOADED,
         css=_STYLE,
         app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
-        prevent_thread_lock=not waits,
-        quiet=not waits,
+        prevent_thread_lock=True,
+        quiet=True,  # else it hints at public links
     )
+    if waits:
+        print(f"Chat at {interface.local_url}", flush=True)
+        interface.block_thread()
 
 
 def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":
