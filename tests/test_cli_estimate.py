@@ -157,7 +157,8 @@ def test_frozen_tower_keeps_nothing_and_has_no_backward(folder, small_tile):
 
 def numbers(**changes):
     fields = dict.fromkeys(Measured.__dataclass_fields__, 0)
-    return Measured(**{**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, **changes})
+    fields = {**fields, "trained": 8_000, "prompt_tokens": 10, "parts": 1, "cache": [], "sharing": 1}
+    return Measured(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_what_waits_on_the_host():
         return [memory(each, numbers(tensors=3, **changes)) for each in args]
 
     words = ["--beta", 0.1, "--trainer", "ppo", "--strategy", "ddp", "--gpus", 2]
-    plain, ours = said(*words, critic=7_000, cache_per_token=1)
+    plain, ours = said(*words, critic=7_000, cache=[(1, None)])
     states = 4 * 8_000 + 8 * 8_000 + 4 * 3  # gradients, and averages with step counters
     assert plain["host"] == 0 and ours["host"] == states + 4 * 8_000 + 16 * 7_000
     assert ours["generation"] == 2 * 4 * 8_000 + ours["KV cache"]  # weights and buckets
@@ -212,9 +213,25 @@ def test_what_waits_on_the_host():
     assert said("--trainer", "sft")[1]["host"] == 0
 
 
+def test_prompts_are_held_once_while_sampling(folder):
+    """By hand, from the table of tokens: full attention and a window, then as a model and its options say."""
+    words = ["--model_name_or_path", "m", "--completion_tokens", 512, "--steps_per_generation", 1]
+    for group in (8, 64):
+        for length in (1358, 16_000):
+            args = parse(*words, "--per_device_train_batch_size", group, "--num_generations", group)
+            cache = {"cache": [(2, None), (3, 1024)], "prompt_tokens": length}
+            copied, held_once = (memory(args, numbers(sharing=n, **cache))["KV cache"] for n in (1, group))
+            assert copied == group * (2 * (length + 512) + 3 * 1024)
+            assert held_once == 2 * length + 3 * 1024 + group * (2 + 3) * 512
+    assert estimate.measure(parse("--model_name_or_path", folder, *TINY)).sharing == 1  # of 60 tokens
+    for more, sharing in (([], 4), (["--packing", "padded"], 1), (["--strategy", "zero2", "--gpus", 2], 1)):
+        args = parse("--model_name_or_path", folder, *TINY, "--prompt_tokens", 80, *more)
+        assert estimate.measure(args).sharing == sharing
+
+
 def test_advice_to_wait_on_the_host():
     words = ["--model_name_or_path", "m", "--per_device_train_batch_size", 1, "--gpu_memory", 200_000 / 2**30]
-    full = numbers(cache_per_token=100)
+    full = numbers(cache=[(100, None)])
     result = estimate.verdict(parse(*words), full)
     assert not result["fits"] and result["advice"] == "`--offload_during_generation`"
     assert estimate.verdict(parse(*words, "--offload_during_generation"), full)["fits"]

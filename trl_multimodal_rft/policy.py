@@ -510,6 +510,7 @@ class PolicyForward:
                     surplus=surplus,
                     shared_prefill=shared_prefill,
                     shared_prefixes=not is_sharded,
+                    decoding_loop=not is_sharded,
                     dummies=dummies,
                     branches=branches,
                 )

@@ -222,6 +222,19 @@ def _backward_of_flash_attention(gradient, *rest, scale=None, window_size_left=N
         )
 
 
+def _dense_flash_attention(query, key, value, dropout_p=0.0, is_causal=False, *rest, scale=None):
+    states = (query, key, value)
+    assert query.size(-1) == key.size(-1) == value.size(-1) <= 256 and query.size(-1) % 8 == 0
+    assert query.size(1) == key.size(1) and all(each.stride(-1) == 1 for each in states)
+    with one_kernel("attention"):
+        (query, key, value), _ = _on_host(states, ())
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = on_cpu(query.float(), key.float(), value.float(), dropout_p, is_causal, scale=scale)
+        empty = torch.empty(0).cuda()
+        n = query.size(2), key.size(2)
+        return output.to(query.dtype).cuda(), lse.cuda(), empty, empty, *n, empty, empty, empty
+
+
 def _reference():
     """Kernels as `cuda_path.py` has them, whose imports must not precede those of what runs here."""
     sys.path.append(str(SOURCE.parents[1]))
@@ -288,6 +301,7 @@ def install() -> None:
     for name, function in {
         "_flash_attention_forward": _forward_of_flash_attention,
         "_flash_attention_backward": _backward_of_flash_attention,
+        "_scaled_dot_product_flash_attention": _dense_flash_attention,
         "mm.dtype": _product,
         "mm.dtype_out": lambda left, right, out_dtype, *, out: out.copy_(_product(left, right, out_dtype)),
         "addmm.dtype_out": _added_product,

@@ -22,6 +22,7 @@ from ..forward.logprobs import completion_scores, completion_values, prompt_stat
 from ..forward.masks import sharing_obstacle
 from ..forward.partition import split_by_tokens
 from ..forward.split_groups import chunk_ends, keeps_states
+from ..generation.transformers import shares_prompts
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
@@ -55,7 +56,8 @@ class Measured:
     ends: int  # weights of embeddings and LM head
     held: int  # bytes in use at the start of the backward pass, without weights and gradients
     peak: int  # their maximum
-    cache_per_token: float  # bytes of keys and values, averaged over a completion's length
+    cache: list[tuple[float, int | None]]  # of layers, bytes of a token's keys and values, and the window
+    sharing: int  # completions that hold the keys and values of a prompt once
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
     parts: int  # forwards of a micro-batch
@@ -147,7 +149,8 @@ def measure(args: argparse.Namespace) -> Measured:
         ends=sum(weight.numel() for weight in ends),
         held=held,
         peak=peak,
-        cache_per_token=_cache_bytes(args, mode, base, len(prompt) + args.completion_tokens),
+        cache=_cache_of_layers(args, mode, base),
+        sharing=_completions(args)[1] if not _is_sharded(args) and shares_prompts(base, [prompt]) else 1,
         prompt_tokens=len(prompt),
         tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
         parts=len(parts),
@@ -218,19 +221,29 @@ def _watch(
         return held, watch.peak, forward, watch.operations, of_prompt
 
 
-def _cache_bytes(args: argparse.Namespace, mode: FakeFloats, model: PreTrainedModel, length: int) -> float:
+def _cache_of_layers(
+    args: argparse.Namespace, mode: FakeFloats, model: PreTrainedModel
+) -> list[tuple[float, int | None]]:
     model.eval()
     with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
         ids = torch.zeros(1, 16, dtype=torch.long)
         layers = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values.layers
-    total = 0.0
-    for layer in layers:
-        if getattr(layer, "keys", None) is None:
-            continue
-        window = getattr(layer, "sliding_window", None) or length
-        kept = layer.keys.shape[-2]
-        total += (layer.keys.nbytes + layer.values.nbytes) / kept * min(length, window)
-    return total / length
+    return [
+        ((layer.keys.nbytes + layer.values.nbytes) / layer.keys.shape[-2], getattr(layer, "sliding_window", None))
+        for layer in layers
+        if getattr(layer, "keys", None) is not None
+    ]
+
+
+def _cache(measured: Measured, tokens: int) -> float:
+    """Bytes of keys and values of so many tokens."""
+    return sum(size * min(tokens, window or tokens) for size, window in measured.cache)
+
+
+def _completions(args: argparse.Namespace) -> tuple[int, int]:
+    """Completions that a GPU samples at once, and how many of them have the same prompt."""
+    number = args.per_device_train_batch_size * args.steps_per_generation
+    return number, min(number, args.num_generations)
 
 
 def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
@@ -260,8 +273,12 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         gathered_to_sample = 2 * (
             trained + frozen + measured.critic + measured.frozen_critic
         )  # `ds3_gather_for_generation`
-    completions = args.per_device_train_batch_size * args.steps_per_generation
-    cache = completions * (measured.prompt_tokens + args.completion_tokens) * measured.cache_per_token
+    completions, prompt = _completions(args)[0], measured.prompt_tokens
+    if measured.sharing > 1:
+        each = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
+    else:
+        each = _cache(measured, prompt + args.completion_tokens)
+    cache = completions * each
     vllm = 0.0
     if args.use_vllm:
         cache = gathered_to_sample = 0.0
@@ -369,7 +386,7 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
         result["advice"] = advice(args, measured, parts)
     if parts["vLLM"]:
         weights = 2 * (measured.trained + measured.frozen) / args.vllm_tensor_parallel_size
-        each = (measured.prompt_tokens + args.completion_tokens) * measured.cache_per_token
+        each = _cache(measured, measured.prompt_tokens + args.completion_tokens)
         result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / each)
         if result["vllm_completions"] < 1:
             result["fits"] = False

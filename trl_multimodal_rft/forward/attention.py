@@ -17,9 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..families import family_of
 from ..models.wrapped import replaced
 from . import kernels
+from .decoding import Decoding
 from .encoders import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
 from .layout import PrefixLayout
+from .masks import sharing_obstacle
 from .states import gather_copies, install_prefix_states
 
 
@@ -41,8 +43,8 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     Makes the text decoder of a model able to run packed rows.
 
     Its attention function, and layers that carry a state ([`~forward.states.install_prefix_states`]), take a
-    [`PrefixLayout`] from the keyword arguments of the forward; without one they compute what they did. Encoders
-    compute the same faster ([`~forward.encoders.install_encoder_attention`]).
+    [`PrefixLayout`] or a [`Decoding`] from the keyword arguments of the forward; without one they compute what they
+    did. Encoders compute the same faster ([`~forward.encoders.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -62,13 +64,15 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        prefix_layout: PrefixLayout | None = None,
+        prefix_layout: PrefixLayout | Decoding | None = None,
         token_positions: torch.Tensor | None = None,
         **options: Unpack[AttentionOptions],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base_attention = original or _eager_attention(module)
         if token_positions is not None:
             query = _rescaled(module, query, token_positions)
+        if isinstance(prefix_layout, Decoding):
+            return prefix_layout.attend(module, query, key, value, options), None
         with kernels.without_cudnn():
             if prefix_layout is None:
                 return base_attention(module, query, key, value, attention_mask, **options)
@@ -113,6 +117,39 @@ def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         _runs_packed.reset(token)
+
+
+def decoding_obstacle(model: PreTrainedModel) -> str | None:
+    """Why a model's attention can't share what caches hold of prompts by a [`Decoding`]; `None` if it can."""
+    config = model.config.get_text_config(decoder=True)
+    for name in ("attention_chunk_size", "num_kv_shared_layers", "kv_sharing_modes", "kv_lora_rank"):
+        if getattr(config, name, None):
+            return f"`{name}`: its layers attend to something else than the last keys of their own cache"
+    if not (model.get_decoder().config._attn_implementation or "").startswith(_PREFIX):
+        return "its attention takes no layout"
+    return sharing_obstacle(model)
+
+
+def takes_boolean_mask(model: PreTrainedModel) -> bool:
+    """Whether a model hands a mask `(B, 1, Q, K)` as it is to layers of full attention, which are sdpa's."""
+    return decoding_obstacle(model) is None and model.get_decoder().config._attn_implementation == _PREFIX + "sdpa"
+
+
+@contextmanager
+def decoded_by(model: PreTrainedModel, layout: Decoding | None) -> Iterator[None]:
+    """Within the context, a model decodes tokens by a layout, if there is one."""
+    if layout is None:
+        yield
+        return
+    decoder = model.get_decoder()
+    handle = decoder.register_forward_pre_hook(
+        lambda module, args, inputs: (args, {**inputs, "prefix_layout": layout}), with_kwargs=True
+    )
+    try:
+        with without_masks(decoder), kernels.without_cudnn():
+            yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -196,3 +196,30 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+def attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention of states `(B, heads, T, head_dim)` to all keys, with a `mask` that is added to scores, and the
+    log-sum-exp of the scores `(B, heads, Q)`.
+    """
+    mask = None if mask is None else mask.to(query.dtype)
+    if softcap is None and query.size(-1) == value.size(-1) <= 256:
+        if query.device.type == "cpu":
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
+        if mask is None and query.size(-1) % 8 == 0 and has_varlen_kernel(query):
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention
+            return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if mask is None else scores + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse

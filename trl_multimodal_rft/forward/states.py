@@ -133,7 +133,7 @@ def _prefix_forward(
     often, whatever their rows, since engines may gather its weights each time.
     """
     forward = type(mixer).forward
-    if prefix_layout is None:
+    if not isinstance(prefix_layout, PrefixLayout):
         return forward(mixer, hidden_states, *args, **kwargs)
     layout = prefix_layout.continued
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Sampling with transformers: each prompt and its media are prefilled once for all its completions."""
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,17 +19,23 @@ from transformers.utils import ModelOutput
 from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..forward.attention import decoding_obstacle
+from ..forward.decoding import MASKED, Decoding
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
 from ..forward.layer_masks import Causal, span_mask
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
-from .caches import GrowingLayer, growing_cache
+from .caches import CompletionLayer, GrowingLayer, growing_cache, share_prompts, takes_completions
+from .decoding import decode, decodes, draws
 
 
 # Prefixes are prefilled first if that leaves at most this share of the tokens
 _WORTH_PREFILLING = 0.9
+
+# Completions share keys and values of prompts while they are decoded if these have at least so many tokens
+_WORTH_SHARING = 64
 
 # Options that look at all tokens, and their neutral values: tokens may be missing behind a cache
 _LOOKS_BACK = {
@@ -100,6 +108,7 @@ class Branches:
             n = len(before) + len(ids)
             rests.append(replace(prompt.part(slice(n, None)), media=turn.media))
             rows.append(row)
+        cache.layers = [layer.whole() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers]
         index = torch.tensor(rows, device=mask.device)
         cache.reorder_cache(cast(torch.LongTensor, index))
         return cache, mask[index], rests
@@ -108,7 +117,7 @@ class Branches:
         self, model: PreTrainedModel, cache: DynamicCache, held: Rows, prompts: Sequence[EncodedPrompt]
     ) -> str | None:
         """Why the cache isn't that of the prompts' first tokens."""
-        if any(type(layer) is not GrowingLayer for layer in cache.layers):
+        if any(not isinstance(layer, GrowingLayer) or layer.is_sliding for layer in cache.layers):
             return "its layers keep windows or states, which have no mask for padding"
         for prompt, (parent, _) in zip(prompts, self.continuations or (), strict=True):
             if parent not in held:
@@ -137,6 +146,7 @@ def generate_completions(
     *,
     shared_prefill: bool = True,
     shared_prefixes: bool = True,
+    decoding_loop: bool = True,
     dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
 ) -> Any:
@@ -153,11 +163,17 @@ def generate_completions(
     rows of dummies at the end.
     """
     unique = [*group_by_prompt(prompts), *dummies]
+    past, order = None, torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
+    loops, room = decoding_loop and decodes(unwrapped_model, generation_config), 0
+    is_static = generation_config.cache_implementation == "static"
+    shares = loops and _in_groups(order.tolist(), len(unique)) and shares_prompts(unwrapped_model, unique, is_static)
+    if is_static and shares and branches is None and (generation_config.disable_compile or device.type == "cpu"):
+        generation_config, room = copy.copy(generation_config), generation_config.max_new_tokens or 0
+        generation_config.cache_implementation = None if room else "static"
     options = generation_config
     takes_a_cache = options.cache_implementation in (None, "hybrid") and options.use_cache is not False
-    takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and (options.num_beams or 1) == 1
+    takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and draws(options)
     cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill and takes_a_cache else 0
-    past, order = None, torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
     obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
     if branches is not None:
         branches.obstacle = obstacle
@@ -169,9 +185,13 @@ def generate_completions(
     rows = past[2] if past is not None else unique if cached else [*prompts, *dummies]
     batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
     inputs: dict[str, Any]
+    layout = None
     if cached:
         with frozen_features(unwrapped_model, rows):
-            inputs = _prefill(model, unwrapped_model, batch, media, cached, past, order, pad_token_id)
+            inputs = _prefill(model, unwrapped_model, batch, media, cached, past, pad_token_id)
+        if order is not None:
+            layout = _decoding(inputs, len(order), room) if shares else None
+            _reorder(inputs, order, with_cache=layout is None)
     else:
         del batch["position_ids"]
         inputs = {**batch, **media}
@@ -183,6 +203,8 @@ def generate_completions(
         as_generation_config(unwrapped_model, generation_config),
     ):
         generate = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)
+        if cached and loops:
+            inputs["custom_generate"] = functools.partial(decode, layout=layout, keeps=branches is not None)
         output = generate(**inputs, generation_config=generation_config)
     sequences = output["sequences"] if isinstance(output, ModelOutput) else output
     completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]
@@ -227,9 +249,10 @@ def _prefilled_prefixes(
     if forwarded > _WORTH_PREFILLING * len(prompts) * max(map(len, prompts)):
         return None
     order = torch.tensor([owner[prompt] for prompt in prompts], device=device)
-    options = {"cached": 0, "past": None, "order": order, "pad_token_id": pad_token_id}
+    options = {"cached": 0, "past": None, "pad_token_id": pad_token_id}
     with frozen_features(unwrapped_model, prefixes):
         filled = _prefill(model, unwrapped_model, *_batch(prefixes, unwrapped_model, device, pad_token_id), **options)
+    _reorder(filled, order)
     return filled["past_key_values"], filled["attention_mask"], [rests[prompt] for prompt in prompts]
 
 
@@ -246,13 +269,11 @@ def _prefill(
     media: dict[str, torch.Tensor],
     cached: int,
     past: tuple | None,
-    order: torch.Tensor | None,
     pad_token_id: int,
 ) -> dict[str, Any]:
     """
     Fills a cache with prompts, or with what follows a `past` one, and returns the inputs with which `generate`
-    continues, of the rows in this `order` or as they are. `cached` is from [`_cacheable_tokens`], or 0 to keep all
-    tokens in the cache.
+    continues. `cached` is from [`_cacheable_tokens`], or 0 to keep all tokens in the cache.
     """
     input_ids, attention_mask, position_ids = (
         batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids")
@@ -282,16 +303,48 @@ def _prefill(
         for layer in cast(list[DynamicSlidingWindowLayer], cache.layers):
             if hasattr(layer, "record_past"):
                 layer.record_past = False
-    if order is not None:
-        cache.reorder_cache(cast(torch.LongTensor, order))
-        seen, input_ids, attention_mask = (each[order] for each in (seen, input_ids, attention_mask))
-        position_ids = position_ids.index_select(-2, order)
     return {
         "input_ids": F.pad(input_ids, (seen.size(1), 0), value=pad_token_id),
         "attention_mask": torch.cat([seen, attention_mask], dim=1),
         "position_ids": F.pad(position_ids, (seen.size(1), 0)),
         "past_key_values": cache,
     }
+
+
+def shares_prompts(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], has_room: bool = False) -> bool:
+    """Whether completions of prompts hold keys and values of these once, and whether caches have room for all."""
+    if decoding_obstacle(model) is not None or not _cacheable_tokens(model, prompts):
+        return False
+    is_long = has_room or max(map(len, prompts)) > _WORTH_SHARING
+    return is_long and takes_completions(growing_cache(windows_as_forwarded(model)), has_room)
+
+
+def _in_groups(order: Sequence[int], n_prompts: int) -> bool:
+    """Whether completions of a prompt follow each other, as many for each."""
+    return len(order) % n_prompts == 0 and [*order] == [i * n_prompts // len(order) for i in range(len(order))]
+
+
+def _decoding(inputs: dict[str, Any], n_rows: int, room: int) -> Decoding | None:
+    """
+    How `n_rows` completions share what the cache holds of prompts, which becomes one of completions, if they can and
+    it pays, or if they have `room`.
+    """
+    cache, seen = inputs["past_key_values"], inputs["attention_mask"][:, : inputs["past_key_values"].get_seq_length()]
+    if not room and len(seen) == n_rows:
+        return None
+    offset = torch.full((1,), -1, device=seen.device) if room else None
+    shared = share_prompts(cache, n_rows, room, offset)
+    padding = torch.zeros(seen.shape, device=seen.device).masked_fill(seen == 0, MASKED)[:, None, None]
+    return Decoding(shared, None if bool(seen.all()) else padding, offset, room)
+
+
+def _reorder(inputs: dict[str, Any], order: torch.Tensor, with_cache: bool = True) -> None:
+    """Puts the rows of inputs of a model in an order."""
+    if with_cache:
+        inputs["past_key_values"].reorder_cache(cast(torch.LongTensor, order))
+    inputs["position_ids"] = inputs["position_ids"].index_select(-2, order)
+    for name in ("input_ids", "attention_mask"):
+        inputs[name] = inputs[name][order]
 
 
 def generate_in_parts(

@@ -1,0 +1,303 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The loop that samples behind a cache draws what `generate` draws, with each prompt held once."""
+
+import functools
+import types
+
+import pytest
+import torch
+from helpers.cuda_path import Counts
+from helpers.encoding import build_encoded
+from helpers.families import FAMILIES, MORE_FAMILIES
+from helpers.marks import slow_but
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, GenerationConfig
+
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.decoding import Decoding
+from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.generation import caches, decoding
+from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.generation.transformers import Branches, generate_completions
+
+
+G = 4
+# Families whose caches hold something else than keys that their layers attend to: their prompts are copied
+COPIED = {"gemma3n", "gemma4", "llama4", "kimi_k25"}
+
+
+def build(name):
+    model, processor, prompts = build_encoded(name)
+    model.config.get_text_config().output_router_logits = False  # `generate` fails with it on padded prompts
+    install_prefix_attention(model)
+    return model, processor.tokenizer, [prompt for prompt in prompts for _ in range(G)]
+
+
+def options(tokenizer, **kwargs):
+    """Many tokens end a completion, so that lengths differ."""
+    defaults = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": list(range(30, len(tokenizer), 20))}
+    return GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id,
+        suppress_tokens=list(range(30)),
+        disable_compile=True,
+        **{**defaults, **kwargs},
+    )
+
+
+def sample(model, rows, config, **kwargs):
+    """Returns completions, and the state of the generator behind them."""
+    torch.manual_seed(1)
+    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+    output = generate_completions(model, unwrapped, rows, config, config.pad_token_id, unwrapped.device, **kwargs)
+    return output, (torch.cuda if unwrapped.device.type == "cuda" else torch).get_rng_state()
+
+
+def assert_same(model, rows, config, **kwargs):
+    """As `generate` on repeated prompts, without a cache of ours."""
+    expected, before = sample(model, rows, config, decoding_loop=False, shared_prefill=False)
+    found, after = sample(model, rows, config, **kwargs)
+    assert torch.equal(found, expected)
+    assert torch.equal(after, before)
+    return found
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """Layouts of the calls of the loop; prompts of any length are shared."""
+    found, decode = [], decoding.decode
+
+    def spy(*args, layout, **kwargs):
+        found.append(layout)
+        return decode(*args, layout=layout, **kwargs)
+
+    monkeypatch.setattr(generation, "decode", spy)
+    monkeypatch.setattr(generation, "_WORTH_SHARING", 1)
+    return found
+
+
+DEFAULT = ("qwen2_5_vl", "qwen2_audio", "gemma3", "qwen3_5", "gemma3n")
+
+
+@pytest.mark.parametrize("name", slow_but([*FAMILIES, *MORE_FAMILIES], *DEFAULT))
+def test_tokens_and_random_state_are_those_of_generate(name, layouts, monkeypatch):
+    """Rooms of three tokens and completions beyond the window: gemma3's is 8 tokens, of which rooms hold no more."""
+    monkeypatch.setattr(caches, "_ROOM", 3)
+    model, tokenizer, prompts = build(name)
+    for part in split_samples(prompts, "media"):
+        rows = [prompts[i] for i in part]
+        assert_same(model, rows, options(tokenizer, top_p=0.95, temperature=0.8))
+    assert all((layout is None) == (name in COPIED) for layout in layouts) and layouts
+
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "warpers": {"top_k": 9, "min_p": 0.01, "typical_p": 0.9, "temperature": 1.3},
+    "words": {"bad_words_ids": [[40]], "sequence_bias": [[[50], 2.0]], "exponential_decay_length_penalty": (3, 1.1)},
+    "forced": {"forced_eos_token_id": 30, "begin_suppress_tokens": [31, 32], "renormalize_logits": True},
+    "no end": {"eos_token_id": None},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("worth", [1, 1000])
+def test_options(name, worth, layouts, monkeypatch):
+    """With prompts of different lengths, whose mask is made once where they are copied."""
+    monkeypatch.setattr(generation, "_WORTH_SHARING", worth)
+    model, tokenizer, rows = build("qwen2_audio")
+    assert_same(model, rows, options(tokenizer, **OPTIONS[name]))
+    assert [layout is None for layout in layouts] == [worth > 1]
+
+
+@pytest.mark.parametrize("option", [{"num_beams": 2}, {"max_time": 60.0}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_generate_does_what_the_loop_does_not(option, layouts):
+    model, tokenizer, rows = build("qwen2_audio")
+    rows = rows[:1] if "prompt_lookup_num_tokens" in option else rows
+    assert_same(model, rows, options(tokenizer, do_sample=False, **option))
+    assert layouts == []
+
+
+def test_adapters(layouts):
+    model, tokenizer, rows = build("qwen2_5_vl")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    plain = sample(model, rows, options(tokenizer))[0]
+    adapted = assert_same(get_peft_model(model, lora), rows, options(tokenizer))
+    assert len(layouts) == 2 and not torch.equal(adapted, plain)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_one_wait_for_several_tokens(keeps, layouts, monkeypatch):
+    """What was drawn behind the last end is taken back, from the generator and the cache."""
+    monkeypatch.setitem(decoding._TOKENS_PER_WAIT, "cpu", 16)
+    model, tokenizer, rows = build("qwen2_5_vl")
+    config, branches = options(tokenizer, eos_token_id=list(range(30, 400, 4)), max_new_tokens=40), Branches()
+    found = assert_same(model, rows, config, branches=branches if keeps else None)
+    assert found.size(1) % 16 and layouts[-1] is not None
+    if keeps:
+        cache, _, _ = branches._cache, branches.obstacle, branches._rows
+        length = max(map(len, rows)) + found.size(1) - 1
+        assert {layer.whole().keys.size(-2) for layer in cache.layers} == {cache.get_seq_length()} == {length}
+
+
+@torch.no_grad()
+def test_logps_are_those_of_generate(layouts):
+    model, tokenizer, rows = build("qwen2_5_vl")
+    config = options(tokenizer, output_logits=True, return_dict_in_generate=True)
+
+    def logps(own, dtype=None):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            return torch.stack(sample(model, rows, config, decoding_loop=own)[0].logits).float().log_softmax(-1)
+
+    expected = logps(False)
+    noise = (logps(False, torch.bfloat16)[0] - expected[0]).abs().max()
+    assert 1e-3 < (logps(True, torch.bfloat16)[0] - expected[0]).abs().max() <= 1.5 * noise
+    assert (logps(True) - expected).abs().max() <= 1e-5  # of tiny models with large logits
+    model.double()
+    assert (logps(True) - logps(False)).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 3, 6, 40])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention(window, softcap, has_sinks):
+    """Against the formula in float64: a window, padding, soft caps and sinks."""
+    generator = torch.Generator().manual_seed(0)
+    n, group, heads, kv, p, c, d = 2, 3, 4, 2, 7, 5, 8
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    query, key, value = draw(n * group, heads, 1, d), draw(n * group, kv, c, d), draw(n * group, kv, c, d)
+    prompt_key, prompt_value, sinks = draw(n, kv, p, d), draw(n, kv, p, d), draw(heads)
+    gaps = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [0] * 7]).bool()
+    padding = torch.zeros(n, p, dtype=torch.float64).masked_fill(gaps, -1e30)[:, None, None]
+    held = p if window is None else min(p, window - 1)
+    layout = Decoding({0: (prompt_key[..., p - held :, :], prompt_value[..., p - held :, :], window)}, padding)
+    found = layout.attend(
+        types.SimpleNamespace(layer_idx=0),
+        query,
+        key,
+        value,
+        {"scaling": 0.3, "softcap": softcap, "s_aux": sinks if has_sinks else None},
+    )
+    keys, values = (
+        torch.cat([a.repeat_interleave(group, 0), b], 2).repeat_interleave(heads // kv, 1)
+        for a, b in ((prompt_key, key), (prompt_value, value))
+    )
+    scores = (query @ keys.mT) * 0.3
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores[..., :p].masked_fill_(gaps.repeat_interleave(group, 0)[:, None, None], -torch.inf)
+    if window is not None:
+        scores[..., : max(p + c - window, 0)] = -torch.inf
+    if has_sinks:
+        scores = torch.cat([scores, sinks.view(1, heads, 1, 1).expand(n * group, -1, -1, -1)], -1)
+    expected = (scores.softmax(-1)[..., : p + c] @ values).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [8, 64])
+@pytest.mark.parametrize("length", [1358, 16000])
+def test_memory_of_keys(group, length):
+    """Prompts count once, and completions what they have, in rooms of 128 tokens at most."""
+    heads, size, n = 2, 4, 10
+    cache = DynamicCache()
+    cache.layers = [caches.GrowingLayer() for _ in range(2)]
+    for layer in range(2):
+        cache.update(torch.zeros(1, heads, length, size), torch.zeros(1, heads, length, size), layer)
+    held = caches.share_prompts(cache, group)
+    for _ in range(n):
+        for layer in range(2):
+            cache.update(torch.ones(group, heads, 1, size), torch.ones(group, heads, 1, size), layer)
+    tensors = [each for shared in held.values() for each in shared[:2]]
+    tensors += [each for layer in cache.layers for each in (layer.keys, layer.values)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    rooms = 1 + caches._ROOM
+    assert sum(storages.values()) <= 2 * 2 * heads * size * 4 * (length + caches._ROOM + group * rooms)
+    assert cache.get_seq_length() == length + n
+
+
+class Shapes(TorchDispatchMode):
+    """Records operations with the shapes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        shapes = [
+            tuple(each.shape) for each in torch.utils._pytree.tree_leaves(args) if isinstance(each, torch.Tensor)
+        ]
+        self.calls.append((str(function), shapes))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen2_5_vl", "qwen3_5"], "qwen3_5"))
+def test_static_form(name, layouts):
+    """Each step runs the same operations on the same shapes, and the host waits for none of its values."""
+    model, tokenizer, rows = build(name)
+    expected = sample(model, rows, options(tokenizer))
+    steps, forward = [], model.forward
+
+    def watched(*args, **kwargs):
+        with Shapes() as shapes:
+            output = forward(*args, **kwargs)
+        steps.append(shapes.calls)
+        return output
+
+    model.forward = watched
+    found = sample(model, rows, options(tokenizer, cache_implementation="static"))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [layout.room for layout in layouts] == [0, 24]
+    prefills = len(steps) - found[0].size(1)
+    assert len(steps) > 10 and all(step == steps[prefills + 1] for step in steps[prefills + 1 :])
+    assert not any("_local_scalar_dense" in name for name, _ in steps[-1])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_static_form_compiles_once(layouts):
+    """The step for the first token compiles; tokens after it reuse that, and are the same."""
+    model, tokenizer, rows = build("qwen2_5_vl")
+    expected, _ = sample(model, rows, options(tokenizer))
+    counter, forward, frames = torch._dynamo.testing.CompileCounter(), model.forward, []
+    compiled = torch.compile(forward, backend=counter, dynamic=False)
+
+    def watched(*args, **kwargs):
+        if kwargs["past_key_values"].get_seq_length() == 0:
+            return forward(*args, **kwargs)
+        output = compiled(*args, **kwargs)
+        frames.append(counter.frame_count)
+        return output
+
+    model.forward = watched
+    assert torch.equal(sample(model, rows, options(tokenizer, cache_implementation="static"))[0], expected)
+    assert 0 < frames[0] == frames[-1] and len(frames) == expected.size(1) > 10
+
+
+def test_operations_of_a_token(layouts, monkeypatch):
+    """Outside of the decoder's layers, in them, and how often the host waits, with 16 tokens for a wait."""
+    monkeypatch.setitem(decoding._TOKENS_PER_WAIT, "cpu", 16)
+    model, tokenizer, rows = build("qwen2_5_vl")
+    found = {}
+
+    def note(sign, inside, counts, *args):
+        inside.append(sign * counts.operations.total())
+
+    for own in (False, True):
+        totals = []
+        for n in (8, 40):
+            config = options(tokenizer, max_new_tokens=n, min_new_tokens=n, eos_token_id=[30])
+            inside, handles = [], []
+            with Counts() as counts:
+                for layer in model.get_decoder().layers:
+                    handles += [
+                        layer.register_forward_pre_hook(functools.partial(note, -1, inside, counts)),
+                        layer.register_forward_hook(functools.partial(note, 1, inside, counts)),
+                    ]
+                sample(model, rows, config, decoding_loop=own)
+            for handle in handles:
+                handle.remove()
+            layers, all_operations = sum(inside), counts.operations.total()
+            totals.append([all_operations - layers, layers, counts.operations["_local_scalar_dense"]])
+        found[own] = [(b - a) / 32 for a, b in zip(*totals, strict=True)]
+    (outside, layers, waits), (before, layers_before, waits_before) = found[True], found[False]
+    assert outside <= 0.6 * before and waits <= 0.05 * waits_before
+    assert layers <= layers_before + 12 * len(model.get_decoder().layers)  # a second attention, and what merges them
