@@ -382,23 +382,13 @@ def test_teacher_by_name(tmp_path):
     assert not made.model.training or made.model.dtype == torch.float32
 
 
-def lookup(word: str) -> str:
-    """
-    Looks up a word.
-
-    Args:
-        word: What to look up.
-    """
-    return word
-
-
 SERVER = {"teacher_model_server_url": "http://localhost:1", "loss_top_k": 4}
 REFUSED = {
     "whole vocabulary of a server": ({}, {**SERVER, "loss_top_k": 0}, "set `loss_top_k`"),
     "temperature of a server": ({}, {**SERVER, "temperature": 0.5}, "so set it to 1"),
     "server and name": ({}, {**SERVER, "teacher_model_name_or_path": "a/b"}, "of two teachers"),
     "server and model": ({}, SERVER, "are two teachers"),
-    "server and tools": ({"teacher_model": None, "tools": [lookup]}, SERVER, "remove `tools`"),
+    "server and tools": ({"teacher_model": None, "tools": [look_up]}, SERVER, "remove `tools`"),
     "itself": ({"teacher_model": None}, {}, "would learn nothing"),
     "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "adapter, and it has"),
     "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),
