@@ -26,7 +26,6 @@ from urllib.parse import unquote
 import pytest
 import soundfile
 import torch
-import yaml
 from datasets import Audio, Dataset, List, load_dataset
 from families_report.report import MARK
 from helpers.chats import RATE, audio, image, video
@@ -60,7 +59,6 @@ from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import distillation, filter, grpo
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.spelling import split_settings
 
 
 ROOT = Path(__file__).parents[1]
@@ -435,41 +433,6 @@ def test_papers_have_configs():
             config = eval(f"config_class(**options, {values})", {"config_class": config_class, "options": options})
             given = eval(f"dict({values})")
             assert {key: getattr(config, key) for key in given} == given
-
-
-def same_value(paper, recipe):
-    """Returns whether two values agree where both say something: settings behind a name may be left out."""
-    if not (isinstance(paper, str) and isinstance(recipe, str)):
-        return paper == recipe
-    (name, settings), (other, others) = map(split_settings, (paper, recipe))
-    settings, others = settings or {}, others or {}
-    return name == other and all(same_value(settings[key], others[key]) for key in settings.keys() & others.keys())
-
-
-def test_papers_and_recipes_agree():
-    """Where a row names its recipe, both have the same value of every option that both give."""
-    compared = 0
-    for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines():
-        recipe = re.search(r"recipe `([\w/]+)`", line)
-        if recipe is None:
-            continue
-        values = yaml.safe_load((ROOT / "trl_multimodal_rft" / "recipes" / f"{recipe[1]}.yaml").read_text())
-        for code in re.findall(r"`([^`]+)`", line.strip("|").split(" | ")[1]):
-            if code.startswith("--reward_funcs "):
-                paper = {"reward_funcs": shlex.split(code)[1:]}
-            else:
-                paper = eval(
-                    re.sub(r"^(?:\w+\()?(.*?)\)?$", r"dict(\1)", code) if code.startswith("M") else f"dict({code})"
-                )
-            wrong = {
-                key: (paper[key], values[key])
-                for key in paper.keys() & values
-                if not same_value(paper[key], values[key])
-            }
-            assert not wrong, f"{recipe[1]}: {wrong}"
-            compared += len(paper.keys() & values)
-    assert compared > 60
-    assert same_value("f(a=1)", "f(a=1, b=2)") and not same_value("f(a=1)", "f(a=2)") and not same_value("f", "g")
 
 
 def test_errors_that_are_explained_exist():

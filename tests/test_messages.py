@@ -53,49 +53,46 @@ def refused(tmp_path, rows):
 # Configs
 
 
+WRONG = [
+    ({"learning_rate": "1e-5"}, "`learning_rate` must be a number, got the text '1e-5'; write it without quotes."),
+    ({"use_cpu": "true"}, "`use_cpu` must be `True` or `False`, got the text 'true'"),
+    ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05; the default is"),
+    ({"learning_rate": float("inf")}, "`learning_rate` must be at least 0 and finite, got inf"),
+    ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
+    ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
+    ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
+    (
+        {"max_tokens_per_microbatch": 0},
+        "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
+    ),
+    ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
+]
+WRONG_WHERE_SAMPLED = [
+    ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
+    ({"temperature": None}, "`temperature` must be above 0, got None; "),
+    ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
+    ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
+    ({"min_p": 1.5}, "`min_p` must be between 0 and 1, got 1.5; the default is None."),
+    ({"epsilon": -0.1}, "`epsilon` must be at least 0, got -0.1; the default is 0.2."),
+    ({"epsilon_high": -0.1}, "`epsilon_high` must be at least 0, got -0.1"),
+    ({"beta": -0.1}, "`beta` must be at least 0, got -0.1; the default is 0.0"),
+    ({"max_completion_length": 0}, "`max_completion_length` must be at least 1, got 0"),
+    ({"num_generations": None}, "got None"),
+    ({"vllm_gpu_memory_utilization": 1.1}, "must be above 0 and at most 1, got 1.1"),
+    ({"generation_kwargs": {"top_pp": 1}}, "`generation_kwargs` has 'top_pp', which is no option of"),
+    ({"generation_kwargs": '{"topp": 1}'}, "remove it. Did you mean `top_p`?"),
+    ({"generation_kwargs": {"top_p": 2}}, "`generation_kwargs['top_p']` must be above 0 and at most 1, got 2"),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_no_config_takes(kind):
-    for options, message in [
-        ({"learning_rate": "1e-5"}, "`learning_rate` must be a number, got the text '1e-5'; write it without quotes."),
-        ({"use_cpu": "true"}, "`use_cpu` must be `True` or `False`, got the text 'true'"),
-        ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05; the default is"),
-        ({"learning_rate": float("inf")}, "`learning_rate` must be at least 0 and finite, got inf"),
-        ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
-        ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
-        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
-        (
-            {"max_tokens_per_microbatch": 0},
-            "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
-        ),
-        ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
-    ]:
+    for options, message in WRONG + WRONG_WHERE_SAMPLED * (kind in SAMPLED):
         with pytest.raises(ValueError, match=re.escape(message)):
             config(kind, **options)
-
-
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_values_that_no_sampling_config_takes(kind):
-    for options, message in [
-        ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
-        ({"temperature": None}, "`temperature` must be above 0, got None; "),
-        ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
-        ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
-        ({"min_p": 1.5}, "`min_p` must be between 0 and 1, got 1.5; the default is None."),
-        ({"epsilon": -0.1}, "`epsilon` must be at least 0, got -0.1; the default is 0.2."),
-        ({"epsilon_high": -0.1}, "`epsilon_high` must be at least 0, got -0.1"),
-        ({"beta": -0.1}, "`beta` must be at least 0, got -0.1; the default is 0.0"),
-        ({"max_completion_length": 0}, "`max_completion_length` must be at least 1, got 0"),
-        ({"num_generations": 0}, "got 0"),
-        ({"num_generations": None}, "got None"),
-        ({"vllm_gpu_memory_utilization": 1.1}, "must be above 0 and at most 1, got 1.1"),
-        ({"generation_kwargs": {"top_pp": 1}}, "`generation_kwargs` has 'top_pp', which is no option of"),
-        ({"generation_kwargs": '{"topp": 1}'}, "remove it. Did you mean `top_p`?"),
-        ({"generation_kwargs": {"top_p": 2}}, "`generation_kwargs['top_p']` must be above 0 and at most 1, got 2"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            config(kind, **options)
-    with pytest.raises(ValueError, match="`num_generations` must be at least [12], got 0"):
-        config(kind, num_generations=0)
+    if kind in SAMPLED:
+        with pytest.raises(ValueError, match="`num_generations` must be at least [12], got 0"):
+            config(kind, num_generations=0)
 
 
 def test_values_of_trl_that_mean_nothing_is_left_out():
