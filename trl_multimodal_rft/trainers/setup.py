@@ -377,6 +377,9 @@ def load_parts(
     by_name = isinstance(model, str)
     if by_name:
         model = load_policy(model, args, quantization_config, load)
+    if load is load_model and not model.can_generate():
+        head = next(iter(model.config.architectures or ()), "a class with one")
+        raise ValueError(f"{type(model).__name__} has no LM head; pass the name of its folder, or load it as {head}.")
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
     source: Any = None
     if processing_class is None:
