@@ -11,6 +11,7 @@ import pytest
 import transformers as hf
 from datasets import Dataset, DatasetDict
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
+from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.models.pretrained import load_trained
@@ -176,7 +177,7 @@ def test_unknown_keyword_arguments(kind, refused):
         "processor": "It was removed: use `processing_class`.",
         "train_datset": "Did you mean `train_dataset`?",
     }
-    extra = {"reward_function": "mean `reward_funcs`?"} if kind in SAMPLED else {}
+    extra = {"reward_function": "mean `reward_funcs`?", "compute_metrics": "`callbacks`."} if kind in SAMPLED else {}
     for name, hint in {**hints, **extra}.items():
         message = refused(kind, TypeError, **{name: None})
         assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")
@@ -217,6 +218,8 @@ def test_arguments_of_another_type(kind, refused, rows):
         ("train_dataset", rows.to_list(), "`Dataset` or `IterableDataset`, got a list; pass `Dataset.from_list("),
         ("eval_dataset", [{}], "`eval_dataset` must be a `Dataset` or `IterableDataset`, got a list; pass `Dataset."),
         ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` must be a `Dataset`"),
+        ("train_dataset", {"prompt": ["A cat?"]}, "got a dict of columns; pass `Dataset.from_dict(columns)`."),
+        ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)`, whose gen"),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
     ]:
         assert message in refused(kind, TypeError, **{name: value})
@@ -281,6 +284,18 @@ def test_model_without_its_processor(tmp_path, rows):
     message = r"The processor of '.*/model' can't be loaded: the folder has none of processor_"
     with pytest.raises(OSError, match=message):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+    load("qwen2_5_vl")[1].tokenizer.save_pretrained(folder)
+    with pytest.raises(OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save that of"):
+        TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+
+
+def test_model_without_its_head(tmp_path, rows):
+    model = hf.AutoModel.from_pretrained(saved("qwen2_5_vl"))
+    message = "Qwen2_5_VLModel has no LM head; pass the name of its folder, or load it as Qwen2_5_VLForConditionalGen"
+    for kind in ("grpo", "sft", "dpo"):
+        with pytest.raises(ValueError, match=message):
+            arguments = {"reward_funcs": length_and_sum} if kind == "grpo" else {}
+            TRAINERS[kind](model, args=config(kind, tmp_path), train_dataset=rows, **arguments)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
