@@ -356,7 +356,8 @@ def test_images_without_their_marks(geo3k):
 # The script
 
 
-def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path, capsys):
+def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path, capsys, caplog):
+    """The version of MMAU's questions is in the results; without one, a warning asks for it."""
     for benchmark, path, family, name, n in (
         ("mmau", mmau, "qwen2_audio", "choice_reward", 5),
         ("geo3k", geo3k, "qwen2_5_vl", "accuracy_reward", 4),
@@ -364,7 +365,7 @@ def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path, capsys):
         options = [
             *("--model_name_or_path", str(saved(family)), "--dtype", "float32", "--max_completion_length", "4"),
             *("--benchmark", benchmark, "--dataset_name", str(path), "--output_dir", str(tmp_path / benchmark)),
-            *(("--group_by", "task") if benchmark == "mmau" else ()),
+            *(("--group_by", "task", "--benchmark_version", "v05.15.25") if benchmark == "mmau" else ()),
         ]
         evaluate_script.main(*parse(evaluate_script.ARGUMENTS, options))
         printed = capsys.readouterr().out
@@ -372,4 +373,9 @@ def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path, capsys):
         assert content["settings"]["reward_funcs"] == [name, "format_reward"]
         assert content["settings"]["benchmark"] == benchmark and content["metrics"]["rows"] == n
         assert f"accuracy {content['metrics']['accuracy']:.1%} (95 %: ".replace("%", " %", 1) in printed
-        assert "accuracy/sound " in printed or benchmark == "geo3k"
+        assert ("accuracy/sound " in printed and ", 5 rows of v05.15.25" in printed) or benchmark == "geo3k"
+    assert "--benchmark_version" not in caplog.text
+    options = ["--benchmark", "mmau", "--dataset_name", str(mmau)]
+    script_args, evaluation_args, *_ = parse(evaluate_script.ARGUMENTS, options)
+    assert len(evaluate_script.load_rows(script_args, evaluation_args, "test")) == 5
+    assert "`--benchmark_version v05.15.25`" in caplog.text

@@ -130,6 +130,7 @@ MISTAKES = [
     (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
     (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),
     (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
+    (["grpo", "--config", "geometry3k_ppo"], 1, "Did you mean `qwen2_5_vl_3b/geometry3k_ppo`?"),
     (["grpo", "--config", "number.yaml"], 2, "number.yaml: argument --learning_rate: invalid float value: 'fast'"),
     (["grpo", "--config", "steps.yaml"], 2, "steps.yaml: argument --max_steps: invalid int value: '[3]'"),
     (["grpo", "--config", "key.yaml"], 2, "key.yaml: there is no option `--num_generation`. Did you mean"),

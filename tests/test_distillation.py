@@ -27,7 +27,6 @@ from helpers.trainer_utils import (
     sound,
     text_rows,
     video_rows,
-    with_media,
 )
 from peft import LoraConfig, get_peft_model
 
@@ -147,53 +146,39 @@ def test_student_is_its_own_teacher_under_a_view(kind, side):
     assert_step(run, *expected(run, kind, seen, read=read, teaches=itself, beta=1.0))
 
 
-@pytest.mark.parametrize("kind", ["audio", "image"])
-def test_teacher_reads_a_privileged_prompt(kind):
-    """Which is longer than the student's, of one row, and under a view."""
-    family, rows = KINDS[kind]
-    questions = ["Is there a bird? The answer is cat, and no dog.", None]
-    messages = [None if each is None else [{"role": "user", "content": each}] for each in questions]
-    given = rows(2)
-    medium = [given[i][kind] for i in range(2)]
-    told = Dataset.from_list([{"prompt": given[i]["prompt"], "teacher_prompt": messages[i]} for i in range(2)])
-    told = with_media(told, kind, medium)
-    options = {"max_steps": 1, "beta": 0.0, "teacher_view": "blank", "learning_rate": 1.0}
-    run = distill(InjectedOurs, family, told, {"teacher_model": None}, **options)
-    seen = [content(row, kind) for row in told]
-    read = [content(row, kind, question, blanked=True) for row, question in zip(told, questions, strict=True)]
-    itself, _ = load(family)
-    assert_step(run, *expected(run, kind, seen, read=read, teaches=itself, beta=0.0))
-
-
 OWN = {"audio": ("audio", sound(0.45, seed=9)), "video": ("videos", video(4, 56, 84, seed=9)["video"])}
 OWN |= {"image": ("images", image(28, 56, seed=9)["image"])}
 
 
-def told_rows(kind, questions=(None, None)):
-    """Returns two rows, of which the teacher sees another medium in the first."""
+def told_rows(kind, questions=(None, None), has_own=True):
+    """Returns two rows, of which the teacher sees another medium in the first, if it has its own."""
     rows, (column, own) = [*KINDS[kind][1](2)], OWN[kind]
     told = [{"prompt": row["prompt"], "index": i} for i, row in enumerate(rows)]
     if any(questions):
         asked = [None if each is None else [{"role": "user", "content": each}] for each in questions]
         told = [{**row, "teacher_prompt": each} for row, each in zip(told, asked, strict=True)]
-    media = {kind: [row[kind] for row in rows], f"teacher_{column}": [[own] if column != kind else own, None]}
+    media = {kind: [row[kind] for row in rows]}
+    if has_own:
+        media[f"teacher_{column}"] = [[own] if column != kind else own, None]
     dataset = Dataset.from_list(told)
     return dataset.with_transform(
         lambda batch: {**batch, **{name: [each[i] for i in batch["index"]] for name, each in media.items()}}
     )
 
 
-ASKED = "Is it a cat? It is."
+ASKED = "Is there a bird? The answer is cat, and no dog."  # longer than the student's
 TOLD = [("image", ASKED, None), ("image", None, "blank"), ("audio", ASKED, "blank")]
+TOLD += [(kind, None, None) for kind in KINDS]
+PRIVILEGED = [("audio", ASKED, "blank", False), ("image", ASKED, "blank", False)]
 
 
-@pytest.mark.parametrize(("kind", "asked", "view"), [*((kind, None, None) for kind in KINDS), *TOLD])
-def test_teacher_sees_media_of_its_own(kind, asked, view):
-    """Of another size, in one row, with or without a prompt of its own, and under a view."""
-    rows = told_rows(kind, (asked, None))
+@pytest.mark.parametrize(("kind", "asked", "view", "has_own"), [*((*each, True) for each in TOLD), *PRIVILEGED])
+def test_teacher_sees_media_or_a_prompt_of_its_own(kind, asked, view, has_own):
+    """Media of another size, in one row, with or without a prompt, and under a view."""
+    rows = told_rows(kind, (asked, None), has_own)
     run = one_step_on(rows, kind, {"teacher_model": None}, beta=0.5, teacher_view=view)
     seen = [content(row, kind) for row in rows]
-    own = content(rows[0], kind, asked, view == "blank", OWN[kind][1])
+    own = content(rows[0], kind, asked, view == "blank", OWN[kind][1] if has_own else None)
     itself, _ = load(KINDS[kind][0])
     options = {"read": [own, content(rows[1], kind, blanked=view == "blank")], "teaches": itself, "beta": 0.5}
     assert_step(run, *expected(run, kind, seen, **options))
@@ -397,23 +382,13 @@ def test_teacher_by_name(tmp_path):
     assert not made.model.training or made.model.dtype == torch.float32
 
 
-def lookup(word: str) -> str:
-    """
-    Looks up a word.
-
-    Args:
-        word: What to look up.
-    """
-    return word
-
-
 SERVER = {"teacher_model_server_url": "http://localhost:1", "loss_top_k": 4}
 REFUSED = {
     "whole vocabulary of a server": ({}, {**SERVER, "loss_top_k": 0}, "set `loss_top_k`"),
     "temperature of a server": ({}, {**SERVER, "temperature": 0.5}, "so set it to 1"),
     "server and name": ({}, {**SERVER, "teacher_model_name_or_path": "a/b"}, "of two teachers"),
     "server and model": ({}, SERVER, "are two teachers"),
-    "server and tools": ({"teacher_model": None, "tools": [lookup]}, SERVER, "remove `tools`"),
+    "server and tools": ({"teacher_model": None, "tools": [look_up]}, SERVER, "remove `tools`"),
     "itself": ({"teacher_model": None}, {}, "would learn nothing"),
     "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "adapter, and it has"),
     "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from families_report.measure import plain_logits
 from helpers.completions import random_completions
+from helpers.distillation_runs import divergence as written_out
 from helpers.marks import slow_but
 from helpers.packed_rows import build
 from helpers.trainer_utils import relative_difference
@@ -58,19 +59,6 @@ def distribution(hidden, given, temperature):
     if given.rule.softcap is not None:
         logits = given.rule.softcap * (logits / given.rule.softcap).tanh()
     return (logits / temperature).log_softmax(-1)
-
-
-def kl(p, q):
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def written_out(student, teacher, beta):
-    if beta == 0:
-        return kl(teacher, student)
-    if beta == 1:
-        return kl(student, teacher)
-    mixture = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
-    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
 
 
 def assert_same_gradients(found, expected, leaves):

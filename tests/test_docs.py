@@ -35,7 +35,6 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
-from transformers import AutoProcessor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
@@ -58,7 +57,7 @@ from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts import filter, grpo
+from trl_multimodal_rft.scripts import distillation, filter, grpo
 from trl_multimodal_rft.scripts.arguments import parse
 
 
@@ -243,16 +242,14 @@ def test_the_readme_shows_what_is_measured():
 
 
 def lightrft_with(strategy, task):
-    """Returns the modules that LightRFT's scripts import, with this package's `models` and `trainer`."""
+    """Returns the modules that LightRFT's scripts import, with this package's `models`, `trainer` and `utils`."""
     ours = {
         f"lightrft.{name}": importlib.import_module(f"trl_multimodal_rft.lightrft.{name}")
-        for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl")
+        for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl", "utils")
     }
-    processor = AutoProcessor.from_pretrained(task["args"].pretrain)
     theirs = {
         "lightrft": {},
         "lightrft.strategy": {"get_strategy": lambda args: strategy},
-        "lightrft.utils": {"get_tokenizer_processor_vl": lambda *args: (processor.tokenizer, processor)},
         "task": task,
     }
     made = {name: types.ModuleType(name) for name in theirs}
@@ -480,7 +477,7 @@ def test_options_for_users_of_others_exist():
     commands = [line for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in code.split("\n\n")]
     launched = [command for command in commands if command.startswith("trl-multimodal-rft grpo")]
     options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
-    known = {each.name for arguments in grpo.ARGUMENTS for each in fields(arguments)}
+    known = {each.name for arguments in (*grpo.ARGUMENTS, *distillation.ARGUMENTS) for each in fields(arguments)}
     launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # an option of `check`
     assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
 

@@ -15,6 +15,7 @@ from helpers.trainer_utils import (
     CONFIGS,
     PLAIN,
     TRAINERS,
+    Gradients,
     InjectedOurs,
     InjectedPPO,
     InjectedTRL,
@@ -30,7 +31,6 @@ from helpers.trainer_utils import (
     text_rows,
 )
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
 from transformers.models.auto import modeling_auto
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -349,16 +349,6 @@ def test_update_of_each_part_is_its_rate_times_the_gradient():
         rate = RATES.get(key_of(name), PLAIN["learning_rate"])
         assert torch.equal(parameter, before[name].add(gradients.seen[0][name], alpha=-rate))
     assert ours.history[0]["learning_rate"] == PLAIN["learning_rate"]
-
-
-class Gradients(TrainerCallback):
-    """Keeps the gradients of each update."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.seen.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
 
 
 def test_schedule_and_weight_decay_of_each_part():

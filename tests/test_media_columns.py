@@ -126,11 +126,6 @@ def test_inline_media_keep_their_place(block, source, options):
     assert ref.column == "prompt[0].content[1]"
 
 
-def test_inline_media_do_not_count_as_placeholders():
-    prompt = user({"type": "image", "image": "inline.png"}, text("then"), {"type": "image"})
-    assert sources(prompt_of({"prompt": prompt, "image": "column.png"})) == ["inline.png", "column.png"]
-
-
 def test_none_filled_by_arrow_is_dropped():
     rows = [
         {

@@ -176,7 +176,12 @@ def test_images_of_datasets(folder):
     ("source", "message"),
     [
         ("missing.png", "no such file: '"),
-        (b"not an image", "cannot read this image (UnidentifiedImageError: "),
+        (b"not an image", "cannot read this image (UnidentifiedImageError: none of ('AVIF', "),
+        (
+            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            "cannot read this image (UnidentifiedImageError: SVG; convert ",
+        ),
+        (b"\0\0\0\x18ftypheic" + bytes(9), "cannot read this image (UnidentifiedImageError: HEIC; convert it to PNG)"),
         ({"array": 1}, "a dictionary of ['array']; give 'bytes', 'path' or 'url'"),
         (7, "cannot read this image (TypeError: "),
         (Image.new("RGB", (0, 4)), "the image is empty"),
@@ -254,6 +259,10 @@ def test_audio_of_datasets(folder):
         ({"bytes": None, "path": None}, "a dictionary of ['bytes', 'path']; give 'bytes', 'path' or 'url'"),
         (SAMPLES, "array without a rate; give {'array': ..., 'sampling_rate': ...} or a file"),
         (SAMPLES.tolist(), "array without a rate"),
+        (
+            {"array": SAMPLES, "sample_rate": 16_000},
+            "array without a rate; rename the key 'sample_rate' to 'sampling_",
+        ),
         ({"array": SAMPLES, "sampling_rate": None}, "array without a rate"),
         ((SAMPLES, 0), "the sampling rate is 0; set it to the true rate in Hz"),
         ((SAMPLES, -8000), "the sampling rate is -8000;"),
@@ -352,6 +361,7 @@ def test_frames_are_a_video(tmp_path):
     ("source", "options", "message"),
     [
         ("missing.mp4", {}, "row 3, column 'video': no such file: '"),
+        ("/", {}, "row 3, column 'video': '/' is a folder; give the list of the files of its frames"),
         (
             b"not a video",
             {},

@@ -11,6 +11,7 @@ import pytest
 import transformers as hf
 from datasets import Dataset, DatasetDict
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
+from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.models.pretrained import load_trained
@@ -53,49 +54,46 @@ def refused(tmp_path, rows):
 # Configs
 
 
+WRONG = [
+    ({"learning_rate": "1e-5"}, "`learning_rate` must be a number, got the text '1e-5'; write it without quotes."),
+    ({"use_cpu": "true"}, "`use_cpu` must be `True` or `False`, got the text 'true'"),
+    ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05; the default is"),
+    ({"learning_rate": float("inf")}, "`learning_rate` must be at least 0 and finite, got inf"),
+    ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
+    ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
+    ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
+    (
+        {"max_tokens_per_microbatch": 0},
+        "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
+    ),
+    ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
+]
+WRONG_WHERE_SAMPLED = [
+    ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
+    ({"temperature": None}, "`temperature` must be above 0, got None; "),
+    ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
+    ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
+    ({"min_p": 1.5}, "`min_p` must be between 0 and 1, got 1.5; the default is None."),
+    ({"epsilon": -0.1}, "`epsilon` must be at least 0, got -0.1; the default is 0.2."),
+    ({"epsilon_high": -0.1}, "`epsilon_high` must be at least 0, got -0.1"),
+    ({"beta": -0.1}, "`beta` must be at least 0, got -0.1; the default is 0.0"),
+    ({"max_completion_length": 0}, "`max_completion_length` must be at least 1, got 0"),
+    ({"num_generations": None}, "got None"),
+    ({"vllm_gpu_memory_utilization": 1.1}, "must be above 0 and at most 1, got 1.1"),
+    ({"generation_kwargs": {"top_pp": 1}}, "`generation_kwargs` has 'top_pp', which is no option of"),
+    ({"generation_kwargs": '{"topp": 1}'}, "remove it. Did you mean `top_p`?"),
+    ({"generation_kwargs": {"top_p": 2}}, "`generation_kwargs['top_p']` must be above 0 and at most 1, got 2"),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_no_config_takes(kind):
-    for options, message in [
-        ({"learning_rate": "1e-5"}, "`learning_rate` must be a number, got the text '1e-5'; write it without quotes."),
-        ({"use_cpu": "true"}, "`use_cpu` must be `True` or `False`, got the text 'true'"),
-        ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05; the default is"),
-        ({"learning_rate": float("inf")}, "`learning_rate` must be at least 0 and finite, got inf"),
-        ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
-        ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
-        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
-        (
-            {"max_tokens_per_microbatch": 0},
-            "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
-        ),
-        ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
-    ]:
+    for options, message in WRONG + WRONG_WHERE_SAMPLED * (kind in SAMPLED):
         with pytest.raises(ValueError, match=re.escape(message)):
             config(kind, **options)
-
-
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_values_that_no_sampling_config_takes(kind):
-    for options, message in [
-        ({"temperature": 0}, "`temperature` must be above 0, got 0; completions of a prompt must differ, so take a l"),
-        ({"temperature": None}, "`temperature` must be above 0, got None; "),
-        ({"top_p": 2}, "`top_p` must be above 0 and at most 1, got 2; 1 samples from all tokens."),
-        ({"top_k": -2}, "`top_k` must be at least -1, got -2; 0 samples from all tokens."),
-        ({"min_p": 1.5}, "`min_p` must be between 0 and 1, got 1.5; the default is None."),
-        ({"epsilon": -0.1}, "`epsilon` must be at least 0, got -0.1; the default is 0.2."),
-        ({"epsilon_high": -0.1}, "`epsilon_high` must be at least 0, got -0.1"),
-        ({"beta": -0.1}, "`beta` must be at least 0, got -0.1; the default is 0.0"),
-        ({"max_completion_length": 0}, "`max_completion_length` must be at least 1, got 0"),
-        ({"num_generations": 0}, "got 0"),
-        ({"num_generations": None}, "got None"),
-        ({"vllm_gpu_memory_utilization": 1.1}, "must be above 0 and at most 1, got 1.1"),
-        ({"generation_kwargs": {"top_pp": 1}}, "`generation_kwargs` has 'top_pp', which is no option of"),
-        ({"generation_kwargs": '{"topp": 1}'}, "remove it. Did you mean `top_p`?"),
-        ({"generation_kwargs": {"top_p": 2}}, "`generation_kwargs['top_p']` must be above 0 and at most 1, got 2"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            config(kind, **options)
-    with pytest.raises(ValueError, match="`num_generations` must be at least [12], got 0"):
-        config(kind, num_generations=0)
+    if kind in SAMPLED:
+        with pytest.raises(ValueError, match="`num_generations` must be at least [12], got 0"):
+            config(kind, num_generations=0)
 
 
 def test_values_of_trl_that_mean_nothing_is_left_out():
@@ -179,7 +177,7 @@ def test_unknown_keyword_arguments(kind, refused):
         "processor": "It was removed: use `processing_class`.",
         "train_datset": "Did you mean `train_dataset`?",
     }
-    extra = {"reward_function": "mean `reward_funcs`?"} if kind in SAMPLED else {}
+    extra = {"reward_function": "mean `reward_funcs`?", "compute_metrics": "`callbacks`."} if kind in SAMPLED else {}
     for name, hint in {**hints, **extra}.items():
         message = refused(kind, TypeError, **{name: None})
         assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")
@@ -220,6 +218,8 @@ def test_arguments_of_another_type(kind, refused, rows):
         ("train_dataset", rows.to_list(), "`Dataset` or `IterableDataset`, got a list; pass `Dataset.from_list("),
         ("eval_dataset", [{}], "`eval_dataset` must be a `Dataset` or `IterableDataset`, got a list; pass `Dataset."),
         ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` must be a `Dataset`"),
+        ("train_dataset", {"prompt": ["A cat?"]}, "got a dict of columns; pass `Dataset.from_dict(columns)`."),
+        ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)`, whose gen"),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
     ]:
         assert message in refused(kind, TypeError, **{name: value})
@@ -284,6 +284,18 @@ def test_model_without_its_processor(tmp_path, rows):
     message = r"The processor of '.*/model' can't be loaded: the folder has none of processor_"
     with pytest.raises(OSError, match=message):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+    load("qwen2_5_vl")[1].tokenizer.save_pretrained(folder)
+    with pytest.raises(OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save that of"):
+        TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+
+
+def test_model_without_its_head(tmp_path, rows):
+    model = hf.AutoModel.from_pretrained(saved("qwen2_5_vl"))
+    message = "Qwen2_5_VLModel has no LM head; pass the name of its folder, or load it as Qwen2_5_VLForConditionalGen"
+    for kind in ("grpo", "sft", "dpo"):
+        with pytest.raises(ValueError, match=message):
+            arguments = {"reward_funcs": length_and_sum} if kind == "grpo" else {}
+            TRAINERS[kind](model, args=config(kind, tmp_path), train_dataset=rows, **arguments)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])

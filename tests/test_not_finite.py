@@ -231,7 +231,7 @@ class BreakFrozen(TrainerCallback):
         ),
         (
             BreakFrozen(),
-            "Logits aren't finite after step 0, so no completions can be sampled, although .* torch.float32",
+            "Logits aren't finite after step 0, so no .* are finite: lower `learning_rate` first. Else frozen ",
         ),
     ],
 )

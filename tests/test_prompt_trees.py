@@ -24,7 +24,7 @@ from helpers.trainer_utils import (
     relative_difference,
     run,
 )
-from transformers import GenerationConfig
+from test_generation import config
 
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
@@ -151,17 +151,6 @@ def test_random_trees(name, cuda, monkeypatch, separate):
     assert max(depths) >= 4
 
 
-def greedy(tokenizer):
-    return GenerationConfig(
-        max_new_tokens=6,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        suppress_tokens=list(range(30)),  # special tokens
-        disable_compile=True,
-    )
-
-
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "gemma3", "kimi_k25", "qwen3_5"])
 def test_prefill_shares_what_prompts_start_with(name, separate):
     model, prompts = built(name, several_questions(name))
@@ -173,7 +162,7 @@ def test_prefill_shares_what_prompts_start_with(name, separate):
     for shares in (True, False):
         tokens.clear()
         with nullcontext() if shares else separate():
-            args = greedy(tokenizer), tokenizer.pad_token_id, model.device
+            args = config(tokenizer, do_sample=False), tokenizer.pad_token_id, model.device
             ids = generate_completions(model, model, prompts, *args)
         results.append((ids, sum(tokens[:2])))
     handle.remove()

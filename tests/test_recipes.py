@@ -38,6 +38,7 @@ FAMILIES = {
     "Qwen2.5-Omni": "qwen2_5_omni",
     "Qwen2-VL": "qwen2_vl",
     "Qwen2.5-VL": "qwen2_5_vl",
+    "Qwen3-VL-30B": "qwen3_vl_moe",
     "Qwen3-VL": "qwen3_vl",
     "Qwen3.5": "qwen3_5",
     "Qwen3-Omni": "qwen3_omni_moe",
@@ -45,8 +46,9 @@ FAMILIES = {
 }
 # Kinds of media of prepared datasets, images if it isn't here
 KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
+KINDS["intent-train"] = {"video"}
 KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
-KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong"), {"audio"})
+KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-chains"), {"audio"})
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
 # Options that depend on the size of the model and of its machine
@@ -87,10 +89,17 @@ def sources(folder):
     lines += [{**line, "audio-contribution": "strong"} for line in lines]
     (folder / "AudioMCQ").mkdir()
     (folder / "AudioMCQ" / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "AudioMCQ-StrongAC-GeminiCoT").mkdir()
+    lines = [{**line, "audio_path": f"../media/{i}.wav"} for i, line in enumerate(lines[4:])]
+    (folder / "AudioMCQ-StrongAC-GeminiCoT" / "data.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
     video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
     kinds = [{"data_type": kind, "path": f"./media/{{}}.{end}"} for kind, end in (("image", "png"), ("video", "mp4"))]
     rows = [{**video, **kinds[i % 2], "problem_id": i, "path": kinds[i % 2]["path"].format(i)} for i in range(4)]
+    clips = [{**video, "answer": "B", "video": f"{i}.mp4"} for i in range(4)]
+    (folder / "social_iq_v2_rewrite.json").write_text(json.dumps(clips))
     for name in ("Video-R1-260k.json", "Video-R1-COT-165k.json"):
         (folder / name).write_text(json.dumps(rows))
     asked = {"reasoning": "2", "grounding": "[0, 0, 28, 28]", "counting": "3", "video": "0.5 to 1.5"}

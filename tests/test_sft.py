@@ -24,7 +24,6 @@ from trl_multimodal_rft.forward import logprobs
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sings, and then another one answers."]
 SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
 PAIRS = {**PLAIN, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-IN_ORDER = {"train_sampling_strategy": "sequential"}
 # TRL needs this to find the assistant's tokens
 GENERATION = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -377,19 +376,6 @@ def test_by_name_into_grpo_and_ppo(tmp_path):
         assert all(torch.equal(start[name], weights[name]) for name in weights)
         goes_on.train()
         assert goes_on.state.global_step == 1
-
-
-def test_streams_and_evaluation(tmp_path):
-    """A stream gives the same updates as its rows. The evaluation loss is the model's on its batches."""
-    rows = text_rows(8)
-    objects = {"eval_dataset": text_rows(4)}
-    options = {**IN_ORDER, "eval_strategy": "steps", "eval_steps": 1}
-    one, other = (
-        trained(make("qwen2_5_vl", each, tmp_path, objects=dict(objects), **options))
-        for each in (rows, rows.to_iterable_dataset())
-    )
-    assert_same(one, other)
-    assert sum("eval_loss" in entry for entry in one[0]) == 2
 
 
 def test_no_batch_is_an_error(tmp_path):

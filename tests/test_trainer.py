@@ -180,16 +180,6 @@ def with_extra_column(rows):
     return [{**row, "extra": i} for i, row in enumerate(rows)]
 
 
-def with_plain_prompts(rows):
-    return [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
-
-
-def with_plural_columns(rows):
-    kinds = ("image", "audio", "video")
-    lists = [{f"{kind}s": [] if row[kind] is None else [row[kind]] for kind in kinds} for row in rows]
-    return [{"prompt": row["prompt"], **media} for row, media in zip(rows, lists, strict=True)]
-
-
 def with_media_in_messages(rows):
     result = []
     for row in rows:
@@ -222,8 +212,6 @@ FORMS = {
         lambda rows: streamed(with_extra_column(rows)),
         {"remove_unused_columns": True},
     ),
-    "plain prompts": (lambda rows: streamed(with_plain_prompts(rows)), {}),
-    "plural columns": (lambda rows: streamed(with_plural_columns(rows)), {}),
     "media in messages": (lambda rows: streamed(with_media_in_messages(rows)), {}),
 }
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 from engines import engines_of
-from helpers.trainer_utils import Injected, image_rows, load, run, sound, text_rows
+from helpers.trainer_utils import Gradients, Injected, image_rows, load, run, sound, text_rows
 from launcher import Run
-from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.families import MODALITIES
@@ -152,22 +151,13 @@ class WithDummies(Injected, MultimodalGRPOTrainer):
         return [self._policy.processes._dummy(kind, model) for kind in kinds] if torch.is_grad_enabled() else []
 
 
-class Gradients(TrainerCallback):
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        parameters = dict(model.named_parameters())
-        self.steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
-
-
 def gradients(trainer_class, family, rows, dtype, **options):
     model, processor = load(family)
     recorded = Gradients()
     objects = {"model": model.to(dtype), "processing_class": processor, "callbacks": [recorded]}
     options = {"shuffle_dataset": False, "self_check": False, **options}
     run(trainer_class, family, Dataset.from_list(rows), objects=objects, **options)
-    return recorded.steps
+    return [{name: value for name, value in each.items() if value is not None} for each in recorded.seen]
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,16 @@ class Weights(TrainerCallback, dict):
         self[state.global_step] = copy.deepcopy(model.state_dict())
 
 
+class Gradients(TrainerCallback):
+    """Keeps the gradients of each update."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.seen.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+
+
 class ByName:
     """A rollout whose tensors, and with a dot those of its parts, are read by name, too."""
 

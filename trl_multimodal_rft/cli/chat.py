@@ -120,7 +120,7 @@ def page(
         max_completion_length: int,
     ) -> str | list[dict[str, Any]]:
         if not message["text"].strip():
-            raise gradio.Error("There is no question; write one.")
+            raise gradio.Error("There is no question; write one.", print_exception=False)
         seed = secrets.randbits(31)
         sampling = replace(
             config, temperature=temperature, max_completion_length=int(max_completion_length), seed=seed
@@ -135,7 +135,7 @@ def page(
                 with lock:
                     content = answer([*start, *earlier, ("user", message["text"], message["files"])], sampling)
             except (ValueError, ImportError) as error:  # unreadable media, or missing packages
-                raise gradio.Error(shown_error(error)) from error
+                raise gradio.Error(shown_error(error), print_exception=False) from error
             replies.append({"role": "assistant", "content": content, "metadata": {"title": model}})
         return replies if others else replies[0]["content"]
 
@@ -261,9 +261,12 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
         max_file_size=_MOST_UPLOADED,
         css=_STYLE,
         app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
-        prevent_thread_lock=not waits,
-        quiet=not waits,
+        prevent_thread_lock=True,
+        quiet=True,  # else it hints at public links
     )
+    if waits:
+        print(f"Chat at {interface.local_url}", flush=True)
+        interface.block_thread()
 
 
 def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":

@@ -62,11 +62,11 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
-            found = [each for each in _PROCESSOR_FILES if os.path.isfile(os.path.join(name, each))]
-            if part != "processor" or found:
+            lacking = [each for each in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, each))]
+            if part != "processor" or not {*_PROCESSOR_FILES[:2]}.issubset(lacking):  # a tokenizer isn't enough
                 raise
             raise OSError(
-                f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(_PROCESSOR_FILES)}. "
+                f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(lacking)}. "
                 f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`)"
                 ", or pass `processing_class`."
             ) from error

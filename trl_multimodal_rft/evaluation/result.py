@@ -158,7 +158,8 @@ def summary(result: EvaluationResult) -> str:
             low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
             level = f"{100 * result.settings['confidence']:.4g} %"
             interval = "" if low is None or high is None else f" ({level}: {100 * low:.1f} to {100 * high:.1f} %)"
-            counted = f", {metrics['scored_rows']} rows" if name == "accuracy" else ""
+            of_version = f" of {release}" if (release := result.settings.get("benchmark_version")) else ""
+            counted = f", {metrics['scored_rows']} rows{of_version}" if name == "accuracy" else ""
             shown = f"{_per_cent(value)}{interval}{counted}"
         elif name.startswith(("accuracy", "truncated")):
             shown = _per_cent(value)

@@ -56,7 +56,7 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
     if values is None:
         raise ValueError(
             f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
-            f"that holds it. Columns received: {sorted(columns)}."
+            f"that holds it. Columns of the dataset: {sorted({*columns} - {*_ALWAYS_GIVEN, 'group_ids'})}."
         )
     return values
 

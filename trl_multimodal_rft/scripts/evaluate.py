@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import ModelConfig, get_quantization_config
 
@@ -23,6 +24,8 @@ from .preflight import check_model_and_dataset
 from .prompts import with_system_message
 
 
+logger = get_logger(__name__)
+
 BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
     "mmau": (load_mmau, ["choice_reward", "format_reward"]),
     "avqa": (load_avqa, ["choice_reward", "format_reward"]),
@@ -36,6 +39,9 @@ class EvaluationArguments(ToolArguments):
 
     benchmark: str | None = field(
         default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
+    )
+    benchmark_version: str | None = field(
+        default=None, metadata={"help": "Version of the benchmark's questions, for the results, such as `v05.15.25`."}
     )
     audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
     media_dir: str | None = field(
@@ -77,6 +83,13 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     audio: dict[str, Any] = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
     if audio and benchmark not in ("mmau", "avqa"):
         raise ValueError("`--audio_dir` is for `--benchmark mmau` and `avqa`; leave it out.")
+    if benchmark is None and evaluation_args.benchmark_version is not None:
+        raise ValueError("`--benchmark_version` is of a `--benchmark`; name one, or leave it out.")
+    if benchmark == "mmau" and evaluation_args.benchmark_version is None:
+        logger.warning(
+            "MMAU's v05.15.25 changed a quarter of its questions, so figures of two versions don't compare: name that "
+            "of these rows, such as `--benchmark_version v05.15.25`."
+        )
     if benchmark is None:
         dataset: Any = load_split(script_args, split)
     else:
@@ -164,6 +177,7 @@ def evaluate_by_name(
         "dataset": script_args.dataset_name,
         "split": split,
         "benchmark": benchmark,
+        "benchmark_version": evaluation_args.benchmark_version,
     }
     return dataset, result
 

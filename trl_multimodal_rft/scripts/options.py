@@ -73,7 +73,9 @@ def packaged(folder: str, name: str) -> str:
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
-        near = did_you_mean(name, files) or f" This package has {', '.join(files)}."
+        same = [file for file in files if Path(file).name == Path(name).stem]
+        near = f" Did you mean {' or '.join(f'`{file}`' for file in same)}?" if same else did_you_mean(name, files)
+        near = near or f" This package has {', '.join(files)}."
         raise ValueError(f"There is no file {name!r}.{near}")
     return str(files[name])
 

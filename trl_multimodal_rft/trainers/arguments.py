@@ -8,10 +8,12 @@ import os
 import re
 import tempfile
 import typing
+from collections.abc import Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
@@ -69,6 +71,12 @@ def help_from_docstring(config_class: type) -> type:
     return config_class
 
 
+_INSTEAD = {
+    "compute_metrics": " `GenerationEvalCallback` measures a function of completions in `callbacks`.",
+    "data_collator": " The trainer encodes and joins the rows itself.",
+}
+
+
 def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
     """Raises a `TypeError` about an unknown keyword argument of a constructor that names what to use instead."""
     parameters = inspect.signature(cls.__init__).parameters
@@ -77,7 +85,7 @@ def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         name = min(unknown)
         message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
-        raise TypeError(message + did_you_mean(name, parameters))
+        raise TypeError(message + _INSTEAD.get(name, did_you_mean(name, parameters)))
 
 
 class CheckedKeywords:
@@ -275,6 +283,8 @@ def _check_dataset(name: str, dataset: Any) -> None:
     wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         splits = list(dataset)
+        if any(isinstance(column, Sequence) for column in dataset.values()):
+            raise TypeError(f"{wanted} dict of columns; pass `Dataset.from_dict(columns)`.")
         raise TypeError(
             f"{wanted} {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
             + (f", such as `dataset[{splits[0]!r}]`." if splits else ".")
@@ -286,6 +296,8 @@ def _check_dataset(name: str, dataset: Any) -> None:
         "DataFrame": "`Dataset.from_pandas(frame)`",
     }
     kind = type(dataset).__name__
+    if isinstance(dataset, torch.utils.data.Dataset) and not isinstance(dataset, IterableDataset):
+        remedies[kind] = "`Dataset.from_generator(rows)`, whose generator yields its rows"
     if kind in remedies and not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(f"{wanted} {kind}; pass {remedies[kind]}.")
     check_instances(**{name: dataset})

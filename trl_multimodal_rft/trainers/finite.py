@@ -76,8 +76,12 @@ def naming_broken_logits(step: int, dtype: torch.dtype) -> Iterator[None]:
     except RuntimeError as error:
         if "probability tensor contains" not in str(error):
             raise
+        overflow = (
+            f", or activations overflow {dtype}: load the model with `model_init_kwargs={{'dtype': 'bfloat16'}}` or "
+            "'float32', and set `bf16=True` instead of `fp16=True`"
+        )
         raise FloatingPointError(
             f"Logits aren't finite after step {step}, so no completions can be sampled, although the trained weights "
-            f"are finite. Frozen weights aren't, or activations overflow {dtype}: load the model with "
-            "`model_init_kwargs={'dtype': 'bfloat16'}` or 'float32', and set `bf16=True` instead of `fp16=True`."
+            "are finite: lower `learning_rate` first. Else frozen weights aren't finite"
+            f"{'' if dtype is torch.float32 else overflow}."
         ) from error

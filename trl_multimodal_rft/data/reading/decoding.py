@@ -145,6 +145,8 @@ def load_audio(
         with closing(read_pieces(ref, max_seconds if cuts else None, check_length)) as read:
             for piece, rate in read:
                 if rate is None:
+                    if isinstance(ref.source, dict) and "sample_rate" in ref.source:
+                        raise ref.error("array without a rate; rename the key 'sample_rate' to 'sampling_rate'")
                     raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
                 count += len(piece)
                 if not np.isfinite(piece).all():

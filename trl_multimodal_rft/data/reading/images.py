@@ -49,7 +49,13 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
     stream.seek(0)
     opened = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, most)
     PIL.Image.init()  # which registers the formats
-    image = PIL.Image.open(cast("IO[bytes]", opened), formats=_IMAGE_FORMATS)
+    try:
+        image = PIL.Image.open(cast("IO[bytes]", opened), formats=_IMAGE_FORMATS)
+    except PIL.UnidentifiedImageError:
+        stream.seek(0)
+        start = stream.read(256)
+        kind = "SVG" if b"<svg" in start else "HEIC" if start[4:11] == b"ftyphei" else f"none of {_IMAGE_FORMATS}"
+        raise PIL.UnidentifiedImageError(f"{kind}; convert it to PNG") from None
     opened.most = math.inf
     if image.format in ("JPEG", "MPO"):
         piece = max(2**10, _JPEG_WORK // max(1, image.width * image.height))

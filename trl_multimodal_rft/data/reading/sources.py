@@ -189,6 +189,8 @@ def _local(ref: MediaRef, path: str) -> str:
     if _BASE64.fullmatch(written.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     _check_file(ref, os.path.realpath(path), 0)
+    if os.path.isdir(path):
+        raise ref.error(f"'{os.path.abspath(path)}' is a folder; give the list of the files of its frames")
     if not os.path.isfile(path):
         where = ""
         if not os.path.isabs(written):

@@ -310,6 +310,68 @@ def load_video_r1(
     ```
     """
 
+    return _load_video_r1(path, split, task, template, nframes, max_pixels, media_dir, read_json)
+
+
+def load_intent_train(
+    path: str | Path,
+    split: str = "train",
+    *,
+    template: str = OPTIONS_TEMPLATE,
+    nframes: int | None = None,
+    max_pixels: int | None = None,
+    media_dir: str | Path | None = None,
+) -> Dataset:
+    """
+    Reads IntentTrain of [HumanOmniV2](https://huggingface.co/papers/2506.21277), questions about videos and what is
+    said in them.
+
+    The layout is that of a list of https://huggingface.co/datasets/PhilipC/IntentTrain, as NeMo RL reads it: entries
+    have `problem`, `options`, `answer`, `problem_type`, and `video` or `path`. Of them, the multiple-choice ones about
+    videos are kept.
+
+    See [`load_video_r1`] for the arguments and errors.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows as those of [`load_video_r1`].
+
+    Example:
+    ```python
+    dataset = load_intent_train("IntentTrain/social_iq_v2_rewrite.json", media_dir="IntentTrain/videos")
+    ```
+    """
+
+    def read(file: Path) -> list[dict[str, Any]]:
+        rows = [row for row in read_json(file) if row.get("problem_type") == "multiple choice"]
+        rows = [row for row in rows if row.get("data_type", "video") == "video"]
+        if not rows:
+            raise ValueError(f"{file} has no rows with the problem type 'multiple choice' about videos.")
+        kept = ("problem", "options", "problem_type", "problem_id", "data_source")
+        return [
+            {
+                **{name: row.get(name) for name in kept},
+                "data_type": "video",
+                "path": required(row, index, "video", "path"),
+                "solution": required(row, index, "answer", "solution"),
+            }
+            for index, row in enumerate(rows)
+        ]
+
+    return _load_video_r1(path, split, "rl", template, nframes, max_pixels, media_dir, read)
+
+
+def _load_video_r1(
+    path: str | Path,
+    split: str,
+    task: Literal["sft", "rl"],
+    template: str,
+    nframes: int | None,
+    max_pixels: int | None,
+    media_dir: str | Path | None,
+    read: Callable[[Path], list[dict[str, Any]]],
+) -> Dataset:
+    """Rows in the layout of Video-R1, as `read` makes them of a file."""
+
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         modality, path = required(row, index, "data_type"), required(row, index, "path")
         paths = path if isinstance(path, dict) else {modality: path}
@@ -334,7 +396,7 @@ def load_video_r1(
         choices = without_letters(options) if options else None
         return {"prompt": chat, "solution": solution, "choices": choices, **kept}
 
-    return _convert(path, split, media_dir, convert, None, with_media)
+    return _convert(path, split, media_dir, convert, None, with_media, read)
 
 
 def load_preferences(

@@ -15,6 +15,7 @@ def compute_approx_kl(
     log_probs_base: torch.Tensor,
     action_mask: torch.Tensor | None = None,
     kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+    use_kl_estimator_k3: bool = False,
 ) -> torch.Tensor:
     """
     Estimates the KL divergence from the reference at each token, see [`~algorithms.kl.approx_kl`].
@@ -26,12 +27,15 @@ def compute_approx_kl(
             1 on actions, shape `(B, A)`; all ones by default.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             `"k1"`, `"k2"` or `"k3"`.
+        use_kl_estimator_k3 (`bool`, *optional*, defaults to `False`):
+            Another name of `kl_estimator="k3"`.
 
     Returns:
         `torch.Tensor`: The estimate, float32, shape `(B, A)`, 0 outside the mask.
     """
     mask = torch.ones_like(log_probs) if action_mask is None else action_mask
-    return approx_kl(log_probs.float(), log_probs_base.float(), mask, kl_estimator)
+    estimator = "k3" if use_kl_estimator_k3 else kl_estimator
+    return approx_kl(log_probs.float(), log_probs_base.float(), mask, estimator)
 
 
 def compute_reward(

@@ -1,0 +1,56 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""LightRFT's name for what holds the options of a run, which is a config here."""
+
+from argparse import Namespace
+from typing import Any
+
+from ..spelling import spelled
+from ..trainers.ppo_config import MultimodalPPOConfig
+
+
+# Options of LightRFT's command lines, and their names here. Models, sampling and the loop take theirs as arguments.
+OPTIONS = {
+    "save_path": "output_dir",
+    "num_episodes": "num_train_epochs",
+    "n_samples_per_prompt": "num_generations",
+    "micro_train_batch_size": "per_device_train_batch_size",
+    "max_epochs": "num_ppo_epochs",
+    "actor_learning_rate": "learning_rate",
+    "critic_learning_rate": "value_learning_rate",
+    "l2": "weight_decay",
+    "max_norm": "max_grad_norm",
+    "eps_clip": "epsilon",
+    "value_clip": "cliprange_value",
+    "init_kl_coef": "beta",
+    **{name: name for name in ("kl_target", "ptx_coef", "seed", "bf16", "gradient_checkpointing", "logging_steps")},
+}
+
+
+def get_strategy(args: Namespace) -> MultimodalPPOConfig:
+    """
+    Makes the config of a run from the options of one of LightRFT's command lines.
+
+    Engines, sharding and batches of processes aren't read: `accelerate launch` chooses them.
+
+    Args:
+        args (`argparse.Namespace`):
+            Options by LightRFT's names, see `OPTIONS`; `advantage_estimator` with `gamma` and `lambd`,
+            `use_kl_loss` for a KL divergence in the loss, and `use_kl_estimator_k3`. Others, and `None`, are left out.
+
+    Returns:
+        [`MultimodalPPOConfig`]: The strategy of the PPO trainers.
+
+    Raises:
+        `ValueError`: If options contradict each other, as for the config itself.
+    """
+    passed: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
+    options = {OPTIONS[name]: value for name, value in passed.items() if name in OPTIONS}
+    if "advantage_estimator" in passed:
+        discounts = {"gamma": "gamma", "lam": "lambd"} if passed["advantage_estimator"] == "gae" else {}
+        settings = {name: float(passed[theirs]) for name, theirs in discounts.items() if theirs in passed}
+        options["advantage_estimator"] = spelled(passed["advantage_estimator"], settings)
+    if passed.get("use_kl_loss"):
+        options["kl_in_reward"] = False
+    if passed.get("use_kl_estimator_k3"):
+        options["kl_estimator"] = "k3"
+    return MultimodalPPOConfig(**options)

@@ -1,0 +1,51 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Whitening over several batches, by the name of `lightrft.trainer.advantage_calculator`."""
+
+from argparse import Namespace
+
+import torch
+
+from ...algorithms.returns import whiten
+from .experience import Experience
+
+
+def normalize_advantages_cross_batch(
+    experiences: list[Experience], advantage_estimator: str, args: Namespace
+) -> list[Experience]:
+    """
+    Shifts and scales advantages to mean 0 and population variance 1 over the actions of all batches.
+
+    The estimators of the experience maker do so themselves; this is for experience of your own.
+
+    Args:
+        experiences (`list[Experience]`):
+            Batches, padded or packed, which get the advantages.
+        advantage_estimator (`str`):
+            `"gae"`, `"reinforce"` or `"reinforce_baseline"`; the advantages of others stay.
+        args (`argparse.Namespace`):
+            A true `no_advantage_std_norm` shifts only.
+
+    Returns:
+        `list[Experience]`: The batches, with advantages of 0 outside the mask.
+
+    Raises:
+        `ValueError`: If a batch has no advantages or no mask.
+    """
+    if advantage_estimator not in ("gae", "reinforce", "reinforce_baseline"):
+        return experiences
+    columns = []
+    for index, each in enumerate(experiences):
+        if each.advantages is None or each.action_mask is None:
+            raise ValueError(f"`advantages` or `action_mask` of batch {index} is None; make both, and normalize then.")
+        columns.append((list(each.advantages), list(each.action_mask)))
+    rows = [row for advantages, _ in columns for row in advantages]
+    values, mask = torch.cat(rows), torch.cat([row for _, masks in columns for row in masks]).bool()
+    if getattr(args, "no_advantage_std_norm", False):
+        values = torch.where(mask, values - values[mask].mean(), 0)
+    else:
+        values = whiten(values, mask)
+    parts = iter(values.split([len(row) for row in rows]))
+    for each, (advantages, _) in zip(experiences, columns, strict=True):
+        whitened = [next(parts) for _ in advantages]
+        each.advantages = whitened if isinstance(each.advantages, list) else torch.stack(whitened)
+    return experiences

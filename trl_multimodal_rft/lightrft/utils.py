@@ -1,0 +1,53 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tokenizers and processors with the signatures of `lightrft.utils`. No code of a repository runs."""
+
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+
+def get_tokenizer(
+    pretrain: str, model: PreTrainedModel, padding_side: str = "left", use_fast: bool = True
+) -> PreTrainedTokenizerBase:
+    """
+    Loads a tokenizer that pads.
+
+    Args:
+        pretrain (`str`):
+            Folder or name of the model.
+        model ([`~transformers.PreTrainedModel`]):
+            Gets the token of padding where that of the end stands in for it.
+        padding_side (`str`, *optional*, defaults to `"left"`):
+            Side of the padding.
+        use_fast (`bool`, *optional*, defaults to `True`):
+            Whether to take the fast tokenizer.
+
+    Returns:
+        [`~transformers.PreTrainedTokenizerBase`]: The tokenizer.
+
+    Raises:
+        `ValueError`: If the model has none.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast)
+    if tokenizer is None:
+        raise ValueError(f"{pretrain} has no tokenizer; name a folder or a model that has one.")
+    return _padded(tokenizer, model, padding_side)
+
+
+def get_tokenizer_processor_vl(
+    pretrain: str, model: PreTrainedModel, padding_side: str = "left", use_fast: bool = True
+) -> tuple[PreTrainedTokenizerBase, ProcessorMixin]:
+    """
+    Loads a processor and its tokenizer, which pads. Arguments are those of [`get_tokenizer`].
+
+    Returns:
+        `tuple`: The tokenizer, and the processor that holds it.
+    """
+    processor = AutoProcessor.from_pretrained(pretrain, use_fast=use_fast)
+    return _padded(processor.tokenizer, model, padding_side), processor
+
+
+def _padded(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, padding_side: str) -> PreTrainedTokenizerBase:
+    tokenizer.padding_side = padding_side
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
