@@ -274,6 +274,7 @@ def load_video_r1(
     nframes: int | None = None,
     max_pixels: int | None = None,
     media_dir: str | Path | None = None,
+    read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
     """
     Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
@@ -293,10 +294,10 @@ def load_video_r1(
             `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages` whose answer is `process` and `solution`.
         template (`str`, *optional*):
             Prompt, with `{problem}` and `{options}`, one in each line.
-        nframes (`int`, *optional*):
-            Frames of each video, by default the choice of the processor.
-        max_pixels (`int`, *optional*):
-            Most pixels of an image or a frame, by default the processor's.
+        nframes, max_pixels (`int`, *optional*):
+            Frames of each video, and most pixels of an image or a frame, by default the choice of the processor.
+        read (`Callable`, *optional*):
+            Reads the rows of a file, by default of JSON.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
@@ -309,68 +310,6 @@ def load_video_r1(
     dataset = dataset.filter(lambda form: form == "multiple choice", input_columns="problem_type")
     ```
     """
-
-    return _load_video_r1(path, split, task, template, nframes, max_pixels, media_dir, read_json)
-
-
-def load_intent_train(
-    path: str | Path,
-    split: str = "train",
-    *,
-    template: str = OPTIONS_TEMPLATE,
-    nframes: int | None = None,
-    max_pixels: int | None = None,
-    media_dir: str | Path | None = None,
-) -> Dataset:
-    """
-    Reads IntentTrain of [HumanOmniV2](https://huggingface.co/papers/2506.21277), questions about videos and what is
-    said in them.
-
-    The layout is that of a list of https://huggingface.co/datasets/PhilipC/IntentTrain, as NeMo RL reads it: entries
-    have `problem`, `options`, `answer`, `problem_type`, and `video` or `path`. Of them, the multiple-choice ones about
-    videos are kept.
-
-    See [`load_video_r1`] for the arguments and errors.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows as those of [`load_video_r1`].
-
-    Example:
-    ```python
-    dataset = load_intent_train("IntentTrain/social_iq_v2_rewrite.json", media_dir="IntentTrain/videos")
-    ```
-    """
-
-    def read(file: Path) -> list[dict[str, Any]]:
-        rows = [row for row in read_json(file) if row.get("problem_type") == "multiple choice"]
-        rows = [row for row in rows if row.get("data_type", "video") == "video"]
-        if not rows:
-            raise ValueError(f"{file} has no rows with the problem type 'multiple choice' about videos.")
-        kept = ("problem", "options", "problem_type", "problem_id", "data_source")
-        return [
-            {
-                **{name: row.get(name) for name in kept},
-                "data_type": "video",
-                "path": required(row, index, "video", "path"),
-                "solution": required(row, index, "answer", "solution"),
-            }
-            for index, row in enumerate(rows)
-        ]
-
-    return _load_video_r1(path, split, "rl", template, nframes, max_pixels, media_dir, read)
-
-
-def _load_video_r1(
-    path: str | Path,
-    split: str,
-    task: Literal["sft", "rl"],
-    template: str,
-    nframes: int | None,
-    max_pixels: int | None,
-    media_dir: str | Path | None,
-    read: Callable[[Path], list[dict[str, Any]]],
-) -> Dataset:
-    """Rows in the layout of Video-R1, as `read` makes them of a file."""
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         modality, path = required(row, index, "data_type"), required(row, index, "path")
