@@ -233,7 +233,8 @@ class Shapes(TorchDispatchMode):
 def test_static_form(name, layouts):
     """Each step runs the same operations on the same shapes, and the host waits for none of its values."""
     model, tokenizer, rows = build(name)
-    expected = sample(model, rows, options(tokenizer))
+    kwargs = {"output_logits": True, "return_dict_in_generate": True}
+    expected, before = sample(model, rows, options(tokenizer, **kwargs))
     steps, forward = [], model.forward
 
     def watched(*args, **kwargs):
@@ -243,10 +244,12 @@ def test_static_form(name, layouts):
         return output
 
     model.forward = watched
-    found = sample(model, rows, options(tokenizer, cache_implementation="static"))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    found, after = sample(model, rows, options(tokenizer, cache_implementation="static", **kwargs))
+    assert torch.equal(found.sequences, expected.sequences) and torch.equal(after, before)
+    for logits, others in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(logits, others, rtol=0, atol=1e-4)
     assert [layout.room for layout in layouts] == [0, 24]
-    prefills = len(steps) - found[0].size(1)
+    prefills = len(steps) - len(found.logits)
     assert len(steps) > 10 and all(step == steps[prefills + 1] for step in steps[prefills + 1 :])
     assert not any("_local_scalar_dense" in name for name, _ in steps[-1])
 

@@ -32,6 +32,7 @@ from helpers.trainer_utils import (
     saved,
     sound,
     text_rows,
+    update_of,
 )
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -561,9 +562,7 @@ def trained(trainer_class, family, dataset, folder, evaluated, **options):
     trainer = make_trainer(trainer_class, family, dataset, folder, **options)
     if evaluated is not None:
         trainer.add_callback(GenerationEvalCallback(trainer, **evaluated))
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    return trainer, {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    return trainer, update_of(trainer)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from helpers.completions import random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import encode
-from helpers.synthetic import FAMILIES, gradients, own_logps
+from helpers.packed_rows import backward
+from helpers.synthetic import FAMILIES, own_logps
 from helpers.trainer_utils import make_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -90,14 +91,14 @@ def test_a_window_that_only_the_config_knows():
     repeated = [prompt for prompt in prompts for _ in range(2)]
     ids, mask = random_completions(len(repeated))
     expected = own_logps(model, repeated, ids, mask)
-    own = gradients(model, expected)
+    own = backward(model, expected)
     scale = max(gradient.abs().max() for gradient in own.values())
     assert add_fused_head(model, outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
     for packed in (False, True):
         logps = completion_scores(model, model, repeated, ids, mask, packed=packed, isolate="media").logps
         assert (logps - expected).abs().max() <= 1e-5
-        for key, gradient in gradients(model, logps).items():
+        for key, gradient in backward(model, logps).items():
             assert (gradient - own[key]).abs().max() <= 1e-5 * scale, key
 
     config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)

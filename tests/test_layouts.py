@@ -21,6 +21,7 @@ from trl_multimodal_rft.data import (
     load_conversations,
     load_deepeyes,
     load_easyr1,
+    load_intent_train,
     load_omni_preference,
     load_preferences,
     load_verl,
@@ -262,6 +263,20 @@ def test_video_r1_with_an_image_and_its_sound(files, tmp_path):
     for wrong in ({"path": {"image": "media/0.png"}}, {"data_type": "image"}, {"data_type": "text"}):
         with pytest.raises(ValueError, match="row 0, column 'data_type'.* with a path for each; correct it"):
             load_video_r1(files([{**row, **wrong}]))
+
+
+def test_intent_train(files, tmp_path):
+    """Keeps the multiple-choice rows about videos, as NeMo RL's loader does."""
+    (tmp_path / "data" / "media" / "0.mp4").write_bytes(b"a clip")
+    row = {key: value for key, value in VIDEO_R1.items() if key not in ("data_type", "solution", "path")}
+    row |= {"answer": "B", "video": "media/0.mp4"}
+    others = [{**row, "problem_type": "emer_ov_mc", "answer": "A,B"}, {**row, "data_type": "image"}]
+    dataset = load_intent_train(files([others[0], row, others[1]]), nframes=8)
+    assert len(dataset) == 1 and dataset[0]["solution"] == "B" and dataset[0]["choices"] == ["A cat", "A dog"]
+    (video,) = iter_refs(rows_to_messages([dataset[0]]))
+    assert video.options == {"nframes": 8}
+    with pytest.raises(ValueError, match="no rows with the problem type 'multiple choice' about videos"):
+        load_intent_train(files(others))
 
 
 def test_deepeyes(tmp_path):

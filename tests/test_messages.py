@@ -11,6 +11,7 @@ import pytest
 import transformers as hf
 from datasets import Dataset, DatasetDict
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
+from peft import LoraConfig
 from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.encoding.processors import load_processor
@@ -296,6 +297,12 @@ def test_model_without_its_head(tmp_path, rows):
         with pytest.raises(ValueError, match=message):
             arguments = {"reward_funcs": length_and_sum} if kind == "grpo" else {}
             TRAINERS[kind](model, args=config(kind, tmp_path), train_dataset=rows, **arguments)
+
+
+def test_adapter_without_a_base(tmp_path):
+    LoraConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="The adapter .* names no base; set `base_model_name_or_path` in its config."):
+        load_trained(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])

@@ -10,8 +10,8 @@ from datasets import Dataset
 from helpers.chats import chat, image, text
 from helpers.completions import random_completions
 from helpers.families import template, tokenizer
-from helpers.packed_rows import LLAMA4_PACKS
-from helpers.synthetic import FAMILIES, gradients, own_logps
+from helpers.packed_rows import LLAMA4_PACKS, backward
+from helpers.synthetic import FAMILIES, own_logps
 from helpers.trainer_utils import length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -48,7 +48,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     repeated = [prompt for prompt in prompts for _ in range(G)]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     expected = own_logps(model, repeated, ids, mask)
-    own = gradients(model, expected)
+    own = backward(model, expected)
     scale = max(gradient.abs().max() for gradient in own.values())
 
     obstacle = sharing_obstacle(model)
@@ -69,7 +69,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         for packed in [False, True][: 1 + (obstacle is None)]:
             logps = completion_scores(model, model, repeated, ids, mask, packed=packed, isolate=isolate, **way).logps
             assert (logps - expected).abs().max() <= 1e-5, (way, packed)
-            for key, gradient in gradients(model, logps).items():
+            for key, gradient in backward(model, logps).items():
                 assert (gradient - own[key]).abs().max() <= 1e-5 * scale, (way, packed, key)
 
     if name == "llama4":  # its `generate` pads rows in a way that its layers don't expect beyond the first 8191 tokens

@@ -38,6 +38,7 @@ from helpers.trainer_utils import (
     load,
     norm,
     text_rows,
+    update_of,
     video_rows,
 )
 from peft import LoraConfig
@@ -163,14 +164,6 @@ def make(draw: Draw, trainer_class: type, config) -> Trainer:
     return trainer
 
 
-def updated(trainer: Trainer, checkpoint: str | None = None) -> dict:
-    """Returns how much a run moves each parameter."""
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train(resume_from_checkpoint=checkpoint)
-    assert trainer.state.global_step == 2
-    return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-
-
 # Comparisons: the options of a run that must make the same updates, or `None` without such a run
 
 
@@ -246,7 +239,8 @@ def check(seed: int, folder: Path, *names: str) -> None:
             trainer = make(draw, TRAINERS[draw.kind], config)
         except (ValueError, NotImplementedError):  # conflicts outside the config
             continue
-        base = updated(trainer)
+        base = update_of(trainer)
+        assert trainer.state.global_step == 2
         if norm(base) > 1e-4:  # otherwise all rewards are equal
             break
     else:
@@ -260,7 +254,7 @@ def check(seed: int, folder: Path, *names: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if name == "features":
                 switch_off(patch)
-            update = updated(other, str(checkpoints / "checkpoint-1") if name == "resumed" else None)
+            update = update_of(other, str(checkpoints / "checkpoint-1") if name == "resumed" else None)
         assert base.keys() == update.keys()
         difference = norm({each: base[each] - update[each] for each in base})
         if not difference <= TOLERANCE * norm(base) + ROUNDING:

@@ -46,6 +46,7 @@ FAMILIES = {
 }
 # Kinds of media of prepared datasets, images if it isn't here
 KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
+KINDS["intent-train"] = {"video"}
 KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
 KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-chains"), {"audio"})
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
@@ -97,6 +98,8 @@ def sources(folder):
     video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
     kinds = [{"data_type": kind, "path": f"./media/{{}}.{end}"} for kind, end in (("image", "png"), ("video", "mp4"))]
     rows = [{**video, **kinds[i % 2], "problem_id": i, "path": kinds[i % 2]["path"].format(i)} for i in range(4)]
+    clips = [{**video, "answer": "B", "video": f"{i}.mp4"} for i in range(4)]
+    (folder / "social_iq_v2_rewrite.json").write_text(json.dumps(clips))
     for name in ("Video-R1-260k.json", "Video-R1-COT-165k.json"):
         (folder / name).write_text(json.dumps(rows))
     asked = {"reasoning": "2", "grounding": "[0, 0, 28, 28]", "counting": "3", "video": "0.5 to 1.5"}

@@ -24,6 +24,7 @@ from helpers.trainer_utils import (
     norm,
     relative_difference,
     saved,
+    update_of,
     video_rows,
 )
 from peft import LoraConfig, get_peft_model
@@ -119,13 +120,6 @@ def split_processor(folder: Path, chosen: dict[str, str]) -> None:
         edit(folder / "processor_config.json", **settings)
 
 
-def update(trainer) -> dict:
-    """Returns how much a step moves each parameter."""
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-
-
 def given(family: str):
     """Returns the baseline: the model from its class, with the folder's weights, and its processor."""
     model = ALL_FAMILIES[family].build()[0]
@@ -147,7 +141,7 @@ def test_trains_by_name_as_by_object(seed, tmp_path):
     options = {"max_steps": 1, "beta": generator.choice([0.0, 0.1]), "self_check": False, "learning_rate": 0.1}
     try:
         moved, expected = (
-            update(make_trainer(trainer_class, family, rows, tmp_path, objects=objects, **options))
+            update_of(make_trainer(trainer_class, family, rows, tmp_path, objects=objects, **options))
             for objects in (by_name, by_object)
         )
         assert norm(expected) > 0.01

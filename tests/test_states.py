@@ -12,7 +12,8 @@ from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import SPECIAL
 from helpers.marks import slow_but
-from helpers.synthetic import gradients, own_logps
+from helpers.packed_rows import backward
+from helpers.synthetic import own_logps
 from helpers.trainer_utils import InjectedOurs, image_rows, norm, relative_difference, run, text_rows
 from peft import LoraConfig
 
@@ -64,7 +65,7 @@ def test_packed_equals_the_plain_forward_of_each_completion(name, mode):
     if mode == "eager":
         model.get_decoder().set_attn_implementation("eager")
     expected = own_logps(model, prompts, ids, mask)
-    expected_gradients = gradients(model, expected)
+    expected_gradients = backward(model, expected)
     assert sharing_obstacle(model) is None
     install_prefix_attention(model)
     assert torch.equal(own_logps(model, prompts, ids, mask), expected)  # there is no layout
@@ -73,7 +74,7 @@ def test_packed_equals_the_plain_forward_of_each_completion(name, mode):
         model.train()
     logps = completion_scores(model, model, prompts, ids, mask).logps
     assert (logps - expected).abs().max() <= 1e-5
-    assert relative_difference(expected_gradients, gradients(model, logps)) <= 1e-5
+    assert relative_difference(expected_gradients, backward(model, logps)) <= 1e-5
     with torch.no_grad():
         padded = completion_scores(model, model, prompts, ids, mask, packed=False).logps
     assert (logps - padded).abs().max() <= 1e-4  # padding on the left alone changes it

@@ -9,6 +9,7 @@ import transformers
 from datasets import Dataset
 from helpers.chats import RATE, audio, image
 from helpers.families import FAMILIES, every_family
+from helpers.ppo_runs import RemembersSupervised
 from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -295,18 +296,8 @@ def test_each_row_once_in_an_epoch_in_another_order_each_time(size):
     assert size == 1 or order(EndlessRows(numbers(size), seed=4), 0, 6 * size) != drawn
 
 
-class Supervised(Injected, MultimodalPPOTrainer):
-    """Records the completions of the supervised rows of each micro-batch."""
-
-    def __init__(self, *args, **kwargs):
-        self.rows = []
-        super().__init__(*args, **kwargs)
-
-    def _supervised_batch(self):
-        batch = super()._supervised_batch()
-        if batch is not None:
-            self.rows.append(completions(*batch[1:]))
-        return batch
+class Supervised(RemembersSupervised, Injected, MultimodalPPOTrainer):
+    pass
 
 
 def supervised(kind: str, n: int = 5) -> Dataset:
@@ -339,7 +330,7 @@ def test_rows_of_a_run(monkeypatch):
     places = [torch.randperm(5, generator=torch.Generator().manual_seed(7 + epoch)).tolist() for epoch in range(4)]
     _, ids, mask = encoded([data[place] for epoch in places for place in epoch], "qwen2_5_vl")
     drawn = completions(ids, mask)
-    assert result.trainer.rows == [drawn[i : i + 2] for i in range(0, 20, 2)]
+    assert [completions(*each) for each in result.trainer.supervised] == [drawn[i : i + 2] for i in range(0, 20, 2)]
     for epoch in range(4):
         assert len(set(map(tuple, drawn[5 * epoch :][:5]))) == 5
 

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
 from helpers.families import decoder, instantiate, template, tokenizer
 from helpers.tools import look_up
-from helpers.trainer_utils import PLAIN, Run, assert_equal, make_trainer, run
+from helpers.trainer_utils import PLAIN, Run, assert_equal, make_trainer, run, update_of
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import qwen3_chat_template
@@ -497,9 +497,7 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
     options = {"per_device_train_batch_size": 2, "max_length": None, "train_sampling_strategy": "sequential"}
     args = config_class(str(folder), **{**PLAIN, **options, "learning_rate": 0.1, **settings})
     trainer = trainer_class(saved(), args, train_dataset=rows, **objects)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    update = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    update = update_of(trainer)
     history = [
         {key: value for key, value in each.items() if key != "total_flos"} for each in trainer.state.log_history
     ]

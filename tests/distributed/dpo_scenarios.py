@@ -3,13 +3,15 @@
 
 from functools import partial
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from helpers.chats import image
 from helpers.families import FAMILIES
 from helpers.trainer_utils import shifted
-from peft import LoraConfig
-from training import compared, engine_options, observed, start
+from peft import LoraConfig, get_peft_model
+from training import GROUP, compared, engine_options, image_rows, observed, start
+from training import train as train_grpo
 
 from trl_multimodal_rft import (
     MultimodalDPOConfig,
@@ -17,6 +19,7 @@ from trl_multimodal_rft import (
     MultimodalRewardConfig,
     MultimodalRewardTrainer,
 )
+from trl_multimodal_rft.models.reward_model import as_reward_model
 
 
 SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
@@ -122,3 +125,21 @@ def reward_pairs(folder, **options):
 
 
 reward_parts = partial(reward_pairs, max_tokens_per_microbatch=60)
+
+
+def rewarded_by_models(folder):
+    """By a reward model and an adapter of one, each by its name."""
+    state, (model, processor) = start(), FAMILIES["qwen2_5_vl"].build()
+    names = [str(folder / each) for each in ("base", "whole", "adapter")]
+    if state.is_main_process:
+        model.save_pretrained(names[0])
+        torch.manual_seed(1)
+        judge = as_reward_model(model)
+        judge.save_pretrained(names[1])
+        judge.name_or_path = names[0]
+        config = LoraConfig(target_modules=["q_proj"], modules_to_save=["score"], init_lora_weights=False)
+        get_peft_model(judge, config).save_pretrained(names[2])
+        for each in names:
+            processor.save_pretrained(each)
+    state.wait_for_everyone()
+    return train_grpo(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, reward_func=names[1:], max_steps=2)[1]

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from grpo_scenarios import UNEVEN, balanced, partly
 from helpers.families import FAMILIES
+from helpers.ppo_runs import RemembersSupervised
 from peft import LoraConfig
 from training import (
     ENGINE,
@@ -48,18 +49,8 @@ PPO = {
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
-class InjectingPPO(RemembersParts, InjectingTrainer, MultimodalPPOTrainer):
-    """Records the supervised completions of each micro-batch."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.supervised = []
-
-    def _supervised_batch(self):
-        batch = super()._supervised_batch()
-        if batch is not None:
-            self.supervised.append(batch[1].tolist())
-        return batch
+class InjectingPPO(RemembersSupervised, RemembersParts, InjectingTrainer, MultimodalPPOTrainer):
+    pass
 
 
 def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2, objects=None, **options):
@@ -76,7 +67,7 @@ def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2,
     objects = {**(objects or {}), "ptx_dataset": Dataset.from_list(answered)}
     options["per_device_ptx_batch_size"] = n_supervised // PartialState().num_processes
     trainer, result = train(folder, family, rows, batch, InjectingPPO, objects=objects, **options)
-    return trainer, {**result, "supervised": trainer.supervised, "parts": trainer.parts}
+    return trainer, {**result, "supervised": [ids.tolist() for ids, _ in trainer.supervised], "parts": trainer.parts}
 
 
 AUDIO = {"family": "qwen2_audio", "rows": audio_rows()}

@@ -604,6 +604,15 @@ def test_reward_models_train_as_in_one_process(engine, two, one):
     assert engine != "fsdp2" or two[0]["sharded"]
 
 
+@in_turn("rewarded_by_models")
+def test_reward_models_by_name_score_as_in_one_process(engine, two, one):
+    """One of them is an adapter."""
+    assert_same_ranks(two)
+    assert_same_metrics(
+        two, one, [f"rewards/{name}/{each}" for name in ("whole", "adapter") for each in ("mean", "std")]
+    )
+
+
 @in_turn("dpo_resumed")
 def test_resumed_preferences_are_the_uninterrupted_ones(two):
     assert_same_ranks(two, least=0.01)

@@ -38,7 +38,7 @@ def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
     return model.to(device, dtype), [prompt for prompt in prompts for _ in range(G)]
 
 
-def backward(model, logps, entropies, mask):
+def backward(model, logps, entropies=0, mask=1):
     """Returns gradients of an objective that weights every token differently."""
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1)).to(logps.device)
     model.zero_grad(set_to_none=True)

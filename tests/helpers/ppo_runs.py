@@ -33,6 +33,20 @@ class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
         return super().training_step(*args, **kwargs)
 
 
+class RemembersSupervised:
+    """Records the completions of the supervised rows of each micro-batch, and their masks."""
+
+    def __init__(self, *args, **kwargs):
+        self.supervised = []
+        super().__init__(*args, **kwargs)
+
+    def _supervised_batch(self):
+        batch = super()._supervised_batch()
+        if batch is not None:
+            self.supervised.append(batch[1:])
+        return batch
+
+
 class Ours(Injected, Sampled):
     pass
 

@@ -61,11 +61,3 @@ def own_logps(model, prompts, ids, mask, temperature=1.0):
             scores = (plain_logits(model, prompts[row], own) / temperature).log_softmax(-1)
             logps[row, :length] = scores.gather(-1, own[:, None])[:, 0]
     return logps
-
-
-def gradients(model, logps):
-    """Gradients of an objective that weights every token differently."""
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
-    model.zero_grad(set_to_none=True)
-    (logps * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -412,13 +412,18 @@ def make_trainer(
     return trainer
 
 
+def update_of(trainer, checkpoint: str | None = None) -> dict[str, torch.Tensor]:
+    """Trains, from a checkpoint if one is given, and returns how much each parameter moves."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+
+
 def run(trainer_class, family: str, dataset, **options) -> Run:
     """Trains in a temporary folder with the arguments of [`make_trainer`]."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(trainer_class, family, dataset, folder, **options)
-        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        trainer.train()
-    update = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+        update = update_of(trainer)
     return Run(trainer, update, trainer.state.log_history)
 
 

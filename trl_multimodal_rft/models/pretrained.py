@@ -101,6 +101,8 @@ def load_trained(
         peft = require_module("peft", "peft")
         config = peft.PeftConfig.from_pretrained(name, **source)
         base, of_base = config.base_model_name_or_path, {"revision": config.revision or "main"}
+        if base is None:
+            raise ValueError(f"The adapter {name!r} names no base; set `base_model_name_or_path` in its config.")
         model = peft.PeftModel.from_pretrained(load(base, **of_base, **kwargs), name, **source)
         # An adapter may have been saved with or without the processor
         saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)

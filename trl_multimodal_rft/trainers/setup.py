@@ -564,6 +564,11 @@ def with_media_reader(
     """A reward model that gets media through its processor, instead of TRL's text alone; others as they are."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
+    if is_peft_model(reward_func):  # which TRL leaves where it was loaded
+        if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+            reward_func = prepare_deepspeed(reward_func, accelerator)
+        else:
+            reward_func = accelerator.prepare_model(reward_func, device_placement=True, evaluation_mode=True)
     model = unwrapped(accelerator, reward_func)
     takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
     if processor is None and takes_media:

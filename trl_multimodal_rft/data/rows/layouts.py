@@ -274,6 +274,7 @@ def load_video_r1(
     nframes: int | None = None,
     max_pixels: int | None = None,
     media_dir: str | Path | None = None,
+    read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
     """
     Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
@@ -293,10 +294,10 @@ def load_video_r1(
             `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages` whose answer is `process` and `solution`.
         template (`str`, *optional*):
             Prompt, with `{problem}` and `{options}`, one in each line.
-        nframes (`int`, *optional*):
-            Frames of each video, by default the choice of the processor.
-        max_pixels (`int`, *optional*):
-            Most pixels of an image or a frame, by default the processor's.
+        nframes, max_pixels (`int`, *optional*):
+            Frames of each video, and most pixels of an image or a frame, by default the choice of the processor.
+        read (`Callable`, *optional*):
+            Reads the rows of a file, by default of JSON.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
@@ -334,7 +335,7 @@ def load_video_r1(
         choices = without_letters(options) if options else None
         return {"prompt": chat, "solution": solution, "choices": choices, **kept}
 
-    return _convert(path, split, media_dir, convert, None, with_media)
+    return _convert(path, split, media_dir, convert, None, with_media, read)
 
 
 def load_preferences(
