@@ -50,7 +50,7 @@ from trl_multimodal_rft import (
     trainers,
 )
 from trl_multimodal_rft.checks.self_check import SelfCheck
-from trl_multimodal_rft.cli import COMMANDS, main
+from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.prepare import LAYOUTS
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.lazy import lazy_names
@@ -200,6 +200,27 @@ def test_versions_are_those_of_the_columns():
         versions = {name: re.split(r"[+ ]", each)[0] for name, each in zip(names, found, strict=True)}
         for name, pinned in re.findall(r"^([\w-]+)==([\d.]+)", file.read_text(), re.MULTILINE):
             assert versions.get(name.removesuffix("-cpu"), pinned) == pinned, file  # it has no column of torchvision
+
+
+OTHERS = "docs/from_others.md"
+TRAINERS = {name for name in dir(trl_multimodal_rft) if name.endswith("Trainer")}
+LISTS = [
+    ("README.md", "From a shell: ", "\n\n", {*COMMANDS}),
+    ("docs/README.md", "## From a shell", "\n## ", {*COMMANDS}),
+    ("docs/launch.md", "```\n\n", " each run a script", {*LAUNCHED}),
+    (OTHERS, "| `trl grpo`", "\n", LAUNCHED.keys() - {"evaluate", "filter"}),
+    (OTHERS, "| TRL | here |", "and their configs", {each[10:] for each in TRAINERS} - {"PPOTrainer"}),
+    ("docs/reference/trainers.md", "# Trainers", "\0", TRAINERS),
+]
+
+
+@pytest.mark.parametrize(("page", "start", "end", "names"), LISTS, ids=lambda value: str(value)[:20])
+def test_lists_have_every_command_and_trainer(page, start, end, names):
+    """A list in a page has all commands, or trainers, of the code."""
+    passage = (ROOT / page).read_text().partition(start)[2].partition(end)[0]
+    found = {*re.findall(r"`(?:trl-multimodal-rft )?(\w+)(?: --help)?`|::: trl_multimodal_rft\.(\w+)", passage)}
+    missing = names - {name for pair in found for name in pair}
+    assert names and not missing, f"{page}: add {missing}"
 
 
 def test_the_readme_is_short():
