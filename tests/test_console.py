@@ -211,19 +211,22 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
     prefix = "Interrupted after step 2. Resume with: trl-multimodal-rft grpo "
     assert line == prefix + "--config out/run.yaml --resume_from_checkpoint True"
 
-    start(grpo, *shlex.split(line.removeprefix(prefix)), "--reward_funcs", "accuracy_reward")
+    more = ("--reward_funcs", "accuracy_reward", "--max_steps", "4")
+    start(grpo, *shlex.split(line.removeprefix(prefix)), *more)
     assert "missing keys" not in caplog.text
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines if line.startswith("step")] == ["step 3/3"] * 2
+    assert "Resumed from out/checkpoint-2, after step 2 of 4." in lines
+    assert {line.split(" | ")[0] for line in lines if line.startswith("step")} == {"step 3/4", "step 4/4"}
     asked = "--model_name_or_path out"
     assert lines[-5:-2] == [
         "The model is in out.",
         f"  ask:      trl-multimodal-rft chat {asked}",
         f"  evaluate: trl-multimodal-rft evaluate {asked} --dataset_name data --reward_funcs accuracy_reward",
     ]
-    assert lines[-2].endswith("grpo --config out/run.yaml --resume_from_checkpoint True --max_steps 6")
+    assert lines[-2].endswith("grpo --config out/run.yaml --resume_from_checkpoint True --max_steps 8")
     assert lines[-1].startswith("  publish:  hf upload USER/out out . --exclude")
-    assert "resume" not in yaml.safe_load(open("out/run.yaml"))
+    options = yaml.safe_load(open("out/run.yaml"))
+    assert "resume" not in options and (options["max_steps"], options["reward_funcs"]) == (3, ["accuracy_reward"])
 
 
 def test_run_file_starts_the_same_run(given):

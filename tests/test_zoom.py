@@ -149,5 +149,6 @@ def test_command_of_evaluation(tmp_path, monkeypatch, capsys):
     words = ["--model_name_or_path", "model", "--dataset_name", "rows.parquet", "--dataset_test_split", "train"]
     words += ["--tools", "zoom", "--max_completion_length", "8"]
     evaluate.main(*parse(evaluate.ARGUMENTS, words))
+    assert capsys.readouterr().out.endswith("The rows are those of 'train', which training may have used.\n")
     results = json.loads((tmp_path / "outputs" / "evaluate" / "metrics.json").read_text())
     assert "tools/call_frequency" in str(results)

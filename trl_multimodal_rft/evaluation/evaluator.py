@@ -25,7 +25,7 @@ from ..families import family_of
 from ..forward.encoders import install_encoder_attention
 from ..forward.processes import check_one_run
 from ..generation.transformers import Branches, trim_after_eos
-from ..models.modes import kept_random_state
+from ..models.modes import ignore_deprecated_names, kept_random_state
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..rewards.checks import distinct_names
@@ -160,6 +160,7 @@ def _complete(
     branches: Branches | None,
 ) -> list[list[int]]:
     """Completions that this rank samples independently of the others."""
+    ignore_deprecated_names()
     ready = functools.partial(unwrap_model_for_generation, model, accelerator)
     output = forward.sample(model, prompts, config, config.pad_token_id, generating=ready, branches=branches)
     return trim_after_eos(output, config.eos_token_id)

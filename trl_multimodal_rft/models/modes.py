@@ -2,6 +2,7 @@
 """Training and evaluation mode, and random states."""
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -50,6 +51,15 @@ def checkpoint_activations(
         getattr(model, f"{kind}_checkpointing_enable")(kwargs)
     else:
         getattr(model, f"{kind}_checkpointing_disable")()
+
+
+def ignore_deprecated_names() -> None:
+    """
+    Hides warnings that users can't act on: TRL calls methods of models by names that transformers has deprecated, and
+    transformers reports these as its own use.
+    """
+    names = "is_gradient_checkpointing|gradient_checkpointing_(en|dis)able"
+    warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning, r"transformers\.modeling_utils")
 
 
 def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:

@@ -203,4 +203,6 @@ def main(
         result = score_by_name(*arguments)
     result.save(evaluation_args.output_dir)
     accelerator.print(summary(result))
+    if script_args.dataset_test_split == script_args.dataset_train_split and evaluation_args.benchmark is None:
+        accelerator.print(f"The rows are those of {script_args.dataset_train_split!r}, which training may have used.")
     accelerator.end_training()

@@ -21,11 +21,13 @@ _SECRET = re.compile(r"(^|_)(hub_token|auth_token|access_token|api_?key|secret|p
 _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
-def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any]) -> None:
-    """Writes the options that the user of a run set."""
-    keys = {**options, **options.get("launch", {})}
+def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any], resumed: bool = False) -> None:
+    """Writes the options that the user of a run set. A resumed run, which may be longer, leaves its `max_steps`."""
+    keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
+    before = yaml.safe_load(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
+    if "max_steps" in before:
+        keys["max_steps"] = before["max_steps"]
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
-    path = Path(folder, NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
     path.write_text(f"# {command} --config {path}\n{text}", encoding="utf-8")

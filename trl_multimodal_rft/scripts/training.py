@@ -64,8 +64,13 @@ class ScriptCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         script_args, script_args.state = self.script_args, state
+        folder, resumed = str(args.output_dir), state.global_step > 0
+        if resumed:
+            named = checkpoint_of(args)
+            checkpoint = Path(folder, f"checkpoint-{state.global_step}") if named is True else named
+            PartialState().print(f"Resumed from {checkpoint}, after step {state.global_step} of {state.max_steps}.")
         if state.is_world_process_zero and script_args.user_options is not None and not script_args.dry_run:
-            write_run_file(str(args.output_dir), script_args.command, script_args.user_options)
+            write_run_file(folder, script_args.command, script_args.user_options, resumed)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.script_args.dry_run:
@@ -115,7 +120,7 @@ def curves() -> list[TrainerCallback]:
     return []
 
 
-def checkpoint_of(training_args: TrainerConfig) -> str | bool | None:
+def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
     """The checkpoint to resume from; options have texts."""
     resume = training_args.resume_from_checkpoint
     return {"true": True, "false": False}.get(str(resume).lower(), resume)

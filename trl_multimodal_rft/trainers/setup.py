@@ -5,7 +5,6 @@ import atexit
 import logging
 import os
 import reprlib
-import warnings
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,7 +48,7 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
-from ..models.modes import fix_encoders
+from ..models.modes import fix_encoders, ignore_deprecated_names
 from ..models.pretrained import is_adapter, load_model, read_config, trained_part
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.towers import freeze_as_built
@@ -82,15 +81,6 @@ _NEUTRAL_OPTIONS |= {"max_new_tokens", "stop_strings", "use_cache", "cache_imple
 # What a checkpoint's generation config says that training takes from elsewhere, or that isn't about sampling
 _NOT_RECOMMENDATIONS = {"max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
 _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "transformers_version"}
-
-
-def ignore_deprecated_names() -> None:
-    """
-    Hides warnings that users can't act on: TRL calls methods of models by names that transformers has deprecated, and
-    transformers reports these as its own use.
-    """
-    names = "is_gradient_checkpointing|gradient_checkpointing_(en|dis)able"
-    warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning, r"transformers\.modeling_utils")
 
 
 def resolve_config(

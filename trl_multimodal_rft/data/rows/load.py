@@ -49,6 +49,8 @@ def reading(label: str) -> Iterator[None]:
         reason = " ".join(str(cause).split())
         if isinstance(cause, RecursionError):
             reason = "values are nested too deeply; store them as text"
+        elif reason.startswith("Unknown split"):
+            reason += "; name another, such as with `--dataset_test_split`"
         elif reason.startswith("Dataset scripts"):
             reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
         raise ValueError(f"{label} can't be read: {reason}") from error
