@@ -63,7 +63,7 @@ from .engine import (
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
-from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
+from .rollout_logs import ReadMetrics, RolloutLog
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import MetricLog, RewardFunctions, Run
 from .setup import (
@@ -337,18 +337,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Completions of rows with their advantages, by the stages below in their order."""
-        self._check_policy()
-        rollout = self._collect(inputs)
-        with self.offloading():
-            self._sample(rollout)
-        self._score_old(rollout)
-        if self.args.beta != 0:
-            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
-        self._check_sampler(rollout)
-        self._reward(rollout)
-        self._estimate(rollout)
-        log_contribution(self._run, rollout, self._steps_per_rollout)
-        return rollout
+        raise NotImplementedError
 
     def _draw_extra(self, n: int) -> Rollout:
         return self._draw(self._stream.draw(n))
@@ -397,14 +386,6 @@ class MultimodalTrainer(CheckpointMixin):
     def _reward(self, rollout: Rollout) -> None:
         rollout.rewards.per_func = self.accelerator.gather(self._run.reward(rollout).to(self.accelerator.device))
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
-
-    def _score_old(self, rollout: Rollout) -> None:
-        """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
-        raise NotImplementedError
-
-    def _estimate(self, rollout: Rollout) -> None:
-        """Advantages from the rewards."""
-        raise NotImplementedError
 
     # Checkpoints
 

@@ -29,7 +29,7 @@ from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
-from .rollout_logs import reward_index
+from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
@@ -182,9 +182,24 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             weigh_by_dependency(self._run, rollout)
         return rollout
 
-    def _score_old(self, rollout: Rollout) -> None:
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+        self._check_policy()
+        rollout = self._collect(inputs)
+        with self.offloading():
+            self._sample(rollout)
         if self.args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
+        self._score_old(rollout)
+        if self.args.beta != 0:
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+        self._check_sampler(rollout)
+        self._reward(rollout)
+        self._estimate(rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
+        return rollout
+
+    def _score_old(self, rollout: Rollout) -> None:
+        """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
         args, later = self.args, self._groups is not None or self.args.loss_view_settings.measures_dependency
         if (later and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])

@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """REINFORCE Leave-One-Out with media."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import BitsAndBytesConfig, TrainerCallback
@@ -18,7 +19,7 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
-from .rollout_logs import reward_index
+from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
@@ -115,10 +116,21 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Rollout
 
-    def _score_old(self, rollout: Rollout) -> None:
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+        self._check_policy()
+        rollout = self._collect(inputs)
+        with self.offloading():
+            self._sample(rollout)
         exchanges = self._groups is not None and self.model.training
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
             rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
+        if self.beta != 0:
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+        self._check_sampler(rollout)
+        self._reward(rollout)
+        self._estimate(rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
+        return rollout
 
     def _estimate(self, rollout: Rollout) -> None:
         """Leave-one-out advantages with the KL penalty in the reward."""
