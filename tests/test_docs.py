@@ -214,7 +214,7 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "start", "end", "names"), LISTS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("page", "start", "end", "names"), LISTS, ids=[f"{each[0]} {each[1][:12]}" for each in LISTS])
 def test_lists_have_every_command_and_trainer(page, start, end, names):
     """A list in a page has all commands, or trainers, of the code."""
     passage = (ROOT / page).read_text().partition(start)[2].partition(end)[0]

@@ -9,8 +9,9 @@ import torch
 from helpers.collectives import Gathered
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, SPECIAL, encode
+from helpers.packed_rows import backward
 from helpers.synthetic import FAMILIES as SYNTHETIC
-from helpers.synthetic import gradients, own_logps
+from helpers.synthetic import own_logps
 from helpers.trainer_utils import image_rows, length_and_sum
 from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
@@ -59,7 +60,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
     mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] * 5])
     prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(2)]
     expected = own_logps(model, prompts, ids, mask, TEMPERATURE)
-    expected_gradients = gradients(model, expected)
+    expected_gradients = backward(model, expected)
 
     assert head_rule(model) == RULES[name]
     before = copy.deepcopy(model.config)
@@ -76,7 +77,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
         scores = policy.score(model, prompts, ids, mask, packed=packed)
         torch.testing.assert_close(scores.logps, expected.detach(), rtol=0, atol=2e-5)
         assert scores.entropies.isfinite().all()
-        for key, gradient in gradients(model, scores.logps).items():
+        for key, gradient in backward(model, scores.logps).items():
             scale = max(1.0, expected_gradients[key].abs().max().item())  # of rounding
             torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-4 * scale, msg=key)
 
@@ -133,11 +134,11 @@ def test_a_model_without_a_base_model_scores_by_the_states_of_its_decoder():
     assert model.base_model is model and head_rule(model) == HeadRule()
     ids = torch.arange(20, 30)[None]
     expected = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
-    expected_gradients = gradients(model, expected)
+    expected_gradients = backward(model, expected)
     assert add_fused_head(model)
     scored = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.flatten()
     torch.testing.assert_close(scored, expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(gradients(model, scored), expected_gradients, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(backward(model, scored), expected_gradients, rtol=1e-4, atol=1e-4)
     masked = model(input_ids=ids, labels=ids.masked_fill(ids < 25, -100), fused_lm_head=True).log_probs.flatten()
     assert torch.equal(masked, torch.where(ids[0, 1:] < 25, 0, scored))
     assert model(input_ids=ids).logits.size(-1) == model.get_output_embeddings().out_features  # the head is back
