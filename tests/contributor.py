@@ -75,7 +75,7 @@ def named(text: str) -> tuple[list[str], list[str]]:
     spans = re.findall(r"`([^`]+)`", text)
     commands = [span.replace("<name>", FAMILY) for span in spans if span.startswith("python ")]
     paths = [span for span in spans if re.fullmatch(r"[\w<>*/.]+(?:/|\.(?:py|md|json))", span)]
-    at_root = [path.startswith(("tests/", "docs/", "CHANGELOG")) for path in paths]
+    at_root = [path.startswith(("tests/", "docs/", "CHANGELOG", "README")) for path in paths]
     full = [path if is_full else f"{PACKAGE}/{path}" for path, is_full in zip(paths, at_root, strict=True)]
     return [re.sub(r"<\w+>", "*", path) + "*" * path.endswith("/") for path in full], commands
 

@@ -209,7 +209,7 @@ LISTS = [
     ("docs/README.md", "## From a shell", "\n## ", {*COMMANDS}),
     ("docs/launch.md", "```\n\n", " each run a script", {*LAUNCHED}),
     (OTHERS, "| `trl grpo`", "\n", LAUNCHED.keys() - {"evaluate", "filter"}),
-    (OTHERS, "| TRL | here |", "and their configs", {each[10:] for each in TRAINERS} - {"PPOTrainer"}),
+    (OTHERS, "| TRL | here |", "\n\n", {each[10:] for each in TRAINERS} - {"PPOTrainer"}),
     ("docs/reference/trainers.md", "# Trainers", "\0", TRAINERS),
 ]
 
