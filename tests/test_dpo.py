@@ -112,7 +112,9 @@ trl_run = functools.cache(lambda name: trained(DPOTrainer, "qwen2_5_vl", image_p
 
 @pytest.mark.parametrize("name", slow_but(CASES, "sigmoid", "MPO", "weighted", "length desensitized", "adapter"))
 def test_equals_trl_with_images(name):
-    assert_equal(trl_run(name), trained(MultimodalDPOTrainer, "qwen2_5_vl", image_pairs(), **CASES[name]))
+    ours = trained(MultimodalDPOTrainer, "qwen2_5_vl", image_pairs(), **CASES[name])
+    # The alpha divergence has powers of probability ratios, so its norm of 16 differs by 2.6e-5 from rounding
+    assert_equal(trl_run(name), ours, of_metrics=1e-4 if name == "alpha_divergence" else 1e-5)
 
 
 @pytest.mark.parametrize("options", [{"packing": "padded"}, {"max_tokens_per_microbatch": 60}], ids=str)
@@ -122,7 +124,7 @@ def test_equals_trl_padded_and_in_parts(name, options):
     for entry in ours.history:
         assert entry.pop("token_budget/parts", 2) > 1
         entry.pop("token_budget/extra_time", None)
-    assert_equal(trl_run(name), ours)
+    assert_equal(trl_run(name), ours, of_metrics=1e-5)
 
 
 # Comparison with the model

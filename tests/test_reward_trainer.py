@@ -90,7 +90,7 @@ def test_equals_trl(name, options):
         assert entry.pop("token_budget/parts", 2) > 1
         entry.pop("token_budget/extra_time", None)
     assert ours.history[0].keys() - {"skipped_updates"} == trl_run(name).history[0].keys()
-    assert_equal(trl_run(name), ours)
+    assert_equal(trl_run(name), ours, of_metrics=1e-5)
 
 
 def test_prompts_with_images_are_packed_exactly():

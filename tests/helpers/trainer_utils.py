@@ -472,10 +472,12 @@ def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
     return max(differences)
 
 
-def assert_equal(theirs: Run, ours: Run, *, same_metrics: bool = True, tolerance: float = 1e-5) -> None:
+def assert_equal(
+    theirs: Run, ours: Run, *, same_metrics: bool = True, tolerance: float = 1e-5, of_metrics: float = 1e-4
+) -> None:
     """Asserts that two runs made the same nonzero update, and logged the same."""
     assert norm(theirs.update) > 0.01
     assert relative_difference(theirs.update, ours.update) <= tolerance
     if same_metrics:
         worst, where = largest_difference(theirs.history, ours.history)
-        assert worst <= 1e-4, where
+        assert worst <= of_metrics, where
