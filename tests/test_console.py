@@ -229,6 +229,15 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
     assert "resume" not in options and (options["max_steps"], options["reward_funcs"]) == (3, ["accuracy_reward"])
 
 
+@pytest.mark.parametrize(
+    ("text", "n"), [("max_steps: 3\n", 3), ("", 8), ("- a\n", 8), ("max_steps: [", 8), ("max_steps", 8), ("b: 1", 8)]
+)
+def test_resumed_run_keeps_its_steps_if_its_file_has_them(text, n, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    write_run_file(tmp_path, "trl-multimodal-rft grpo", {"max_steps": 8}, resumed=True)
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"max_steps": n}
+
+
 def test_run_file_starts_the_same_run(given):
     """Covers values of a config file and of the command line, in the types of either."""
     from_file = {"learning_rate": "1e-5", "reward_funcs": "accuracy_reward", "dtype": "float32", "max_steps": 7}

@@ -176,7 +176,14 @@ def test_images_of_datasets(folder):
     ("source", "message"),
     [
         ("missing.png", "no such file: '"),
-        (b"not an image", "cannot read this image (UnidentifiedImageError: none of ('AVIF', "),
+        (b"not an image", "cannot read this image (UnidentifiedImageError: none of AVIF, BMP, "),
+        (b"<!DOCTYPE html><HTML><svg/></HTML>", "cannot read this image (UnidentifiedImageError: none of AVIF, "),
+        (
+            b"<!--" + b" " * 300 + b"--><svg/>",
+            "cannot read this image (UnidentifiedImageError: SVG; convert it to PNG)",
+        ),
+        (b"\0\0\0\x18ftypmif1" + bytes(9), "cannot read this image (UnidentifiedImageError: HEIC; convert it to PNG)"),
+        ("/", "'/' is a folder; name a file in it"),
         (
             b"<svg xmlns='http://www.w3.org/2000/svg'/>",
             "cannot read this image (UnidentifiedImageError: SVG; convert ",

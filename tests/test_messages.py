@@ -1,12 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Errors in a constructor's arguments give one line with the remedy, before a model loads."""
 
+import itertools
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import transformers as hf
 from datasets import Dataset, DatasetDict
@@ -16,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.models.pretrained import load_trained
+from trl_multimodal_rft.models.reward_model import load_reward_model
 
 
 SAMPLED = ("grpo", "rloo", "ppo")
@@ -178,7 +181,11 @@ def test_unknown_keyword_arguments(kind, refused):
         "processor": "It was removed: use `processing_class`.",
         "train_datset": "Did you mean `train_dataset`?",
     }
-    extra = {"reward_function": "mean `reward_funcs`?", "compute_metrics": "`callbacks`."} if kind in SAMPLED else {}
+    extra = (
+        {"reward_function": "mean `reward_funcs`?", "compute_metrics": "GenerationEvalCallback(trainer))`."}
+        if kind in SAMPLED
+        else {}
+    )
     for name, hint in {**hints, **extra}.items():
         message = refused(kind, TypeError, **{name: None})
         assert message.startswith(f"{TRAINERS[kind].__name__} got an unexpected keyword argument '{name}'.")
@@ -220,6 +227,12 @@ def test_arguments_of_another_type(kind, refused, rows):
         ("eval_dataset", [{}], "`eval_dataset` must be a `Dataset` or `IterableDataset`, got a list; pass `Dataset."),
         ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` must be a `Dataset`"),
         ("train_dataset", {"prompt": ["A cat?"]}, "got a dict of columns; pass `Dataset.from_dict(columns)`."),
+        (
+            "train_dataset",
+            {"prompt": np.array(["A cat?"])},
+            "got a dict of columns; pass `Dataset.from_dict(columns)`.",
+        ),
+        ("train_dataset", {"train": [{"prompt": "A cat?"}]}, "got a dict with the splits 'train'; pass one of them"),
         ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)`, whose gen"),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
     ]:
@@ -290,11 +303,22 @@ def test_model_without_its_processor(tmp_path, rows):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
 
 
+def test_errors_of_a_tokenizer_stay(tmp_path):
+    """A model of text alone needs no other file of a processor."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=64)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(Exception) as raised:  # of tokenizers, whose kind differs between versions
+        load_processor(str(tmp_path))
+    assert "preprocessor_config" not in str(raised.value)
+
+
 def test_model_without_its_head(tmp_path, rows):
-    model = hf.AutoModel.from_pretrained(saved("qwen2_5_vl"))
-    message = "Qwen2_5_VLModel has no LM head; pass the name of its folder, or load it as Qwen2_5_VLForConditionalGen"
-    for kind in ("grpo", "sft", "dpo"):
-        with pytest.raises(ValueError, match=message):
+    models = hf.AutoModel.from_pretrained(saved("qwen2_5_vl")), load_reward_model(saved("qwen2_5_vl"))
+    message = " has no LM head; pass the name of its folder, or load it as Qwen2_5_VLForConditionalGeneration."
+    for kind, model in itertools.product(("grpo", "sft", "dpo"), models):
+        with pytest.raises(ValueError, match=type(model).__name__ + message):
             arguments = {"reward_funcs": length_and_sum} if kind == "grpo" else {}
             TRAINERS[kind](model, args=config(kind, tmp_path), train_dataset=rows, **arguments)
 

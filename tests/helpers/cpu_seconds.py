@@ -24,6 +24,7 @@ SHOWN = 10  # files
 
 forked = 0.0  # CPU seconds of commands that were forked elsewhere (`forked.py`)
 _seconds: Counter[str] = Counter()
+_slow: set[str] = set()  # files with slow tests; the default suite checks that these have their times, too
 _MISSING = pytest.StashKey[str]()
 
 
@@ -38,6 +39,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items, config):
+    _slow.update(_file(item.nodeid) for item in items if item.get_closest_marker("slow"))
     seconds = json.loads(STORED.read_text()).get(_run(config), {})
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))  # stable, so that tests of a file stay together
 
@@ -63,7 +65,9 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    _seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+    output = getattr(node, "workeroutput", {})
+    _seconds.update(output.get("cpu_seconds", {}))
+    _slow.update(output.get("slow", ()))
 
 
 def store(suite: str, seconds: dict[str, float]) -> None:
@@ -77,17 +81,19 @@ def store(suite: str, seconds: dict[str, float]) -> None:
 def without_time(suite: str, files: Iterable[str]) -> str:
     """Returns an error that names the files of a suite that `cpu_seconds.json` lacks, or nothing."""
     missing = sorted(set(files) - json.loads(STORED.read_text()).get(suite, {}).keys())
-    return f"not in {STORED.name}, see `--write-cpu-seconds`: {', '.join(missing)}" if missing else ""
+    names = ", ".join(missing)
+    return f"{suite} tests not in {STORED.name}, see `--write-cpu-seconds`: {names}" if missing else ""
 
 
 @pytest.hookimpl(tryfirst=True)  # before the terminal's summary
 def pytest_sessionfinish(session):
     config = session.config
     if hasattr(config, "workeroutput"):
-        config.workeroutput["cpu_seconds"] = dict(_seconds)
+        config.workeroutput |= {"cpu_seconds": dict(_seconds), "slow": list(_slow)}
         return
     whole = config.args_source == config.ArgsSource.TESTPATHS and not config.getoption("keyword")
-    config.stash[_MISSING] = without_time(_run(config), _seconds) if whole else ""
+    missing = [without_time(_run(config), _seconds), without_time("slow", _slow)] if whole else []
+    config.stash[_MISSING] = "\n".join(filter(None, missing))
     if config.stash[_MISSING] and not session.exitstatus:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if config.getoption("write_cpu_seconds"):

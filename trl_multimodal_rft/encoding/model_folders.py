@@ -63,7 +63,9 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
             lacking = [each for each in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, each))]
-            if part != "processor" or not {*_PROCESSOR_FILES[:2]}.issubset(lacking):  # a tokenizer isn't enough
+            # A family's processor needs more than a tokenizer, whose own errors stay
+            needs_more = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(lacking)
+            if part != "processor" or not (needs_more or len(lacking) == len(_PROCESSOR_FILES)):
                 raise
             raise OSError(
                 f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(lacking)}. "

@@ -108,6 +108,7 @@ def evaluate(
     print(result.metrics["accuracy"], result.metrics["accuracy_low"], result.metrics["accuracy_high"])
     ```
     """
+    ignore_deprecated_names()
     check_processor(processing_class)
     accelerator = accelerator or Accelerator()
     check_one_run(
@@ -160,7 +161,6 @@ def _complete(
     branches: Branches | None,
 ) -> list[list[int]]:
     """Completions that this rank samples independently of the others."""
-    ignore_deprecated_names()
     ready = functools.partial(unwrap_model_for_generation, model, accelerator)
     output = forward.sample(model, prompts, config, config.pad_token_id, generating=ready, branches=branches)
     return trim_after_eos(output, config.eos_token_id)

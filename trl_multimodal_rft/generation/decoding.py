@@ -141,7 +141,7 @@ def decode(
 
 def _random_state(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
     """What reads and sets the random state of a device."""
-    if device.type not in _TOKENS_PER_WAIT or device.type == "cpu":
+    if device.type == "cpu":
         return torch.get_rng_state, torch.set_rng_state
     module = torch.get_device_module(device)
     return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)

@@ -22,14 +22,8 @@ def get_tokenizer(
 
     Returns:
         [`~transformers.PreTrainedTokenizerBase`]: The tokenizer.
-
-    Raises:
-        `ValueError`: If the model has none.
     """
-    tokenizer = AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast)
-    if tokenizer is None:
-        raise ValueError(f"{pretrain} has no tokenizer; name a folder or a model that has one.")
-    return _padded(tokenizer, model, padding_side)
+    return _padded(AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast), model, padding_side)
 
 
 def get_tokenizer_processor_vl(

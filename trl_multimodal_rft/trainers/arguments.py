@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 import typing
-from collections.abc import Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -72,7 +71,7 @@ def help_from_docstring(config_class: type) -> type:
 
 
 _INSTEAD = {
-    "compute_metrics": " `GenerationEvalCallback` measures a function of completions in `callbacks`.",
+    "compute_metrics": " Measure completions by `trainer.add_callback(GenerationEvalCallback(trainer))`.",
     "data_collator": " The trainer encodes and joins the rows itself.",
 }
 
@@ -85,6 +84,8 @@ def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         name = min(unknown)
         message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
+        if name == "compute_metrics" and "reward_funcs" not in parameters:  # no completions are sampled
+            raise TypeError(message)
         raise TypeError(message + _INSTEAD.get(name, did_you_mean(name, parameters)))
 
 
@@ -283,7 +284,8 @@ def _check_dataset(name: str, dataset: Any) -> None:
     wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         splits = list(dataset)
-        if any(isinstance(column, Sequence) for column in dataset.values()):
+        columns = [value for value in dataset.values() if not isinstance(value, (Dataset, IterableDataset))]
+        if columns and "train" not in dataset:
             raise TypeError(f"{wanted} dict of columns; pass `Dataset.from_dict(columns)`.")
         raise TypeError(
             f"{wanted} {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"

@@ -49,7 +49,7 @@ from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders, ignore_deprecated_names
-from ..models.pretrained import is_adapter, load_model, read_config, trained_part
+from ..models.pretrained import is_adapter, load_model, policy_class, read_config, trained_part
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.towers import freeze_as_built
 from ..models.wrapped import replaced, unwrapped
@@ -368,8 +368,8 @@ def load_parts(
     if by_name:
         model = load_policy(model, args, quantization_config, load)
     if load is load_model and not model.can_generate():
-        head = next(iter(model.config.architectures or ()), "a class with one")
-        raise ValueError(f"{type(model).__name__} has no LM head; pass the name of its folder, or load it as {head}.")
+        named = policy_class(model.config).__name__
+        raise ValueError(f"{type(model).__name__} has no LM head; pass the name of its folder, or load it as {named}.")
     revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
     source: Any = None
     if processing_class is None:

@@ -53,9 +53,12 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
         image = PIL.Image.open(cast("IO[bytes]", opened), formats=_IMAGE_FORMATS)
     except PIL.UnidentifiedImageError:
         stream.seek(0)
-        start = stream.read(256)
-        kind = "SVG" if b"<svg" in start else "HEIC" if start[4:11] == b"ftyphei" else f"none of {_IMAGE_FORMATS}"
-        raise PIL.UnidentifiedImageError(f"{kind}; convert it to PNG") from None
+        start = stream.read(2**12)
+        is_svg = b"<svg" in start and b"<html" not in start.lower()
+        is_heic = start[4:8] == b"ftyp" and any(brand in start[8:32] for brand in (b"heic", b"heix", b"mif1"))
+        kind = "SVG" if is_svg else "HEIC" if is_heic else None
+        reason = f"{kind}; convert it to PNG" if kind else f"none of {', '.join(_IMAGE_FORMATS)}"
+        raise PIL.UnidentifiedImageError(reason) from None
     opened.most = math.inf
     if image.format in ("JPEG", "MPO"):
         piece = max(2**10, _JPEG_WORK // max(1, image.width * image.height))

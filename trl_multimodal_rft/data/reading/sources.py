@@ -190,7 +190,8 @@ def _local(ref: MediaRef, path: str) -> str:
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     _check_file(ref, os.path.realpath(path), 0)
     if os.path.isdir(path):
-        raise ref.error(f"'{os.path.abspath(path)}' is a folder; give the list of the files of its frames")
+        remedy = "give the list of the files of its frames" if ref.modality == "video" else "name a file in it"
+        raise ref.error(f"'{os.path.abspath(path)}' is a folder; {remedy}")
     if not os.path.isfile(path):
         where = ""
         if not os.path.isabs(written):

@@ -50,7 +50,7 @@ def reading(label: str) -> Iterator[None]:
         if isinstance(cause, RecursionError):
             reason = "values are nested too deeply; store them as text"
         elif reason.startswith("Unknown split"):
-            reason += "; name another, such as with `--dataset_test_split`"
+            reason = f"{reason.rstrip('.')}; `--help` lists the options that choose a split"
         elif reason.startswith("Dataset scripts"):
             reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
         raise ValueError(f"{label} can't be read: {reason}") from error
