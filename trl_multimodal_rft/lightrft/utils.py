@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Tokenizers and processors with the signatures of `lightrft.utils`. No code of a repository runs."""
 
+from typing import cast
+
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -23,7 +25,8 @@ def get_tokenizer(
     Returns:
         [`~transformers.PreTrainedTokenizerBase`]: The tokenizer.
     """
-    return _padded(AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast), model, padding_side)
+    tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast))
+    return _padded(tokenizer, model, padding_side)
 
 
 def get_tokenizer_processor_vl(
