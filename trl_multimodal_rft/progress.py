@@ -21,7 +21,7 @@ def is_watched() -> bool:
 
 
 def progress_bar(
-    total: int | None, label: str, unit: str = " rows", *, disable: bool | None = False, initial: int = 0
+    total: int | None, label: str, unit: str = "row", *, disable: bool | None = False, initial: int = 0
 ) -> tqdm:
     """A bar that vanishes at its end. `disable` is that of `disable_tqdm`."""
     hidden, done = bool(disable) or not is_watched(), {"initial": initial, "leave": False}

@@ -110,7 +110,7 @@ class CompactLogCallback(TrainerCallback):
             self._table.update(state.global_step)
         else:
             options = {"disable": args.disable_tqdm, "initial": state.global_step}
-            self._bars["train"] = progress_bar(state.max_steps, "train", " steps", **options)
+            self._bars["train"] = progress_bar(state.max_steps, "train", "step", **options)
 
     def _show_parts(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer
@@ -197,7 +197,7 @@ class CompactLogCallback(TrainerCallback):
     ):
         if "eval" not in self._bars:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self._bars["eval"] = progress_bar(total, "evaluate", " batches", disable=args.disable_tqdm)
+            self._bars["eval"] = progress_bar(total, "evaluate", "batch", disable=args.disable_tqdm)
         self._bars["eval"].update()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
