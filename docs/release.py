@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Prepares a checkout for the index: its page shows README, where a relative link leads nowhere, and says where the source
-is, which a clone doesn't know. The workflow `release.yml` runs it when a tag is pushed:
+Prepares a checkout for the index: its page shows README, where a relative link leads nowhere, and names the source's
+address, which a clone doesn't know. The workflow `release.yml` runs it when a tag is pushed:
 
 ```bash
 python docs/release.py https://github.com/<owner>/<name> v0.1.0
