@@ -15,6 +15,7 @@ from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
 from ..encoding.prompts import EncodedPrompt
+from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
@@ -23,10 +24,12 @@ from ..forward.masks import sharing_obstacle
 from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
+from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
+from .optimizer import freeze_and_check
 from .setup import Loaded, check_launch, has_unread_rows, load_parts, modalities, warn_of_unread
 from .signatures import EvalRows, Model, Processor
 
@@ -62,11 +65,15 @@ class CompletionTrainer(CheckpointMixin):
         self,
         datasets: Mapping[str, EvalRows],
         columns: Sequence[str] | None,
-        models: Sequence[PreTrainedModel],
         packs: bool,
         outputs: tuple[str, ...],
     ) -> None:
-        """Makes what reads rows, with these columns, and what scores them, see [`reading_policy`]."""
+        """
+        Freezes parts of the model, and makes what reads rows, with these columns, and what scores them, see
+        [`reading_policy`].
+        """
+        freeze_and_check(self.model, self.args, self.optimizer)
+        self.card_notes = CardNotes()
         self._stream = RowStream(
             self.args,
             self.accelerator,
@@ -76,6 +83,7 @@ class CompletionTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
         self._policy = reading_policy(self.accelerator, models, self.processing_class, self.args, packs, outputs)
         self.checks = Checks(self._policy, self.accelerator)
 
@@ -100,7 +108,7 @@ class CompletionTrainer(CheckpointMixin):
 
     def _prepare_rows(self, dataset: Any) -> Any:
         """A dataset that the collator can encode, as those that the constructor got."""
-        raise NotImplementedError
+        return dataset
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """A micro-batch. Notes what the model card says of it."""
@@ -118,20 +126,16 @@ class CompletionTrainer(CheckpointMixin):
             self._show(stored[0], sequences[0])
         return batch
 
-    def _show(self, row: Row, sequence: EncodedPrompt) -> None:
+    def _show(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if there is one."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
-            (chat, prompt, target), messages, collator = self._example(row, sequence), None, self.data_collator
+            (chat, prompt, target), messages, collator = sequence.example(row), None, self.data_collator
             if sequence.modalities:
                 ignored, placeholders = self.args.ignored_media_columns or (), collator.encoder.placeholders
                 [shown] = rows_to_messages([{**row, "prompt": chat}], ignored, placeholders, self.args.rules)
                 messages = shown["prompt"]
             display.show_example(collator.model, self.processing_class, prompt, messages, target)
-
-    def _example(self, row: Row, sequence: Any) -> tuple[Sequence, list[int], list[int]]:
-        """The messages of a row, the ids that precede its target, and those of the target."""
-        raise NotImplementedError
 
     def _rollout_state(self) -> dict[str, Any]:
         return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}

@@ -147,13 +147,8 @@ def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
         return {key: prepare_rows(each, key, collator) for key, each in dataset.items()}
     if dataset is None:
         return None
-    if isinstance(dataset, Dataset) and len(dataset) == 0:
-        raise ValueError(f"The {name} dataset has no rows.")
     args, formatting_func = collator.args, collator.formatting_func
-    columns = set(get_dataset_column_names(dataset))
-    media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))
-    if not isinstance(collator.processing_class, ProcessorMixin):
-        check_media_processor(collator.processing_class, dataset, media, name)
+    columns, media = checked_columns(dataset, name, collator)
     if formatting_func is not None and args.completion_only_loss:
         raise ValueError(
             "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."
@@ -184,6 +179,17 @@ def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
             f"`assistant_only_loss=True` needs `messages`, and the {name} dataset has text; set it to False."
         )
     return dataset
+
+
+def checked_columns(dataset: Any, name: str, collator: SupervisedCollator) -> tuple[set[str], list[str]]:
+    """The columns of a dataset, and those with media. Raises if it is empty, or has media without a processor."""
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"The {name} dataset has no rows.")
+    columns = set(get_dataset_column_names(dataset))
+    media = sorted(columns & MEDIA_COLUMNS.keys() - set(collator.args.ignored_media_columns or ()))
+    if not isinstance(collator.processing_class, ProcessorMixin):
+        check_media_processor(collator.processing_class, dataset, media, name)
+    return columns, media
 
 
 def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
