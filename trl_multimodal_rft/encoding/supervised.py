@@ -61,10 +61,7 @@ class PreferencePair(EncodedPrompt):
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """The prompt with each completion behind it, in which the completion is learned."""
-        both = [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
-        for sequence in both:
-            sequence.learned[len(self) :] = True
-        return both
+        return [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
 
 
 @dataclass(eq=False)
@@ -161,8 +158,7 @@ class SupervisedEncoder:
                 raise
             raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
         sequence = _followed(prompt, ids, self.model)
-        sequence.learned[:] = whole or completion_only is False
-        sequence.learned[len(prompt) :] = True
+        sequence.learned[: len(prompt)] = whole or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
                 raise ValueError(f"{name}: `assistant_only_loss=True` needs messages, got text.")
@@ -455,7 +451,7 @@ def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> l
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """A prompt followed by text, without learned tokens yet."""
+    """A prompt followed by text, which is learned."""
     n = len(ids)
     return SupervisedSequence(
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
@@ -466,7 +462,7 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
         position_ids=torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1),
         modalities=prompt.modalities,
         row=prompt.row,
-        learned=torch.zeros(len(prompt) + n, dtype=torch.bool),
+        learned=torch.arange(len(prompt) + n) >= len(prompt),
     )
 
 

@@ -13,7 +13,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.join import padded
-from ..encoding.supervised import PreferencePair, SupervisedEncoder
+from ..encoding.supervised import PreferencePair
 from ..policy import PolicyForward
 from ..rollout.collect import view_of_row
 from ..rollout.stream import EncodedRow
@@ -103,9 +103,6 @@ class PreferenceCollator(SupervisedCollator):
             # Of the row alone, so that its reference may be scored before the run, and no rank or epoch matters
             view = view_of_row(self.view.seeded(self.args.seed), messages, [row.row_index for row in rows], i)
             pair.view = self._encoder_of(rows[i]).encode_view(rows[i], view)
-
-    def _encoder_of(self, row: Row) -> SupervisedEncoder:
-        return replace(self.encoder, template_kwargs=self._template_variables(row))
 
 
 @dataclass

@@ -3,9 +3,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from transformers import PreTrainedModel
@@ -14,7 +13,6 @@ from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
-from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
@@ -37,19 +35,10 @@ from .signatures import EvalRows, Model, Processor
 logger = get_logger(__name__)
 
 
-class Collator(Protocol):
-    """Encodes rows, and makes micro-batches whose `sequences` are prompts, completions included."""
-
-    model: PreTrainedModel
-
-    def encode(self, row: Row) -> EncodedPrompt: ...
-
-    def __call__(self, rows: Sequence[EncodedRow]) -> dict[str, Any]: ...
-
-
 class CompletionTrainer(CheckpointMixin):
     """
-    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a [`Collator`].
+    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a
+    [`~trainers.sft_data.SupervisedCollator`].
     """
 
     data_collator: Any
@@ -69,8 +58,9 @@ class CompletionTrainer(CheckpointMixin):
         outputs: tuple[str, ...],
     ) -> None:
         """
-        Freezes parts of the model, and makes what reads rows, with these columns, and what scores them, see
-        [`reading_policy`].
+        Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
+        if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
+        reward models have none.
         """
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
@@ -84,7 +74,22 @@ class CompletionTrainer(CheckpointMixin):
         )
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
-        self._policy = reading_policy(self.accelerator, models, self.processing_class, self.args, packs, outputs)
+        obstacle = next(filter(None, map(sharing_obstacle, models)), None)
+        if obstacle and packs:
+            logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
+        heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
+        if not all(heads):
+            logger.warning(
+                f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM "
+                "head, so log-probabilities are taken from its own logits, which needs more memory."
+            )
+        for model in models:
+            install_encoder_attention(model)
+            if not obstacle:  # padded rows, too, need what it corrects
+                install_prefix_attention(model)
+        fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
+        options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
+        self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
         self.checks = Checks(self._policy, self.accelerator)
 
     def get_train_dataloader(self):
@@ -159,34 +164,3 @@ def load_for_reading(
     warn_of_unread(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
     return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
-
-
-def reading_policy(
-    accelerator: Accelerator,
-    models: Sequence[PreTrainedModel],
-    processor: Processor,
-    args: ReadingConfig,
-    packs: bool,
-    outputs: tuple[str, ...],
-) -> PolicyForward:
-    """
-    What scores completions of models, the first of which is trained, packed if the config says so and all models
-    allow it, with these `outputs` of TRL's fused head; reward models have none.
-    """
-    obstacle = next(filter(None, map(sharing_obstacle, models)), None)
-    if obstacle and packs:
-        logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
-    heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
-    if not all(heads):
-        logger.warning(
-            f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-            "log-probabilities are taken from its own logits, which needs more memory."
-        )
-    for model in models:
-        install_encoder_attention(model)
-        if not obstacle:  # padded rows, too, need what it corrects
-            install_prefix_attention(model)
-    fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
-    return PolicyForward(
-        accelerator, processor, fallbacks, max_tokens=args.max_tokens_per_microbatch, extra_outputs=outputs[2:]
-    )

@@ -80,8 +80,7 @@ class SupervisedCollator:
         elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
             sequence = self.encoder.encode_text(row[args.dataset_text_field], row.row_index)
         else:
-            template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
-            encoder = replace(self.encoder, template_kwargs=template_kwargs)
+            encoder = self._encoder_of(row)
             sequence = encoder.encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size
         if not 0 <= ids.min() <= ids.max() < n_tokens:
@@ -98,6 +97,10 @@ class SupervisedCollator:
                 "with `on_media_error='skip'`"
             )
         return sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+
+    def _encoder_of(self, row: Row) -> SupervisedEncoder:
+        template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
+        return replace(self.encoder, template_kwargs=template_kwargs)
 
     def _template_variables(self, row: Row) -> dict[str, Any]:
         """The tools of a row, and those of its `chat_template_kwargs` that the chat template reads."""
