@@ -18,11 +18,12 @@ from ..checks.media_contribution import is_due, media_contribution
 from ..checks.sequences import check_pairs
 from ..data.rows.unread import lists_columns
 from ..forward.scores import Scores
+from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .dpo_config import MultimodalDPOConfig
-from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences, completions_to_score
+from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import CompletionTrainer, load_for_reading
 from .setup import load_reference, no_warning_about_init_kwargs, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -96,8 +97,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             ref_model = load_reference(model, args, peft_config, quantization_config)
         self._rejected, self._measured_step = args.rejected_view_settings, -1
         collator = PreferenceCollator(unwrapped(None, model), processing_class, args, view=self._rejected.view)
-        for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
-            check_preferences(dataset, name, collator)
+        collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded.by_name),
@@ -137,12 +137,6 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             self._precompute_reference()
         self._complete_parts()
 
-    # Rows
-
-    def _prepare_rows(self, dataset: Any) -> Any:
-        check_preferences(dataset, "eval", self.data_collator)
-        return dataset
-
     # Reference
 
     def _precompute_reference(self) -> None:
@@ -162,12 +156,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     def _with_reference(self, dataset: Any) -> Dataset:
         if not isinstance(dataset, Dataset):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
-        was_training, found = self.model.training, []
-        self.model.eval()
-        for batch in self.get_eval_dataloader(dataset):
-            pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
-            found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        self.model.train(was_training)
+        found = []
+        with evaluation_mode(self.model):
+            for batch in self.get_eval_dataloader(dataset):
+                pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
+                found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
         logps = torch.cat(found)
         if len(logps) != len(dataset):
             raise ValueError(

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from trl.data_utils import get_dataset_column_names
 
 from ..data.reading.refs import MediaError
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
-from ..data.rows.unread import lists_columns, other_layout, prepared
+from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
 from ..encoding.supervised import PreferencePair
 from ..policy import PolicyForward
@@ -19,7 +20,7 @@ from ..rollout.collect import view_of_row
 from ..rollout.stream import EncodedRow
 from ..views import View
 from .configs import ReadingConfig
-from .sft_data import SupervisedCollator, checked_columns
+from .sft_data import SupervisedCollator, lacking
 
 
 # Log-probabilities of the reference, where they were computed before the run
@@ -96,6 +97,15 @@ class PreferenceCollator(SupervisedCollator):
             self._add_view(pair, [row], [None], 0)
         return pair
 
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        if isinstance(dataset, Dataset) and not lists_columns(dataset):
+            return dataset  # a transform gives others
+        columns, _ = self._columns_of(dataset, name)
+        layout = other_layout(dataset.features or dict.fromkeys(columns))
+        if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
+            raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
+        return dataset
+
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
         """Gives a pair, of one of the rows with these prompts, the view of its prompt, if it replaces a medium."""
         assert self.view is not None
@@ -108,6 +118,10 @@ class PreferenceCollator(SupervisedCollator):
 @dataclass
 class ComparisonCollator(PreferenceCollator):
     """Encodes what a reward model compares, and pads it."""
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}
+        return dataset if is_tokenized else super()._prepare(dataset, name)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """`margin` and `tie`, `(B,)`, 0 and false for rows without."""
@@ -132,21 +146,3 @@ def completions_to_score(policy: PolicyForward, inputs: dict[str, Any], args: Re
     packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
     names = ("prompts", "completion_ids", "completion_mask")
     return {**{name: inputs[name] for name in names}, "packed": packed}
-
-
-def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> None:
-    """Raises a `ValueError` for a dataset, or one of a dictionary of them, that has no preferences or is empty."""
-    if isinstance(dataset, dict):
-        for key, each in dataset.items():
-            check_preferences(each, key, collator)
-        return
-    if dataset is None or (isinstance(dataset, Dataset) and not lists_columns(dataset)):
-        return  # a transform gives others
-    columns, _ = checked_columns(dataset, name, collator)
-    layout = other_layout(dataset.features or dict.fromkeys(columns))
-    if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
-        remedy = "" if layout is None else f"; {prepared(layout)}"
-        raise ValueError(
-            f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`"
-            f"{remedy}."
-        )

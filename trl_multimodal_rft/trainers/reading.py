@@ -107,13 +107,9 @@ class CompletionTrainer(CheckpointMixin):
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         if dataset is eval_dataset:  # given to `evaluate`
-            dataset = self._prepare_rows(dataset)
+            dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
-
-    def _prepare_rows(self, dataset: Any) -> Any:
-        """A dataset that the collator can encode, as those that the constructor got."""
-        return dataset
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """A micro-batch. Notes what the model card says of it."""

@@ -24,7 +24,7 @@ from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
-from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences, completions_to_score
+from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
 from .reading import CompletionTrainer, load_for_reading
 from .reward_config import MultimodalRewardConfig
 from .setup import no_warning_about_init_kwargs, resolve_config
@@ -166,8 +166,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     ) -> Dataset | IterableDataset:
         if {"chosen_ids", "chosen_input_ids"} & {*(get_dataset_column_names(dataset) or ())}:
             return super()._prepare_dataset(dataset, tokenizer_of(processing_class), args, dataset_name)
-        check_preferences(dataset, dataset_name, self.data_collator)
-        return dataset  # whose rows are encoded when they are read
+        return self.data_collator.prepare(dataset, dataset_name)  # whose rows are encoded when they are read
 
     # Update
 
@@ -208,7 +207,6 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     def _training_lines(self) -> list[tuple[str, str]]:
         coefficient = self.args.center_rewards_coefficient
-        lines = [("Loss", "Bradley-Terry")] + [("`center_rewards_coefficient`", f"`{coefficient}`")] * bool(
-            coefficient
-        )
-        return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
+        lines = [("`center_rewards_coefficient`", f"`{coefficient}`")] if coefficient else []
+        lines = [("Loss", "Bradley-Terry"), *lines, ("`learning_rate`", f"`{self.args.learning_rate}`")]
+        return [*lines, *common_lines(self.args.to_dict())]

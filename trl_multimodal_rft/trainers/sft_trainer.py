@@ -21,7 +21,7 @@ from ..reporting.model_card import common_lines
 from .reading import CompletionTrainer, load_for_reading
 from .setup import no_warning_about_init_kwargs, resolve_config
 from .sft_config import MultimodalSFTConfig
-from .sft_data import SupervisedCollator, prepare_rows
+from .sft_data import SupervisedCollator
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -119,8 +119,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         model, processing_class = loaded.model, loaded.processing_class
 
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
-        train_dataset = prepare_rows(train_dataset, "train", collator)
-        eval_dataset = prepare_rows(eval_dataset, "eval", collator)
+        train_dataset = collator.prepare(train_dataset, "train")
+        eval_dataset = collator.prepare(eval_dataset, "eval")
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded.by_name),
@@ -164,9 +164,6 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self._complete_parts()
 
     # Rows
-
-    def _prepare_rows(self, dataset: Any) -> Any:
-        return prepare_rows(dataset, "eval", self.data_collator)
 
     # Update
 

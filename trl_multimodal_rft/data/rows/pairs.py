@@ -95,14 +95,12 @@ def check_pairs(dataset: Dataset) -> None:
 
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks of a prompt, of several messages with their roles."""
-    if isinstance(prompt, str):
-        return [_block(prompt)]
-    blocks = []
-    for message in prompt:
+    messages, blocks = [{"content": prompt}] if isinstance(prompt, str) else prompt, []
+    for message in messages:
         content = message["content"] or ""
-        blocks += [_block(f"{message['role']}: ")] if len(prompt) > 1 else []
+        blocks += [_block(f"{message['role']}: ")] if len(messages) > 1 else []
         blocks += [_block(content)] if isinstance(content, str) else content
-        blocks += [_block("\n")] if message is not prompt[-1] else []
+        blocks += [_block("\n")] if message is not messages[-1] else []
     return blocks
 
 
