@@ -246,7 +246,8 @@ class CompactLogCallback(TrainerCallback):
         if self._table is None:
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
             first, *others = [f"{name} {value}" for name, value in values.items()] or [""]
-            write(" | ".join(filter(None, [step, f"{label} {first}".strip(), *others, *times])))
+            head = [f"{label} {first}".strip()] if label or first else []
+            write(" | ".join([step, *head, *others, *times]))
         elif values:
             row = {f"{label} {name}".strip(): value for name, value in values.items()}
             self._table.write_line({"step": state.global_step, **row})
