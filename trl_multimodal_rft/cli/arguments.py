@@ -83,6 +83,7 @@ def check(parser: Parser) -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
     add("--output", help="Markdown file for the report")
+    add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
 
 
 def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:
