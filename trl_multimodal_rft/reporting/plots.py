@@ -54,7 +54,7 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
     figure = _figure(_WIDTH * n_columns / _COLUMNS, _ROW_HEIGHT * n_rows)
     for i, (name, each) in enumerate(drawn.items()):
         axes = figure.add_subplot(n_rows, n_columns, i + 1)
-        low, high, median = each.min(), each.max(), np.median(each)
+        low, high, median = each.min(), each.max(), float(np.median(each))
         is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(each % 1 == 0))
         axes.hist(each, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
         axes.axvline(median, color="C1", linewidth=1.2)
@@ -78,16 +78,17 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
         metrics (`Mapping[str, float | None]`):
             Metrics of an [`~evaluation.EvaluationResult`].
     """
-    names = [name for name, value in metrics.items() if f"{name}_low" in metrics and value is not None]
-    names = [name for name in names if name == "accuracy" or name.startswith("accuracy/")][::-1]
+    found = {name: value for name, value in metrics.items() if value is not None}
+    names = [name for name in found if name == "accuracy" or name.startswith("accuracy/")]
+    names = [name for name in names if f"{name}_low" in metrics][::-1]  # the ends of intervals have none
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
     for i, name in enumerate(names):
-        value, low, high = (metrics[f"{name}{end}"] for end in ("", "_low", "_high"))
-        axes.barh(i, value, color="C1" if name == "accuracy" else "C0", height=0.7)
-        if low is not None:
-            axes.plot([low, high], [i, i], color="black", linewidth=1.2, marker="|", markersize=6)
-        axes.text(1.03, i, f"{value:.1%}", fontsize=8, va="center")
+        axes.barh(i, found[name], color="C1" if name == "accuracy" else "C0", height=0.7)
+        if f"{name}_low" in found:  # enough rows for an interval
+            ends = [found[f"{name}_low"], found[f"{name}_high"]]
+            axes.plot(ends, [i, i], color="black", linewidth=1.2, marker="|", markersize=6)
+        axes.text(1.03, i, f"{found[name]:.1%}", fontsize=8, va="center")
     labels = ["all rows" if name == "accuracy" else name.removeprefix("accuracy/") for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8)
     axes.set_xlim(0, 1)
