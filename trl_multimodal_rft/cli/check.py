@@ -31,7 +31,9 @@ from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES
 from ..models.pretrained import read_config
 from ..progress import progress_bar
+from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
+from ..reporting.plots import check_plot, histograms
 from ..rollout.prompt_encoder import PromptEncoder
 from ..scripts.prompts import with_system_message, with_texts
 
@@ -287,6 +289,7 @@ def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]
 
 def run(args: argparse.Namespace) -> None:
     check_ignored(args.ignored_media_columns)
+    check_plot(args.plot)
     source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
     source |= {"trust_remote_code": True} if args.trust_remote_code else {}
     config, model_class = read_config(args.model_name_or_path, **source)
@@ -322,5 +325,8 @@ def run(args: argparse.Namespace) -> None:
     print(text, end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
+    if args.plot is not None:
+        tokens = {f"tokens of {name}": numbers for name, numbers in report.tokens.items()}
+        save_figure(histograms({**tokens, **report.sizes}, "number"), Path(args.plot))
     if report.failed:
         raise SystemExit(1)
