@@ -85,6 +85,7 @@ def check(parser: Parser) -> None:
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
     add("--output", help="Markdown file for the report")
     add("--disable_tqdm", action="store_true", help=_NO_BAR)
+    add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
 
 
 def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:

@@ -32,7 +32,9 @@ from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES
 from ..models.pretrained import read_config
 from ..progress import progress_bar
+from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
+from ..reporting.plots import check_plot, histograms
 from ..rollout.prompt_encoder import PromptEncoder
 from ..scripts.prompts import with_system_message, with_texts
 
@@ -130,9 +132,10 @@ class RowChecker(torch.utils.data.Dataset):
         for _, decoded in encoded.decoded:
             for medium in (medium for media in decoded.media.values() for medium in media):
                 digest.update(np.ascontiguousarray(medium))
-            sounds = zip((ref for ref in refs if ref.modality == "audio"), decoded.media.get("audio", ()), strict=False)
-            quiet = (ref.column for ref, sound in sounds if np.abs(sound).max() < _SILENCE)
-            checked.silent = checked.silent or next(quiet, None)
+            named = (ref.column for ref in refs if ref.modality == "audio")
+            for column, sound in zip(named, decoded.media.get("audio", ()), strict=False):
+                if np.abs(sound).max() < _SILENCE:
+                    checked.silent = checked.silent or column
             for frames in decoded.media.get("video", ()):
                 height, width = sorted(frames.shape[1:])[1:]  # without the channels
                 checked.sizes.setdefault("sampled frames of a video", []).append(len(frames))
@@ -313,6 +316,7 @@ def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]
 
 def run(args: argparse.Namespace) -> None:
     check_ignored(args.ignored_media_columns)
+    check_plot(args.plot)
     source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
     source |= {"trust_remote_code": True} if args.trust_remote_code else {}
     config, model_class = read_config(args.model_name_or_path, **source)
@@ -348,5 +352,8 @@ def run(args: argparse.Namespace) -> None:
     print(text, end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
+    if args.plot is not None:
+        tokens = {f"tokens of {name}": numbers for name, numbers in report.tokens.items()}
+        save_figure(histograms({**tokens, **report.sizes}, "number"), Path(args.plot))
     if report.failed:
         raise SystemExit(1)

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -19,6 +20,8 @@ from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
 from ..progress import announce
+from ..reporting.curves import save_figure
+from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
@@ -58,6 +61,10 @@ class EvaluationArguments(ToolArguments):
         default=None, metadata={"help": "What happens to control tokens in texts of messages (by default a warning)."}
     )
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
+    plot: str | None = field(
+        default=None,
+        metadata={"help": "PNG file for a picture of the accuracies with their intervals, or of rows' pass rates."},
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model."})
 
 
@@ -196,6 +203,7 @@ def main(
     model_args: ModelConfig,
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
+    check_plot(evaluation_args.plot)
     accelerator, train = Accelerator(), script_args.dataset_train_split
     split, name, layout = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     is_one = layout is None and name is not None and is_single(name, script_args.dataset_config, train)
@@ -209,6 +217,8 @@ def main(
     else:
         result = score_by_name(*arguments)
     result.save(evaluation_args.output_dir)
+    if evaluation_args.plot is not None and accelerator.is_main_process:
+        save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(summary(result))
     if (is_one and "[" not in split) or (split == train and layout is None):
         accelerator.print(f"The rows are those of {train!r}, which training may have used.")
