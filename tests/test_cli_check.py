@@ -124,7 +124,10 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     assert shown["audio"]["share"] == f"{100 * sum(tokens.values()) / sum(lengths.values()):.3g} %"
     assert f"Overlong, of more than {limit} tokens: 1 of 24 rows (4.17 %). Rows: 20" in report
     cut = " which is cut" if overlong == "truncate" else ""
-    assert f"Audio beyond the model's window{',' * bool(cut)}{cut}: 2 of 24 rows (8.33 %). Rows: 5, 6" in report
+    assert (
+        f"Audio beyond the model's window{',' * bool(cut)}{cut}: 2 of 24 rows (8.33 %). Rows: 5 (beyond.wav), 6 (beyond.wav)"
+        in report
+    )
     assert table(report, "kind")["audio"]["max"] == "1"
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -167,7 +170,7 @@ def test_streams_and_files(tmp_path, capsys):
     ):
         run("--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options, status=1)
         report = capsys.readouterr().out
-        assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1, 4\n" in report
+        assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1 (b.png), 4 (c.png)\n" in report
         assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
         media = table(report, "kind")["image"]
         assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
