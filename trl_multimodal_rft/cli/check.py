@@ -131,7 +131,7 @@ class RowChecker(torch.utils.data.Dataset):
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         for _, decoded in encoded.decoded:
             for medium in (medium for media in decoded.media.values() for medium in media):
-                digest.update(np.ascontiguousarray(medium))
+                digest.update(np.asarray(medium).tobytes())
             named = (ref.column for ref in refs if ref.modality == "audio")
             for column, sound in zip(named, decoded.media.get("audio", ()), strict=False):
                 if np.abs(sound).max() < _SILENCE:

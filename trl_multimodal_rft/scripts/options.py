@@ -87,7 +87,7 @@ def packaged(folder: str, name: str) -> str:
     if name not in files:
         stem, stems, near = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
         if stem not in stems and not near:
-            stem = next(iter(difflib.get_close_matches(stem, stems, n=1)), stem)
+            stem = next(iter(difflib.get_close_matches(stem, stems, 1, cutoff=0.8)), stem)
         same = [file for file in files if Path(file).name == stem]
         near = f" Did you mean {' or '.join(f'`{file}`' for file in same)}?" if same else near
         near = near or f" This package has {', '.join(files)}."
