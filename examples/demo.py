@@ -188,8 +188,8 @@ class HeldOutAccuracy(GenerationEvalCallback):
 def train(trainer: Trainer, script_args: RunArguments) -> None:
     """Trains a demo and saves its model and card, or takes one step with `--dry_run`."""
     trainer.add_callback(ScriptCallback(script_args))
-    if not script_args.disable_compact_log:
-        trainer.add_callback(CompactLogCallback())
+    if script_args.disable_compact_log:
+        trainer.remove_callback(CompactLogCallback)
     trainer.train(resume_from_checkpoint=checkpoint_of(trainer.args))
     if not script_args.dry_run:
         trainer.save_model()

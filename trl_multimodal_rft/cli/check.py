@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
@@ -31,6 +30,7 @@ from ..encoding.processors import load_processor
 from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES
 from ..models.pretrained import read_config
+from ..progress import progress_bar
 from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
@@ -137,15 +137,20 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
         return model_class._from_config(config)
 
 
-def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
+def check(
+    rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int, disable_tqdm: bool = False
+) -> Iterator[CheckedRow]:
     # This process reads the rows of a stream and sends them to the workers, which otherwise get indices
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
     try:
-        for checked in tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check"):
-            yield checked
-            n_checked += 1
+        total = len(rows) if isinstance(rows, Dataset) else None
+        with progress_bar(total, "check", disable=disable_tqdm) as bar:
+            for checked in loader:
+                yield checked
+                n_checked += 1
+                bar.update()
     except RuntimeError as error:  # rows have their own errors
         raise ValueError(
             f"A process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or memory "
@@ -312,7 +317,7 @@ def run(args: argparse.Namespace) -> None:
     if "prompt" in (rows.column_names or ()):
         rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
-    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
+    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers, args.disable_tqdm):
         report.add(checked)
     if not report.rows:
         raise ValueError(f"{args.dataset_name!r} has no rows.")

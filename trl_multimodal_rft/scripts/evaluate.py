@@ -18,6 +18,7 @@ from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_resu
 from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
+from ..progress import announce
 from ..reporting.curves import save_figure
 from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
@@ -161,8 +162,10 @@ def evaluate_by_name(
     benchmark = evaluation_args.benchmark
     reward_funcs = script_args.load_rewards(default if benchmark is None else BENCHMARKS[benchmark][1])
     media_rules = MediaRules(media_dir=evaluation_args.media_dir)
+    announce("loading the dataset")
     with accelerator.main_process_first():
         dataset = load(script_args, evaluation_args, split)
+    announce("loading the model")
     init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
     if accelerator.num_processes > 1:
         init_kwargs["device_map"] = {"": accelerator.device}

@@ -211,6 +211,7 @@ def main(
             shares = {record["index"]: _share(record["correct"]) for record in result.rows}
             rows = rows.remove_columns([PASS_RATE] if PASS_RATE in rows.column_names else [])
             rows = rows.add_column(PASS_RATE, [shares[index] for index in kept])
-        write_folder(rows, filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
+        rules = MediaRules(media_dir=filter_args.media_dir)
+        write_folder(rows, filter_args.output_dir, rules, disable_tqdm=config.disable_tqdm)
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()
