@@ -33,6 +33,7 @@ from helpers.files import image_file, sound_file, video_file
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
+from huggingface_hub.cli.jobs import uv_app
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
@@ -169,6 +170,9 @@ def test_commands_are_there(page):
     text = page.read_text()
     named = re.findall(r"`(make [\w-]+|trl-multimodal-rft \w+(?: --help)?)`", text)
     for program, *words in [*commands(page), *map(str.split, named)]:
+        if [program, *words[:3]] == ["hf", "jobs", "uv", "run"]:
+            job = uv_app.commands["run"].make_context("run", words[3:]).params
+            program, words = job["script"], job["script_args"]
         if program == "make":
             assert words[0] in targets
         elif program == "trl-multimodal-rft":
@@ -371,6 +375,8 @@ def test_links_lead_somewhere(page):
         path, _, section = link.partition("#")
         if "://" in link:
             continue
+        if page == README and link.startswith("../../actions/workflows/"):  # a page of GitHub
+            path = ".github" + link.removeprefix("../../actions").removesuffix("/badge.svg")
         target = page.parent / path if path else page
         assert target.exists(), link
         if section and target.suffix == ".md":
