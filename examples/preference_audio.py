@@ -79,18 +79,18 @@ SHARED = (
 
 def pairs(rows: Dataset, answers: list[str], seed: int) -> Dataset:
     """
-    Rows with a right and a wrong answer: the policy's where it is a wrong digit, else any other digit or, in three of
-    ten, the right digit and more. Without the first, few pairs would compare the digits that the policy confuses, and
-    without the last, the reward model would know nothing of answers that don't end.
+    Rows with a right and a wrong answer: the policy's own, or if that is right, another digit or, in three of ten, the
+    right digit and more. A reward model that knows only random errors prefers those that the policy makes.
     """
     rng = np.random.default_rng(seed)
 
     def pair(row: dict, index: int) -> dict[str, str]:
-        chosen = row["solution"]
-        others = [digit for digit in DIGITS if digit != chosen]
-        other = answers[index] if answers[index] in others else str(rng.choice(others))
-        longer = " ".join([chosen, *[other] * rng.integers(1, 3)])
-        return {"chosen": chosen, "rejected": longer if rng.random() < 0.3 else other}
+        chosen, answer = row["solution"], answers[index]
+        if answer == chosen:
+            answer = str(rng.choice([digit for digit in DIGITS if digit != chosen]))
+            if rng.random() < 0.3:
+                answer = chosen + answer * rng.integers(1, 3)
+        return {"chosen": chosen, "rejected": answer}
 
     return rows.map(pair, with_indices=True, remove_columns="solution")
 
