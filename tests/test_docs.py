@@ -572,7 +572,7 @@ def test_site_is_built(tmp_path):
     signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
     first = read("")
-    assert "images/training_curves.png" in first and pages[tmp_path].tags["img"] == 1
+    assert "images/training_curves.svg" in first and pages[tmp_path].tags["img"] == 1
     doors = {"datasets/", "from_others/#trl", "from_lightrft/", "from_others/#ms-swift", "from_others/#verl"}
     assert doors <= {*pages[tmp_path].links}
     for each in ('data-md-color-scheme="slate"', "md-footer__link--next"):

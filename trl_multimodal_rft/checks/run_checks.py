@@ -14,6 +14,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
+from ..progress import write
 from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, require
 from .engine_check import EngineCheck
@@ -110,4 +111,5 @@ class Checks:
 
     def _show(self) -> None:
         logger.info(str(self.self_check))
-        self.accelerator.print(self.self_check)
+        if self.accelerator.is_local_main_process:
+            write(str(self.self_check))

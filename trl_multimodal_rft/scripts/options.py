@@ -33,31 +33,14 @@ _ONLY_IN_FULL_HELP = ("transformers", "launch")
 # The first block of `--help`: what the examples, the first pages and a tenth of the recipes use
 FIRST = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze", "use_peft")
 FIRST += ("lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt", "min_pixels")
-FIRST += (
-    "max_pixels",
-    "benchmark",
-    "group_by",
-    "reward_funcs",
-    "reward_weights",
-    "output_dir",
-    "dry_run",
-    "batch_size",
-)
-FIRST += ("num_processes", "max_steps", "num_train_epochs", "per_device_train_batch_size", "logging_steps")
-FIRST += ("save_steps", "gradient_accumulation_steps", "steps_per_generation", "num_generations", "num_samples")
-FIRST += (
-    "pass_at",
-    "batch_size",
-    "max_completion_length",
-    "temperature",
-    "use_vllm",
-    "vllm_mode",
-    "vllm_gpu_memory_utilization",
-)
-FIRST += ("vllm_max_model_length", "max_tool_calling_iterations", "packing", "max_tokens_per_microbatch")
-FIRST += ("gradient_checkpointing", "learning_rate", "value_learning_rate", "freezing_actor_steps")
-FIRST += ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "beta", "entropy_coef", "epsilon")
-FIRST += ("epsilon_high", "delta", "loss_type")
+FIRST += ("max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir", "dry_run")
+FIRST += ("batch_size", "num_processes", "max_steps", "num_train_epochs", "per_device_train_batch_size")
+FIRST += ("logging_steps", "save_steps", "gradient_accumulation_steps", "steps_per_generation", "num_generations")
+FIRST += ("num_samples", "pass_at", "max_completion_length", "temperature", "use_vllm", "vllm_mode")
+FIRST += ("vllm_gpu_memory_utilization", "vllm_max_model_length", "max_tool_calling_iterations", "packing")
+FIRST += ("max_tokens_per_microbatch", "gradient_checkpointing", "learning_rate", "value_learning_rate")
+FIRST += ("freezing_actor_steps", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "beta")
+FIRST += ("entropy_coef", "epsilon", "epsilon_high", "delta", "loss_type")
 # Options that name a model, a dataset or a folder
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
