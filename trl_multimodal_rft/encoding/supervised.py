@@ -516,7 +516,7 @@ def _chat(row: Mapping[str, Any], name: str, column: str = "completion") -> tupl
     if row.get("messages"):
         (*prompt, last), column = row["messages"], "messages"
         completion = [last]
-    if not prompt or completion in (None, []):
+    if not prompt or completion is None or completion == []:
         raise ValueError(
             f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
             "`messages` with the assistant's answer at the end."
