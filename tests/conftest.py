@@ -36,4 +36,4 @@ def pytest_collection_finish():
     """Keeps the collector from what was imported: it costs a twelfth of the time otherwise, each time for nothing."""
     gc.freeze()
     gc.enable()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 20, 20)

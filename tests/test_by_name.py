@@ -119,8 +119,7 @@ def remembered(monkeypatch) -> list:
 # Entry points
 
 
-@pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
-@pytest.mark.parametrize("trainer_class", POLICIES)
+@pytest.mark.parametrize(("trainer_class", "family"), by_turns(POLICIES, [OMNI, AUDIO, IMAGE]))
 def test_a_step_by_name(trainer_class, family, tmp_path):
     folder = checkpoint(family)
     objects = {"model": folder}

@@ -217,6 +217,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)
     forks = Forks(address)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
