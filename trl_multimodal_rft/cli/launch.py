@@ -2,7 +2,6 @@
 """Commands that `accelerate launch` runs, such as `trl-multimodal-rft grpo`."""
 
 import argparse
-import importlib
 import logging
 import os
 import signal
@@ -21,10 +20,9 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
     if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":  # which asks a server, in one process
-        script = importlib.import_module("trl_multimodal_rft.scripts.evaluate")
-        return script.main(
-            *importlib.import_module("trl_multimodal_rft.scripts.arguments").parse(script.ARGUMENTS, argv)
-        )
+        from ..scripts import arguments, evaluate
+
+        return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={packaged('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}

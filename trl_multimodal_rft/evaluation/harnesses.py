@@ -33,7 +33,8 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
 
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
     """Rows with scores, and lmms-eval's own figures. Raises about a failed request, which it would count as wrong."""
-    path = next(folder.rglob("*_results.json"))
+    if (path := next(folder.rglob("*_results.json"), None)) is None:
+        return [], {}
     results, rows, figures = json.loads(path.read_text(encoding="utf-8")), [], {}
     counts = results["n-samples"]
     for task, values in results["results"].items():
@@ -59,7 +60,9 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
     """Rows with scores, and EvalScope's main figure. Raises about a row without a score, which it would count as 0."""
-    report = json.loads(next(folder.glob("reports/*/*.json")).read_text(encoding="utf-8"))
+    if (path := next(folder.glob("reports/*/*.json"), None)) is None:
+        return [], {}
+    report = json.loads(path.read_text(encoding="utf-8"))
     main, rows = report["primary_metric_identity"], []
     figure, name = next(each["score"] for each in report["metrics"] if each["identity"] == main), main["name"]
     for path in sorted(folder.glob("reviews/*/*.jsonl")):

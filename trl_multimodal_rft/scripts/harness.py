@@ -9,12 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import requests
 
@@ -43,7 +42,7 @@ class HarnessArguments:
     )
 
 
-def evaluate_with_harness(harness_args: HarnessArguments, *parts: Any) -> EvaluationResult:
+def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> EvaluationResult:
     """Evaluates a model on `--benchmark <harness>:<task>`; `parts` are the other arguments of `evaluate`."""
     options = {name: value for part in parts for name, value in vars(part).items()}
     defaults = {name: value for part in parts for name, value in vars(type(part)()).items()}
@@ -58,6 +57,7 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: Any) -> Evalua
             raise ValueError(f"`--{option}` doesn't apply to `--benchmark {benchmark}`; see `--harness_args`.")
     folder = Path(options["output_dir"], f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     folder.mkdir(parents=True)
+    log = folder / f"{name}.txt"
     with _serve(model, flags(harness_args.server_args), folder) if url is None else nullcontext(url) as address:
         address = address.rstrip("/").removesuffix("/v1")
         command = harness_command(name, task, _NAME if url is None else model, address, folder)
@@ -65,16 +65,17 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: Any) -> Evalua
         if shutil.which(command[0]) is None:
             first, *others = PACKAGES[name]
             command = ["uvx", "--from", first, *(word for each in others for word in ("--with", each)), *command]
-        error = _run(command, folder / f"{name}.txt")
-    try:
-        rows, figures = read_lmms(folder) if name == "lmms" else read_evalscope(folder)
-    except StopIteration:
-        raise ValueError(f"`--benchmark {benchmark}` has no results: {error}") from None
+        with _program(command, log, "`pip install uv`, or install the harness.") as harness:
+            code = harness.wait()
+    read = read_lmms if name == "lmms" else read_evalscope
+    rows, figures = ([], {}) if code else read(folder)
+    if not figures:
+        raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
     settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"], "command": command}
     return harness_result(rows, figures, settings)
 
 
-def flags(options: Mapping[str, Any]) -> list[str]:
+def flags(options: dict) -> list[str]:
     """Options as words of a command line: `{"a": 1, "b": True}` is `--a 1 --b`."""
     words: list[str] = []
     for name, value in options.items():
@@ -84,40 +85,28 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _serve(model: str, words: Sequence[str], folder: Path) -> Iterator[str]:
+def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
     """Runs `vllm serve` within the context, which yields its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _NAME, *words]
     url, log = f"http://127.0.0.1:{port}", folder / "server.txt"
-    with _process(command, log, "Install vLLM, or set `--server_url`.") as server:
+    with _program(command, log, "Install vLLM, or set `--server_url`.") as server:
         try:
-            while not _is_healthy(url):
-                if server.poll() is not None:
-                    raise ValueError(f"`vllm serve` ended: {_last_error(log)}")
+            while server.poll() is None:
+                with suppress(requests.RequestException):
+                    if requests.get(f"{url}/health", timeout=5).ok:
+                        break
                 time.sleep(1)
+            else:
+                raise ValueError(f"`vllm serve` ended: {_last_error(log)}")
             yield url
         finally:
             server.terminate()
 
 
-def _is_healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
-
-
-def _run(command: Sequence[str], log: Path) -> str:
-    """Runs a harness, and returns the last error that it prints."""
-    with _process(command, log, "`pip install uv`, or install the harness.") as harness:
-        if harness.wait():
-            raise ValueError(f"`{command[0]}` failed: {_last_error(log)}")
-    return _last_error(log)
-
-
-def _process(command: Sequence[str], log: Path, remedy: str) -> subprocess.Popen:
+def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
     """Starts a program, whose output goes to a file."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
