@@ -1,123 +1,77 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Caches of keys and values in which decoding copies nothing, and completions share those of their prompts."""
+"""A cache of keys and values in which completions share those of their prompts, and decoding copies nothing."""
 
 from typing import cast
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+import torch.nn.functional as F
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from ..forward.decoding import Shared
+from ..forward.decoding import MASKED, Decoding
 
 
 # Tokens to make room for at a time
 _ROOM = 128
 
 
-class GrowingLayer(DynamicLayer):
-    """A cache layer that writes a token into spare room, where `DynamicLayer` copies all tokens before it."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self._rooms: list[torch.Tensor | None] = [None, None]
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self._append(0, self.keys, key_states), self._append(1, self.values, value_states)
-        return self.keys, self.values
-
-    def _append(self, index: int, held: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        room, n = self._rooms[index], held.size(-2)
-        end = n + states.size(-2)
-        # What was reordered lies elsewhere
-        if room is None or room.data_ptr() != held.data_ptr() or room.size(-2) < end:
-            room = self._rooms[index] = held.new_empty(*held.shape[:-2], end + _ROOM, held.size(-1))
-            room[..., :n, :] = held
-        room[..., n:end, :] = states
-        return room[..., :end, :]
-
-
-class CompletionLayer(GrowingLayer):
+class CompletionLayer(DynamicLayer):
     """
-    A cache layer of `n_rows` completions, as many for each prompt, of which `prompts` has keys and values. With `room`
-    for so many tokens, and the `offset` of the next, all room is returned: shapes don't change.
+    A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: at `slot`, from where
+    a window starts anew. Room is made as needed, or for all tokens, which are returned then: shapes don't change.
     """
 
-    def __init__(self, prompts: DynamicLayer, n_rows: int, room: int = 0, offset: torch.Tensor | None = None):
+    def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int):
         super().__init__()
         states = cast(tuple[torch.Tensor, torch.Tensor], (prompts.keys, prompts.values))
         self.lazy_initialization(*states)
-        self.shared: Shared = *states, getattr(prompts, "sliding_window", None)
-        self.is_sliding, self.prompts, self._offset = self.shared[2] is not None, prompts, offset
+        self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), 0
+        self._slot, self._is_static = slot, room > 0
         self.keys, self.values = (each.new_zeros(n_rows, each.size(1), room, each.size(3)) for each in states)
-        self._rooms: list[torch.Tensor | None] = [None, None]
-        self._n = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._offset is None:
-            self._n += key_states.size(-2)
-            return super().update(key_states, value_states)
-        for held, states in zip(self._written, (key_states, value_states), strict=True):
-            held.index_copy_(2, self._offset, states)
-        return self._written
-
-    @property
-    def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
-
-    def _append(self, index: int, held: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        room, (_, _, window) = self._rooms[index], self.shared
-        if window is not None and room is not None and room.size(-2) == held.size(-2):
-            held = held[..., -window:, :]  # no later token sees more
-        return super()._append(index, held, states)
+        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
+        if not self._is_static:
+            self.n += 1
+            if (size := keys.size(2)) < min(self.n, self.window or self.n):
+                device = keys.device.type
+                dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else keys.dtype
+                more = (0, 0, 0, min(_ROOM, (self.window or size + _ROOM) - size))
+                keys, values = self.keys, self.values = [F.pad(each.to(dtype), more) for each in (keys, values)]
+        keys.index_copy_(2, self._slot, key_states.to(keys.dtype))
+        values.index_copy_(2, self._slot, value_states.to(values.dtype))
+        return (keys, values) if self._is_static else (keys[:, :, : self.n], values[:, :, : self.n])
 
     def get_seq_length(self) -> int:
-        return self.prompts.get_seq_length() + self._n
+        return self.prompts.get_seq_length() + self.n
 
     def crop(self, tokens_to_remove: int) -> None:
-        self._n += tokens_to_remove
-        self.keys, self.values = (each[..., :tokens_to_remove, :] for each in self._written)
+        self.n += tokens_to_remove
 
-    def whole(self) -> GrowingLayer:
-        """A layer with the prompt of each completion before it."""
-        layer, n_rows = GrowingLayer(), len(self._written[0])
-        key, value = (each.repeat_interleave(n_rows // len(each), dim=0) for each in self.shared[:2])
-        layer.update(key, value)
-        layer.update(*self._written)
-        return layer
+    def whole(self) -> DynamicLayer:
+        """Makes the layer of prompts one of completions, with the prompt of each before it."""
+        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
+        self.prompts.batch_repeat_interleave(len(keys) // len(cast(torch.Tensor, self.prompts.keys)))
+        self.prompts.update(keys[:, :, : self.n], values[:, :, : self.n])
+        return self.prompts
 
 
-def takes_completions(cache: DynamicCache, has_room: bool) -> bool:
-    """Whether completions can share what a cache holds of prompts, and have room in it."""
-    kinds = {type(layer) for layer in cache.layers} - {LinearAttentionLayer}
-    return bool(kinds) and kinds <= {GrowingLayer, *(() if has_room else (DynamicSlidingWindowLayer,))}
-
-
-def share_prompts(
-    cache: DynamicCache, n_rows: int, room: int = 0, offset: torch.Tensor | None = None
-) -> dict[int, Shared]:
+def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
     """
-    Makes a cache of prompts one of `n_rows` completions, as many for each, and returns what these share, by layer.
-    Layers with states get one for each completion. `room` and `offset` are as in [`CompletionLayer`].
+    Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
+    each, and returns what these share. Layers with states get one for each completion.
     """
+    padding = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, MASKED)[:, None, None]
+    layout = Decoding({}, None if bool(mask.all()) else padding, room)
     for i, layer in enumerate(cache.layers):
-        if not isinstance(layer, LinearAttentionLayer):
-            cache.layers[i] = CompletionLayer(cast(DynamicLayer, layer), n_rows, room, offset)
-    shared = {i: layer.shared for i, layer in enumerate(cache.layers) if isinstance(layer, CompletionLayer)}
-    n = len(next(iter(shared.values()))[0])
-    for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
-            index = torch.arange(n, device=layer.device).repeat_interleave(n_rows // n)
+            index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
             layer.reorder_cache(cast(torch.LongTensor, index))
-    return shared
-
-
-def growing_cache(config: PreTrainedConfig) -> DynamicCache:
-    """The cache of a config, in which layers of full attention grow in place."""
-    cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+            continue
+        prompts, window = cast(DynamicLayer, layer), getattr(layer, "sliding_window", None)
+        slot = layout.slots.setdefault(window, torch.full((1,), -1, device=mask.device))
+        cache.layers[i] = CompletionLayer(prompts, n_rows, slot, room)
+        layout.shared[i] = (*cast(tuple[torch.Tensor, torch.Tensor], (prompts.keys, prompts.values)), window)
+    return layout
