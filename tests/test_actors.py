@@ -525,7 +525,7 @@ def test_generate_equals_that_of_transformers(name):
 def test_repeated_prompts_are_prefilled_once(monkeypatch):
     """By the loop of this package, with media and random numbers of the prompts' rows."""
     model, _, prompts = bare("qwen2_5_vl")
-    batch, rows = make_batch([*prompts[:1] * 3, prompts[1]]), []
+    actor, batch, rows = make("qwen2_5_vl"), make_batch([*prompts[:1] * 3, prompts[1]]), []
     options = {"max_new_tokens": 6, "do_sample": True}
     inputs = prompt_inputs(batch)
     torch.manual_seed(0)
@@ -537,7 +537,7 @@ def test_repeated_prompts_are_prefilled_once(monkeypatch):
 
     monkeypatch.setattr(generation, "left_pad", count)
     torch.manual_seed(0)
-    assert torch.equal(batch.generate(make("qwen2_5_vl"), **options)[0], expected)
+    assert torch.equal(batch.generate(actor, **options)[0], expected)
     assert rows == [2, 4]  # the latter for ids alone
 
 
