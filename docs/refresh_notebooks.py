@@ -7,11 +7,15 @@ python docs/refresh_notebooks.py examples/notebooks/grpo_audio.ipynb
 ```
 """
 
+import hashlib
 import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(path: Path) -> None:
@@ -20,9 +24,16 @@ def run(path: Path) -> None:
     metadata = dict(notebook.metadata)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(notebook, timeout=None, record_timing=False, resources=resources).execute()
-    notebook.metadata = metadata
+    notebook.metadata = {**metadata, "sources": sources(notebook)}
     tidy(notebook)
     nbformat.write(notebook, path)
+
+
+def sources(notebook: nbformat.NotebookNode) -> str:
+    """Returns the checksum of its code and of the modules beside the notebooks that it imports, of one run."""
+    code = "".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    modules = sorted(path for path in EXAMPLES.glob("*.py") if f"from {path.stem} import" in code)
+    return hashlib.sha256("".join([code, *(path.read_text() for path in modules)]).encode()).hexdigest()[:16]
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:

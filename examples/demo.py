@@ -124,7 +124,7 @@ def cold_start(
 
 class HeldOutAccuracy(GenerationEvalCallback):
     """
-    Measures the accuracy of greedy decoding on held-out rows, before training and after each quarter of it.
+    Measures the accuracy of greedy decoding on held-out rows, before training and several times during it.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`]):
@@ -135,24 +135,29 @@ class HeldOutAccuracy(GenerationEvalCallback):
             Name of the rows in printed messages.
         batch_size (`int`, *optional*, defaults to `100`):
             Rows per batch on each process.
+        times (`int`, *optional*, defaults to `4`):
+            Measurements during training, the last one at its end.
     """
 
-    def __init__(self, trainer: MultimodalGRPOTrainer, dataset: Dataset, name: str, batch_size: int = 100):
+    def __init__(
+        self, trainer: MultimodalGRPOTrainer, dataset: Dataset, name: str, batch_size: int = 100, times: int = 4
+    ):
         config = EvaluationConfig(max_completion_length=trainer.max_completion_length, batch_size=batch_size)
         super().__init__(trainer, dataset, accuracy_reward, config, freq=1)
-        self.name = name
+        self.name, self.times = name, times
         self.before = evaluate_trainer(trainer, dataset, accuracy_reward, config).metrics["accuracy"]
         trainer.accelerator.print(f"Accuracy on held-out {name} before training: {self.before:.1%}")
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
-        self.freq = math.ceil(state.max_steps / 4)
+        self.freq = math.ceil(state.max_steps / self.times)
         if state.global_step == 0:
             self.trainer.log({"eval_accuracy": self.before})
 
     def write(self) -> None:
         """
-        Prints the latest accuracy and the output files, and writes `demo_metrics.json` to the output folder.
+        Prints the latest accuracy and the output files, and writes `demo_metrics.json`, and `trainer_state.json` with
+        the log, to the output folder.
 
         For a trainer with a critic, the metrics include `explained_variance`. It is the mean of the trainer's metric
         of that name (values at sampling time against returns) over the last quarter of the logged steps, or `None` if
@@ -161,6 +166,7 @@ class HeldOutAccuracy(GenerationEvalCallback):
         trainer, history = self.trainer, self.trainer.state.log_history
         after = self.result.metrics["accuracy"]
         trainer.accelerator.print(f"Accuracy on held-out {self.name} after training: {after:.1%}")
+        trainer.save_state()
         metrics = {
             "accuracy_before": self.before,
             "accuracy_after": after,
@@ -182,8 +188,8 @@ class HeldOutAccuracy(GenerationEvalCallback):
 def train(trainer: Trainer, script_args: RunArguments) -> None:
     """Trains a demo and saves its model and card, or takes one step with `--dry_run`."""
     trainer.add_callback(ScriptCallback(script_args))
-    if not script_args.disable_compact_log:
-        trainer.add_callback(CompactLogCallback())
+    if script_args.disable_compact_log:
+        trainer.remove_callback(CompactLogCallback)
     trainer.train(resume_from_checkpoint=checkpoint_of(trainer.args))
     if not script_args.dry_run:
         trainer.save_model()
@@ -198,9 +204,11 @@ def publish(trainer: Trainer, script_args: RunArguments) -> None:
     trainer.accelerator.end_training()
 
 
-def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments, held_out: Dataset, name: str) -> None:
+def train_and_measure(
+    trainer: MultimodalGRPOTrainer, script_args: RunArguments, held_out: Dataset, name: str, **measured: int
+) -> None:
     """Trains a demo and measures its accuracy on held-out rows."""
-    accuracy = None if script_args.dry_run else HeldOutAccuracy(trainer, held_out, name)
+    accuracy = None if script_args.dry_run else HeldOutAccuracy(trainer, held_out, name, **measured)
     if accuracy is not None:
         trainer.add_callback(accuracy)
     train(trainer, script_args)

@@ -66,7 +66,7 @@ def demo(script_args, training_args, model_args):
     if trainer.accelerator.is_main_process:
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
         shutil.copy(dataset["test"][7]["audio"]["path"], Path(training_args.output_dir, "seven.wav"))
-    train_and_measure(trainer, script_args, dataset["test"], "voices")
+    train_and_measure(trainer, script_args, dataset["test"], "voices", times=10)
 
 
 if __name__ == "__main__":

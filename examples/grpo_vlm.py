@@ -23,7 +23,7 @@ Nothing else changes.
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from trl_multimodal_rft import CompactLogCallback, MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
@@ -58,7 +58,6 @@ def main() -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.add_callback(CompactLogCallback())
     trainer.train()
     trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:

@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import tomllib
+from argparse import SUPPRESS
+from collections import Counter
 from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import yaml
 from datasets import Dataset
 from families_report import report
 from families_report.measure import Measurement, measure
@@ -28,13 +31,13 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, data
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
 from trl_multimodal_rft.cli import COMMANDS, arguments, main
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.scripts import options
 from trl_multimodal_rft.scripts.option_table import FILE, PAGE, page, text
-from trl_multimodal_rft.scripts.options import GROUPS, table
+from trl_multimodal_rft.scripts.options import FIRST, GROUPS, table
 from trl_multimodal_rft.scripts.preflight import check_rewards
 from trl_multimodal_rft.spelling import REMOVED, did_you_mean
 
@@ -90,9 +93,34 @@ def test_help_imports_nothing_heavy(tmp_path):
     short = found[lines.index(["grpo", "--help"])][1]
     titles = [short.index(f"\n{GROUPS[name]}:\n") for name in ("script", "model", "multimodal", "trl")]
     assert titles == sorted(titles) and "--num_generations INT" in short and "--self_check [BOOL]" in short
-    for option in ("--max_grad_norm", "--num_machines"):
+    for option in ("--adam_beta1", "--machine_rank"):
         assert option not in short and option in full
     assert "--dataset_name" in short and "(default: train)" in short
+
+
+def test_first_options_are_those_of_the_examples():
+    """
+    Each option that the examples, the first pages and a tenth of the recipes use stands in the first block of its
+    commands' help, and nothing in it is unused. The footer and the page name options that `--help` doesn't show.
+    """
+    recipes = [yaml.safe_load(path.read_text()) for path in (ROOT / "trl_multimodal_rft" / "recipes").rglob("*.yaml")]
+    counts = Counter(name for recipe in recipes for name in recipe)
+    first = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("README.md", "first_run.md"))]
+    texts = [path.read_text() for path in [*first, *(ROOT / "examples").glob("*.py")]]
+    shells = [code for text in texts for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    files = [code for text in texts for code in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    used = {*re.findall(r"--(\w+)", " ".join(shells)), *(name for code in files for name in yaml.safe_load(code))}
+    common = {name for name, count in counts.items() if count >= len(recipes) / 10}
+    assert len(used) > 25 and len(common) > 30 and {*FIRST} <= used | {*counts, "num_processes"}
+    for command in COMMANDS:
+        parser = cli._parser(command)
+        block, *_ = (each for each in parser._action_groups if each.title == "options")
+        taken = {each.dest for each in parser._actions}
+        shown = {each.dest.removeprefix("launch ") for each in block._group_actions if each.help != SUPPRESS}
+        assert ((used | common) & taken) - shown <= {"model_name_or_path"}, command  # `chat` takes it without its name
+    hidden = {each.dest.removeprefix("launch ") for each in cli._parser("grpo")._actions if each.help == SUPPRESS}
+    footer = cli._parser("grpo").epilog
+    assert {*re.findall(r"`--(\w+[a-z])`", footer)} - {"help_all", "config"} <= hidden
 
 
 MODEL = ["--model_name_or_path", "org/model"]

@@ -99,6 +99,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     limit = 200
     words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio")]
     words += ["--output", tmp_path / "report.md", "--max_prompt_length", limit, "--num_workers", 0]
+    words += ["--plot", tmp_path / "report.png"]
     run(*words, "--audio_overlong", overlong, status=1)
     report = (tmp_path / "report.md").read_text()
     assert capsys.readouterr().out.endswith(report) and report.startswith("# Check of `")
@@ -125,6 +126,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     cut = " which is cut" if overlong == "truncate" else ""
     assert f"Audio beyond the model's window{',' * bool(cut)}{cut}: 2 of 24 rows (8.33 %). Rows: 5, 6" in report
     assert table(report, "kind")["audio"]["max"] == "1"
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

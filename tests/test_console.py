@@ -17,14 +17,14 @@ from helpers.trainer_utils import AS_SHIPPED, audio_rows, load, make_trainer, sa
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from trl_multimodal_rft import CompactLogCallback, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.reporting.console import (
     described_media,
-    evaluation_parts,
-    metric_parts,
+    evaluation_values,
+    metric_values,
     prompt_text,
 )
 from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
@@ -80,7 +80,6 @@ def test_what_a_run_shows(tmp_path, capsys):
         deprecations_are_errors()
         options["objects"] = {"eval_dataset": held_out}
         trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, **options)
-        trainer.add_callback(CompactLogCallback())
         trainer.train()
         assert not {PrinterCallback, ProgressCallback} & {type(each) for each in trainer.callback_handler.callbacks}
     shown = capsys.readouterr()
@@ -138,14 +137,14 @@ def test_placeholders_of_a_prompt(family, row, expected):
 def test_lines_of_metrics():
     logs = {"reward": 0.314, "reward_std": 0.4, "rewards/accuracy_reward/mean": 0.12, "loss": 0.1}
     logs |= {"completions/mean_length": 3.04, "completions/clipped_ratio": 0.8}
-    assert metric_parts(logs) == ["reward 0.31 ± 0.40", "accuracy 0.12", "length 3.0, 80 % clipped"]
+    assert metric_values(logs) == {"reward": "0.31 ± 0.40", "accuracy": "0.12", "length": "3.0, 80 % clipped"}
     others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001, "rewards/format_reward/mean": 1.0}
-    assert metric_parts(others) == ["reward 1.00 ± -", "brief 1e-03"]
-    assert metric_parts({"loss": 2.3, "mean_token_accuracy": 0.41}) == ["loss 2.30", "token accuracy 0.41"]
+    assert metric_values(others) == {"reward": "1.00 ± -", "brief": "1e-03"}
+    assert metric_values({"loss": 2.3, "mean_token_accuracy": 0.41}) == {"loss": "2.30", "token accuracy": "0.41"}
     held_out = {"eval_accuracy": 0.62, "eval_accuracy_low": 0.58, "eval_accuracy_high": 0.66, "eval_pass@4": 0.8}
-    assert evaluation_parts(held_out) == ["eval accuracy 0.62 (0.58 to 0.66)", "pass@4 0.80"]
+    assert evaluation_values(held_out) == ("eval", {"accuracy": "0.62 (0.58 to 0.66)", "pass@4": "0.80"})
     named = {"eval_clean_loss": 2.0, "eval_clean_samples_per_second": 1.0, "eval_mean_token_accuracy": 0.5}
-    assert evaluation_parts(named) == ["eval clean loss 2.00", "token accuracy 0.50"]
+    assert evaluation_values(named) == ("eval clean", {"loss": "2.00", "token accuracy": "0.50"})
 
 
 # Scripts

@@ -3,8 +3,11 @@
 
 import logging
 import math
+import re
 import resource
+import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
@@ -25,6 +28,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.reporting import curves
 from trl_multimodal_rft.reporting.curves import figure_of, smoothed
+from trl_multimodal_rft.reporting.plots import accuracies, check_plot, histograms
 
 
 def brief(completion_ids, **kwargs):
@@ -300,3 +304,67 @@ def test_without_matplotlib(monkeypatch):
     for call in (TrainingCurvesCallback, lambda: figure_of([{"step": 1, "reward": 0.5}])):
         with pytest.raises(ImportError, match=r"matplotlib .* `pip install \"trl-multimodal-rft\[plots\]\"`"):
             call()
+
+
+# Pictures beside the tables of commands
+
+
+def test_histograms_count_every_value():
+    """Whole numbers that are close have a bar each; what has no values has no panel."""
+    values = {"tokens": [3, 3, 4, 6], "seconds": [0.5, 0.75, 90.0], "frames": []}
+    drawn = panels(histograms(values, "rows"))
+    assert [*drawn] == ["tokens", "seconds"] and drawn["tokens"].get_ylabel() == "rows"
+    bars = {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in drawn["tokens"].patches}
+    assert bars == {3: 2, 4: 1, 5: 0, 6: 1}
+    heights = [bar.get_height() for bar in drawn["seconds"].patches]
+    assert len(heights) == 40 and (heights[0], heights[-1], sum(heights)) == (2, 1, 3)
+    assert {name: axes.lines[0].get_xdata()[0] for name, axes in drawn.items()} == {"tokens": 3.5, "seconds": 0.75}
+
+
+def test_accuracies_have_their_intervals():
+    metrics = {"accuracy": 0.5, "accuracy/cat": 0.25, "accuracy/dog": 0.75, "accuracy/bird": None, "pass@2": 0.6}
+    metrics |= {f"{name}_low": value and value - 0.125 for name, value in metrics.items()}
+    metrics |= {f"{name}_high": metrics[name] and metrics[name] + 0.125 for name in [*metrics][:5]}
+    metrics |= {"accuracy/dog_low": None, "accuracy/dog_high": None}  # too few rows for an interval
+    (axes,) = accuracies(metrics).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["dog", "cat", "all rows"]
+    assert [bar.get_width() for bar in axes.patches] == [0.75, 0.25, 0.5]
+    assert [[*line.get_xdata()] for line in axes.lines] == [[0.125, 0.375], [0.375, 0.625]]
+
+
+def test_plots_are_checked_before_the_work(tmp_path):
+    check_plot(str(tmp_path / "lengths.png"))
+    for name, message in (("lengths.jpg", "PNG files; name one"), ("none/lengths.png", "its folder is missing")):
+        with pytest.raises(ValueError, match=message):
+            check_plot(str(tmp_path / name))
+
+
+# README's pictures
+
+
+IMAGES = Path(__file__).parents[1] / "docs"
+DRAW = runpy.run_path(str(IMAGES / "draw_images.py"))
+
+
+def test_readme_has_two_panels_for_light_and_dark_pages():
+    """The stored curves are what the command draws: reward and ten measurements during training, on no background."""
+    stored = (IMAGES / "images" / "training_curves.svg").read_text()
+    history = [{"step": 20 * i, "eval_accuracy": i / 10, "entropy": 1.0} for i in range(11)]
+    history += [{"step": step, "reward": step / 200, "reward_std": 0.1} for step in range(10, 201, 10)]
+    for picture in (stored, DRAW["curves"](history)):
+        texts = re.findall(r"<text[^>]*>([^<]+)</text>", picture)
+        assert {"Reward", "Held-out accuracy"} <= {*texts} and "Entropy" not in texts
+        assert not re.search(r"#(000000|ffffff)\b", picture) and picture.count("#7d8590") > 10
+        accuracy = picture[picture.index('id="axes_2"') :]
+        assert max(accuracy[start:].partition("</g>")[0].count("<use") for start in tag_ends(accuracy)) == 11
+
+
+def tag_ends(text):
+    return [found.end() for found in re.finditer(r"<g [^>]*>", text)]
+
+
+def test_console_is_a_picture():
+    picture = DRAW["console"]("self-check: \x1b[32mfine\x1b[0m\nstep 10")
+    stored = (IMAGES / "images" / "console.svg").read_text()
+    assert "self-check:" in picture and "fine" in picture and "self-check:" in stored
+    assert not any("url(" in each.replace("url(#", "") or "font-face" in each for each in (picture, stored))

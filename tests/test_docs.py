@@ -33,6 +33,7 @@ from helpers.files import image_file, sound_file, video_file
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
+from huggingface_hub.cli.jobs import uv_app
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
@@ -169,6 +170,9 @@ def test_commands_are_there(page):
     text = page.read_text()
     named = re.findall(r"`(make [\w-]+|trl-multimodal-rft \w+(?: --help)?)`", text)
     for program, *words in [*commands(page), *map(str.split, named)]:
+        if [program, *words[:3]] == ["hf", "jobs", "uv", "run"]:
+            job = uv_app.commands["run"].make_context("run", words[3:]).params
+            program, words = job["script"], job["script_args"]
         if program == "make":
             assert words[0] in targets
         elif program == "trl-multimodal-rft":
@@ -371,6 +375,8 @@ def test_links_lead_somewhere(page):
         path, _, section = link.partition("#")
         if "://" in link:
             continue
+        if page == README and link.startswith("../../actions/workflows/"):  # a page of GitHub
+            path = ".github" + link.removeprefix("../../actions").removesuffix("/badge.svg")
         target = page.parent / path if path else page
         assert target.exists(), link
         if section and target.suffix == ".md":
@@ -566,7 +572,7 @@ def test_site_is_built(tmp_path):
     signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
     first = read("")
-    assert "images/training_curves.png" in first and pages[tmp_path].tags["img"] == 1
+    assert "images/training_curves.svg" in first and pages[tmp_path].tags["img"] == 1
     doors = {"datasets/", "from_others/#trl", "from_lightrft/", "from_others/#ms-swift", "from_others/#verl"}
     assert doors <= {*pages[tmp_path].links}
     for each in ('data-md-color-scheme="slate"', "md-footer__link--next"):

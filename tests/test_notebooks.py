@@ -8,13 +8,15 @@ An additional last cell writes the results for comparison.
 import json
 import math
 import re
+import runpy
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
 from datasets import Audio, Dataset
-from helpers.chats import RATE, audio
+from helpers.chats import RATE, audio, image
+from helpers.four_bits import save_wide
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
 from nbclient import NotebookClient
@@ -24,6 +26,7 @@ from tasks import DIRECTIONS, spoken_digits
 
 FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+REFRESH = runpy.run_path(str(FOLDER.parents[1] / "docs" / "refresh_notebooks.py"))
 
 
 def parameters_cell(notebook):
@@ -61,15 +64,17 @@ def shown(notebook, kind):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_as_committed(path):
-    """They have the outputs of a run from top to bottom, or none if that needs a GPU. Links resolve."""
+    """They have the outputs of a run of this code from top to bottom, or none if that needs a GPU. Links resolve."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert parameters_cell(notebook).cell_type == "code"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = [output for cell in code for output in cell.outputs]
-    if path.stem == "qwen2_audio_lora":
+    assert "colab.research.google.com/github" in notebook.cells[0].source
+    if path.stem in ("qwen2_audio_lora", "qwen2_5_vl_t4"):
         assert not outputs and all(cell.execution_count is None for cell in code)
     else:
+        assert notebook.metadata["sources"] == REFRESH["sources"](notebook), "run `make notebooks`"
         assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
         assert shown(notebook, "image/png") and not any(output.get("name") == "stderr" for output in outputs)
         assert path.stat().st_size < 2**20 and not re.search(r"/(home|root|tmp|work)/", path.read_text())
@@ -188,3 +193,30 @@ def test_qwen2_audio_lora(tmp_path):
     assert (trained / "evaluation" / "step-2" / "metrics.json").exists()
     assert "PeftModel" in (trained / "README.md").read_text()
     assert shown(notebook, "image/png") == 1
+
+
+@pytest.mark.slow
+def test_qwen2_5_vl_t4(tmp_path):
+    """Runs the notebook for a T4 on a small Qwen2.5-VL in 4 bits, and pictures in the columns of Geometry3K."""
+    save_wide("qwen2_5_vl", tmp_path / "model")
+    pictures = [image(84, 56, seed)["image"] for seed in range(8)]
+    rows = [{"images": [each], "problem": "<image>Find x.", "answer": str(i)} for i, each in enumerate(pictures)]
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    trained = tmp_path / "trained"
+    notebook, result = execute(
+        "qwen2_5_vl_t4",
+        "{'history': trainer.state.log_history, 'answers': [row['completions'] for row in answers.rows], "
+        "'same': [row['completions'] for row in evaluate_trainer(trainer, test, accuracy_reward, settings).rows], "
+        "'four': sum(type(module).__name__ == 'Linear4bit' for module in trainer.model.modules())}",
+        **{"model_id": str(tmp_path / "model"), "dataset_id": str(tmp_path / "data"), "output_dir": str(trained)},
+        **{"fp16": False, "num_generations": 4, "max_completion_length": 8, "max_pixels": 56 * 56, "test_rows": 5},
+        **{"max_steps": 2, "eval_steps": 1, "learning_rate": 1e-2},
+    )
+    logs = [entry for entry in result["history"] if "reward" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2] and all(math.isfinite(entry["loss"]) for entry in logs)
+    assert result["four"] > 10 and result["answers"] == result["same"][:3]
+    names = {*load_file(trained / "adapter_model.safetensors")}
+    assert names and all(re.search(r"language_model.*\.[qkvo]_proj\.lora_", name) for name in names)
+    assert "PeftModel" in (trained / "README.md").read_text() and shown(notebook, "image/png") == 2

@@ -20,7 +20,6 @@ from torch.nn.functional import logsigmoid
 from trl import RewardConfig, RewardTrainer
 
 from trl_multimodal_rft import (
-    CompactLogCallback,
     MultimodalRewardConfig,
     MultimodalRewardTrainer,
     MultimodalSFTConfig,
@@ -286,7 +285,6 @@ def test_metrics_of_the_user_get_the_scores(tmp_path):
 def test_the_console_shows_the_first_pair(tmp_path, capsys):
     row = {**FORMS["whole conversations"], "image": image_pairs(1)[0]["image"]}
     trainer = run_ours(Dataset.from_list([row] * 4), tmp_path, max_steps=1)
-    trainer.add_callback(CompactLogCallback())
     trainer.train()
     assert "It is a cat." in capsys.readouterr().out
 

@@ -228,7 +228,7 @@ def test_the_first_rows_are_compared_with_the_models_own_forward(tmp_path, capsy
         ("padded", pytest.approx(check.padded, rel=0.5)),
         ("packed", pytest.approx(check.packed, rel=0.5)),
     ]
-    assert 0 < max(check.padded, check.packed) < 1e-5 and printed.count("\n  ") == 2
+    assert 0 < max(check.padded, check.packed) < 1e-5
     trainer.create_model_card()
     assert "padded rows vs. model's forward" in (tmp_path / "README.md").read_text()
     silent = make("qwen2_5_vl", picture_rows(), tmp_path, max_steps=1, self_check=False)

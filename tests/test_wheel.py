@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The wheel has the data files that an installed package needs."""
+"""The wheel has the data files that an installed package needs, and a tag all that the index needs."""
 
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.processes import PATIENCE
 from packaging.requirements import Requirement
 
@@ -24,6 +27,41 @@ def test_extras_name_extras_that_exist():
             requirement = Requirement(line)
             assert requirement.name != PROJECT["name"] or requirement.extras <= extras.keys()
     assert {"audio", "image", "video", "vllm", "logging"} <= extras.keys()
+
+
+def test_a_tag_is_ready_for_the_index(tmp_path):
+    """README's links lead to files of the tag, and the metadata to the repository; another version is refused."""
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    prepare, address, tag = runpy.run_path(str(ROOT / "docs" / "release.py"))["main"], "https://host/we/it", "v0.1.0"
+    with pytest.raises(SystemExit, match="tag `v0.1.0`"):
+        prepare(address, "v0.2", tmp_path)
+    prepare(address, tag, tmp_path)
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Homepage"] == address and len(urls) == 4
+    text = (tmp_path / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text)
+    ours = [link for pair in links for link in pair if link.startswith(address)]
+    for link in [*ours, *urls.values()]:
+        for found, path in re.findall(r"/(?:blob|raw|tree)/([^/]+)/([^#]+)", link):
+            assert found == tag and (ROOT / path).exists(), path
+    assert len(ours) > 25 and all("://" in link or link.startswith("#") for pair in links for link in pair if link)
+    assert 'pip install "trl-multimodal-rft[audio' in text and "pip install -e" not in text
+
+
+def test_workflow_and_containers_run_what_is_there():
+    """The job that publishes has the environment's identity and no other right; containers make targets."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["needs"] == "build"
+    scripts = [step["run"].split()[1] for step in jobs["build"]["steps"] if step.get("run", "").endswith('_NAME"')]
+    assert [(ROOT / script).exists() for script in scripts] == [True]
+    makefile = (ROOT / "Makefile").read_text().replace("$(VLLM_GPU)", ".venv-vllm-gpu").replace("$(VENV)", ".venv")
+    for name, target in (("Dockerfile", ".venv/examples"), ("Dockerfile.gpu", ".venv-vllm-gpu/ok")):
+        text = (ROOT / name).read_text()
+        assert re.search(r"make (?:PYTHON=\S+ )?(\.\S+)", text)[1] == target and f"\n{target}:" in makefile
+        (command,) = re.findall(r"trl-multimodal-rft:gpu grpo (.*)", text) or [""]
+        recipes = re.findall(r"--config (\S+)", command)
+        assert all((ROOT / "trl_multimodal_rft" / "recipes" / f"{recipe}.yaml").exists() for recipe in recipes)
 
 
 @pytest.mark.slow

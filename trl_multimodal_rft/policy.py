@@ -324,12 +324,11 @@ class PolicyForward:
         The scores that a reward model gives completions, as `values` `(B, 1)`, differentiable where gradients are
         enabled; see [`~forward.logprobs.completion_rewards`].
         """
-        policy = self.unwrapped(model)
+        policy, batch = self.unwrapped(model), CompletionBatch(prompts, completion_ids, completion_mask)
 
         def rewards(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
             return {"values": completion_rewards(call, policy, *completions, **options)}
 
-        batch = CompletionBatch(prompts, completion_ids, completion_mask)
         return self._by_function(rewards, model, policy, batch, packed, fallbacks)
 
     def _by_function(

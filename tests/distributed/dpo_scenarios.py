@@ -87,14 +87,17 @@ dpo_adapter = partial(
 )
 
 
-def dpo_resumed(folder):
-    """The reference follows the policy, rows are shuffled, and views are random."""
-    options = {"moves": True, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4}
-    options |= {"optim": "adamw_torch", "learning_rate": 0.01, "train_sampling_strategy": "random"}
-    _, straight = train(folder / "straight", pairs(), save_strategy="steps", save_steps=3, **options)
+def resumed(train, folder, **options):
+    """Compares a run whose rows are shuffled with one that resumes before its last step."""
+    options |= {"optim": "adamw_torch", "learning_rate": 0.01, "train_sampling_strategy": "random", "max_steps": 4}
+    straight = train(folder / "straight", save_strategy="steps", save_steps=3, **options)
     PartialState().wait_for_everyone()
-    checkpoint = folder / "straight/output/checkpoint-3"
-    return compared(straight, train(folder / "again", pairs(), checkpoint=checkpoint, **options)[1])
+    return compared(straight, train(folder / "again", checkpoint=folder / "straight/output/checkpoint-3", **options))
+
+
+def dpo_resumed(folder):
+    """The reference follows the policy, and views are random."""
+    return resumed(dpo_pairs, folder, moves=True, sync_ref_model=True, ref_model_sync_steps=1)
 
 
 def dpo_skipped(folder):
@@ -116,15 +119,16 @@ def dpo_skipped(folder):
     return {**result, "skipped": sorted(trainer._stream.skipped), "evaluated": kept}
 
 
-def reward_pairs(folder, **options):
+def reward_pairs(folder, checkpoint=None, **options):
     """Margins, and ties of other ranks than the media."""
     objects, config = saved(folder, 4, center_rewards_coefficient=0.1, **options)
     rows = [{**row, "margin": i % 3 / 2, "tie": i % 5 == 0} for i, row in enumerate(pairs())]
     args = MultimodalRewardConfig(**config)
-    return observed(MultimodalRewardTrainer(args=args, train_dataset=Dataset.from_list(rows), **objects))
+    return observed(MultimodalRewardTrainer(args=args, train_dataset=Dataset.from_list(rows), **objects), checkpoint)
 
 
 reward_parts = partial(reward_pairs, max_tokens_per_microbatch=60)
+reward_resumed = partial(resumed, reward_pairs)
 
 
 def rewarded_by_models(folder):

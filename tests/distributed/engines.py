@@ -71,6 +71,7 @@ IN_TURN = {
     "dpo_resumed": FSDP2,
     "reward_pairs": FSDP2,
     "reward_parts": ZERO3,
+    "reward_resumed": FSDP2,
     "rewarded_by_models": ZERO3,
     "distill_parts": ZERO3,
     "distill_top_k": FSDP2,

@@ -613,12 +613,13 @@ def test_reward_models_by_name_score_as_in_one_process(engine, two, one):
     )
 
 
-@in_turn("dpo_resumed")
-def test_resumed_preferences_are_the_uninterrupted_ones(two):
+@in_turn("dpo_resumed", "reward_resumed")
+def test_resumed_preferences_are_the_uninterrupted_ones(two, scenario):
     assert_same_ranks(two, least=0.01)
+    metrics = {"mean_reward", "accuracy"} if "reward" in scenario else {"rewards/view_margins", "media/contribution"}
     for rank in two:
         assert rank["otherwise"] == [] and rank["logs"][0][3:] == rank["logs"][1][-1:]
-        assert {"rewards/view_margins", "media/contribution"} <= rank["logs"][0][3].keys()
+        assert metrics <= rank["logs"][0][3].keys()
 
 
 @on(["ddp"], "dpo_skipped")

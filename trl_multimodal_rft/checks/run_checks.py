@@ -11,15 +11,15 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
-from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
+from ..progress import write
 from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, require
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
-from .sequences import check_pairs, check_rewards, check_sequences
+from .sequences import Encoded
 
 
 logger = get_logger(__name__)
@@ -57,24 +57,10 @@ class Checks:
         self.policy.fallbacks = self.self_check.fallbacks
         self._show()
 
-    def on_sequences(self, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool) -> None:
-        """Runs the self-check on the first supervised rows."""
+    def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[Encoded], packs: bool) -> None:
+        """Runs a self-check of [`~checks.sequences`] on the first rows with completions."""
         if self.self_check is None:
-            self.self_check = check_sequences(self.policy, model, sequences, packs)
-            self.policy.fallbacks = self.self_check.fallbacks
-            self._show()
-
-    def on_pairs(self, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> None:
-        """Runs the self-check on the first pairs of completions."""
-        if self.self_check is None:
-            self.self_check = check_pairs(self.policy, model, pairs, packs)
-            self.policy.fallbacks = self.self_check.fallbacks
-            self._show()
-
-    def on_comparisons(self, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> None:
-        """Runs the self-check of a reward model on the first pairs of completions."""
-        if self.self_check is None:
-            self.self_check = check_rewards(self.policy, model, pairs, packs)
+            self.self_check = check(self.policy, model, rows, packs)
             self.policy.fallbacks = self.self_check.fallbacks
             self._show()
 
@@ -125,4 +111,5 @@ class Checks:
 
     def _show(self) -> None:
         logger.info(str(self.self_check))
-        self.accelerator.print(self.self_check)
+        if self.accelerator.is_local_main_process:
+            write(str(self.self_check))

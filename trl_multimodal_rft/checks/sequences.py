@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..models.modes import measuring
@@ -62,53 +63,35 @@ def check_sequences(
     return _compare(measure, by_model, score, mask, packs)
 
 
-def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> SelfCheck:
+def check_pairs(
+    policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool, rewards: bool = False
+) -> SelfCheck:
     """
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, like
-    [`check_sequences`], which has the arguments and errors. Packed, a prompt is forwarded once for both.
+    [`check_sequences`], which has the arguments and errors. Packed, a prompt is forwarded once for both. The `rewards`
+    of a reward model stand in the place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
-    prompts, rows, completions, ids, mask = _completions(measure, pairs)
+    chosen = _chosen(measure, pairs)
+    prompts = [pair for pair in chosen for _ in range(2)]
+    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
+    completions = [row.input_ids[row.learned] for row in rows]
+    ids, mask = (each.to(measure.device) for each in padded(completions))
     last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
 
     def by_model() -> torch.Tensor:
+        if rewards:
+            return torch.cat([measure.row_reward(row) for row in rows])
         each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
         return pad_sequence(each, batch_first=True)
 
     def score(packed: bool) -> torch.Tensor:
-        return policy.score(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).logps
+        options = {"packed": packed, "fallbacks": measure.fallbacks}
+        if rewards:
+            return policy.rewards(model, prompts, ids, mask, **options).values
+        return policy.score(model, prompts, ids, mask, **options).logps
 
-    return _compare(measure, by_model, score, mask.bool() & last, packs)
-
-
-def check_rewards(policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> SelfCheck:
-    """
-    Measures a reward model, whose scores stand in the place of log-probabilities, on the completions of the pairs with
-    the longest and the shortest prompts, like [`check_pairs`].
-    """
-    measure = Measure(policy, model, engine_positions=False)
-    prompts, rows, _, ids, mask = _completions(measure, pairs)
-
-    def score(packed: bool) -> torch.Tensor:
-        return policy.rewards(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).values
-
-    return _compare(
-        measure, lambda: torch.cat([measure.row_reward(row) for row in rows]), score, mask[:, :1] > 0, packs
-    )
-
-
-def _completions(
-    measure: Measure, pairs: Sequence[PreferencePair]
-) -> tuple[list[PreferencePair], list[SupervisedSequence], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """
-    The prompts of the completions to measure, each with its prompt as a row and alone, and padded with their mask.
-    """
-    chosen = _chosen(measure, pairs)
-    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
-    completions = [row.input_ids[row.learned] for row in rows]
-    ids = pad_sequence(completions, batch_first=True).to(measure.device)
-    mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True).to(measure.device)
-    return [pair for pair in chosen for _ in range(2)], rows, completions, ids, mask
+    return _compare(measure, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)
 
 
 def _compare(

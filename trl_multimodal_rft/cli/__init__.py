@@ -6,6 +6,7 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from ..progress import announce
 from ..scripts.errors import input_error
 from ..scripts.options import Parser, launched_parser, options_of
 from ..scripts.preflight import check_names
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
     try:
         args = parser.parse_with_config(argv[1:], getattr(arguments, f"of_run_{name}", None))
+        announce("loading libraries")
         if name in LAUNCHED:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:

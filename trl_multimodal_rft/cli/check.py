@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
@@ -31,7 +30,10 @@ from ..encoding.processors import load_processor
 from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES
 from ..models.pretrained import read_config
+from ..progress import progress_bar
+from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
+from ..reporting.plots import check_plot, histograms
 from ..rollout.prompt_encoder import PromptEncoder
 from ..scripts.prompts import with_system_message, with_texts
 
@@ -135,15 +137,20 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
         return model_class._from_config(config)
 
 
-def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
+def check(
+    rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int, disable_tqdm: bool = False
+) -> Iterator[CheckedRow]:
     # This process reads the rows of a stream and sends them to the workers, which otherwise get indices
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
     try:
-        for checked in tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check"):
-            yield checked
-            n_checked += 1
+        total = len(rows) if isinstance(rows, Dataset) else None
+        with progress_bar(total, "check", disable=disable_tqdm) as bar:
+            for checked in loader:
+                yield checked
+                n_checked += 1
+                bar.update()
     except RuntimeError as error:  # rows have their own errors
         raise ValueError(
             f"A process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or memory "
@@ -282,6 +289,7 @@ def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]
 
 def run(args: argparse.Namespace) -> None:
     check_ignored(args.ignored_media_columns)
+    check_plot(args.plot)
     source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
     source |= {"trust_remote_code": True} if args.trust_remote_code else {}
     config, model_class = read_config(args.model_name_or_path, **source)
@@ -309,7 +317,7 @@ def run(args: argparse.Namespace) -> None:
     if "prompt" in (rows.column_names or ()):
         rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
-    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
+    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers, args.disable_tqdm):
         report.add(checked)
     if not report.rows:
         raise ValueError(f"{args.dataset_name!r} has no rows.")
@@ -317,5 +325,8 @@ def run(args: argparse.Namespace) -> None:
     print(text, end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
+    if args.plot is not None:
+        tokens = {f"tokens of {name}": numbers for name, numbers in report.tokens.items()}
+        save_figure(histograms({**tokens, **report.sizes}, "number"), Path(args.plot))
     if report.failed:
         raise SystemExit(1)

@@ -9,6 +9,7 @@ import numpy as np
 import PIL.Image
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..data.reading.refs import MediaRef
@@ -91,6 +92,12 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
         name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)
         for name, values in collected.items()
     }
+
+
+def padded(ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids of completions, `(B, C)`, and their mask, `(B, C)`."""
+    mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+    return pad_sequence([*ids], batch_first=True), mask
 
 
 def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:

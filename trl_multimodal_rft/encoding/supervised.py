@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.data_utils import extract_prompt
 
@@ -17,7 +16,7 @@ from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views import View
 from .control_tokens import checked_prompt
-from .join import common_start, continued_field
+from .join import common_start, continued_field, padded
 from .messages import write_chat
 from .processors import Processor, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
@@ -28,6 +27,12 @@ class SupervisedSequence(EncodedPrompt):
     """A whole row of a supervised dataset."""
 
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
+
+    def example(self, row: Row) -> tuple[Sequence, list[int], list[int]]:
+        """The messages of its row, the ids that precede the first learned token, and those that are learned."""
+        first = int(self.learned.int().argmax())
+        chat = row.get("messages") or row.get("prompt") or []
+        return chat, self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist()
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
         """The first or last tokens of a sequence without media, at the first positions."""
@@ -50,12 +55,13 @@ class PreferencePair(EncodedPrompt):
     rejected: list[int] = field(kw_only=True)
     view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which the first is rejected
 
+    def example(self, row: Row) -> tuple[Sequence, list[int], list[int]]:
+        """The messages of its row's prompt, and the ids of the prompt and of the preferred completion."""
+        return _with_prompt(row)["prompt"], self.input_ids.tolist(), self.chosen
+
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """The prompt with each completion behind it, in which the completion is learned."""
-        both = [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
-        for sequence in both:
-            sequence.learned[len(self) :] = True
-        return both
+        return [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
 
 
 @dataclass(eq=False)
@@ -145,14 +151,14 @@ class SupervisedEncoder:
             if whole:
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
             else:
-                prompt, ids = self._encode_pair(row, messages, len(chat), name, self._end)
+                prompt = self._encode(_prompt_of(row, messages[: len(chat)]), row)
+                ids = self._completion_ids(row, messages, len(chat), name, self._end)
         except MediaError as error:
             if not whole:
                 raise
             raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
         sequence = _followed(prompt, ids, self.model)
-        sequence.learned[:] = whole or completion_only is False
-        sequence.learned[len(prompt) :] = True
+        sequence.learned[: len(prompt)] = whole or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
                 raise ValueError(f"{name}: `assistant_only_loss=True` needs messages, got text.")
@@ -194,13 +200,12 @@ class SupervisedEncoder:
             chat, completion = _chat(row, name)
             messages = self._messages(row, chat, completion)
             _check_text_only(messages[len(chat) :])
-            before, ids = self._encode_pair(row, messages, len(chat), name)
+            before = self._encode(_prompt_of(row, messages[: len(chat)]), row)
+            ids = self._completion_ids(row, messages, len(chat), name)
             encoded.append(before)
             ends = [i for i, token in enumerate(ids) if token in end_ids]
             completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
-        padded = pad_sequence(completions, batch_first=True)
-        mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
-        return encoded, padded, mask
+        return encoded, *padded(completions)
 
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
@@ -276,7 +281,7 @@ class SupervisedEncoder:
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
         """A row with one of its completions, the messages of both, and how many of them are the prompt's."""
-        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        columns = _with_prompt(row)
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
         pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
@@ -366,14 +371,7 @@ class SupervisedEncoder:
             return self.encode_text(row["prompt"] + row["completion"], row.row_index)
         return self._encode(messages, row, add_generation_prompt=False)
 
-    def _encode_pair(
-        self, row: Row, messages: list, n: int, name: str, end: str = ""
-    ) -> tuple[EncodedPrompt, list[int]]:
-        """Encodes the prompt, which are the first `n` messages, and tokenizes the completion."""
-        encoded = self._encode(_prompt_of(row, messages[:n]), row)
-        return encoded, self._completion_ids(row, messages, n, name, end)
-
-    def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str) -> list[int]:
+    def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str = "") -> list[int]:
         """
         Tokenizes the completion behind the prompt, which are the first `n` messages. Without media, a pair of texts
         gets its end and no template.
@@ -453,7 +451,7 @@ def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> l
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """A prompt followed by text, without learned tokens yet."""
+    """A prompt followed by text, which is learned."""
     n = len(ids)
     return SupervisedSequence(
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
@@ -464,8 +462,13 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
         position_ids=torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1),
         modalities=prompt.modalities,
         row=prompt.row,
-        learned=torch.zeros(len(prompt) + n, dtype=torch.bool),
+        learned=torch.arange(len(prompt) + n) >= len(prompt),
     )
+
+
+def _with_prompt(row: Row) -> dict[str, Any]:
+    """The columns of a row with preferences, whose prompt, without one, is what both completions start with."""
+    return dict(row) if row.get("prompt") else extract_prompt(dict(row))
 
 
 def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:

@@ -27,6 +27,7 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
+from ..progress import progress_bar
 from ..rewards.answers import extract_answer
 from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.choices import named_choice
@@ -104,16 +105,25 @@ class Evaluation:
         size = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
         records: list[dict[str, Any]] = []
-        functions = [*self.reward_funcs.values(), *self.toolbox.tools]
-        with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop:
+        functions, correct = [*self.reward_funcs.values(), *self.toolbox.tools], []
+        with (
+            kept_random_state(),
+            evaluation_mode(self.policy.model),
+            reward_loop(functions) as self.loop,
+            progress_bar(n, "evaluate", disable=args.disable_tqdm) as bar,
+        ):
             for first in range(0, len(batches), ranks):
                 batch_index = first + self.accelerator.process_index
                 if batch_index < len(batches):
-                    records += self._answer_batch(batch_index, batches[batch_index])
+                    answered = self._answer_batch(batch_index, batches[batch_index])
+                    records += answered
+                    correct += [each for record in answered for each in record["correct"] if each is not None]
+                    bar.set_postfix_str(f"accuracy {mean(correct):.1%}" if correct else "", refresh=False)
                 elif self.policy.is_collective:  # the first batch once more, which the other ranks' calls wait for
                     counted = len(self.logged)
                     self._answer_batch(batch_index, batches[0])
                     del self.logged[counted:]
+                bar.update(sum(map(len, batches[first : first + ranks])))
         return self._result(records)
 
     def _result(self, records: list[dict[str, Any]]) -> EvaluationResult:

@@ -21,6 +21,7 @@ from ..data.rows.features import restore_media, restore_rows
 from ..data.rows.pairs import TIE, check_pairs
 from ..data.rows.row import DatasetRows, Row
 from ..models.modes import kept_random_state
+from ..progress import progress_bar
 from ..rewards.calls import call_rewards, reward_arguments, reward_loop
 from ..rewards.checks import checked_reward
 from ..rewards.preference import verdict_in
@@ -144,8 +145,10 @@ def score_pairs(
     stored, name, skips = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     pairs, skipped, size = [], {}, 1 if skips else args.batch_size
-    with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop:
+    bar = progress_bar(len(indices), "evaluate", "pair", disable=args.disable_tqdm)
+    with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop, bar:
         for batch in (stored.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
+            bar.update(len(batch))
             rows = [row.row_index for row in batch for _ in _COMPLETIONS]
             try:
                 arguments = _arguments(batch, media_rules)

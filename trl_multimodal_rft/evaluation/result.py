@@ -23,6 +23,7 @@ from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, w
 GROUP = "\0group"
 
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
+_N_METRICS = 8  # in a `repr`
 _N_ANSWERS = 3  # in a summary
 _LONGEST = 200  # characters of a text in it
 
@@ -63,6 +64,11 @@ class EvaluationResult:
     rows: list[dict[str, Any]]
     settings: dict[str, Any]
     skipped: dict[int, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        lines = _metric_lines(self)
+        more = [f"... and {len(lines) - _N_METRICS} more in `metrics`"] * (len(lines) > _N_METRICS)
+        return "\n  ".join([f"EvaluationResult of {len(self.rows)} rows:", *lines[:_N_METRICS], *more])
 
     def save(self, folder: str | Path) -> None:
         """
@@ -150,13 +156,20 @@ def _flat(values: Iterable[list]) -> list:
 
 def summary(result: EvaluationResult) -> str:
     """Metrics, shares in per cent with their intervals, and some answers, wrong ones included if there are any."""
+    right = [row for row in result.rows if row["correct"][0]]
+    wrong = [row for row in result.rows if not row["correct"][0]]
+    some = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
+    return "\n".join([*_metric_lines(result), *map(_answer, sorted(some, key=lambda row: row["index"]))])
+
+
+def _metric_lines(result: EvaluationResult) -> list[str]:
     metrics, lines = result.metrics, []
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
             continue
         if f"{name}_low" in metrics:
             low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
-            level = f"{100 * result.settings['confidence']:.4g} %"
+            level = f"{100 * result.settings.get('confidence', math.nan):.4g} %"
             interval = "" if low is None or high is None else f" ({level}: {100 * low:.1f} to {100 * high:.1f} %)"
             of_version = f" of {release}" if (release := result.settings.get("benchmark_version")) else ""
             counted = f", {metrics['scored_rows']} rows{of_version}" if name == "accuracy" else ""
@@ -166,10 +179,7 @@ def summary(result: EvaluationResult) -> str:
         else:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         lines.append(f"{name} {shown}")
-    right = [row for row in result.rows if row["correct"][0]]
-    wrong = [row for row in result.rows if not row["correct"][0]]
-    some = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
-    return "\n".join([*lines, *map(_answer, sorted(some, key=lambda row: row["index"]))])
+    return lines
 
 
 def _per_cent(value: float | None) -> str:

@@ -125,7 +125,7 @@ def load_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
 ) -> PreTrainedModel:
     """
-    Loads a reward model: a saved one, a sequence classifier of transformers, or a policy, which gets a new score.
+    Loads a reward model: a sequence classifier, saved or of transformers, as it is, or a policy with a new score.
 
     Args:
         name (`str`):
@@ -138,12 +138,15 @@ def load_reward_model(
             Further arguments of `from_pretrained`.
 
     Returns:
-        [`~transformers.PreTrainedModel`]: The reward model.
+        [`~transformers.PreTrainedModel`]: The reward model; see [`as_reward_model`] to train it.
 
     Raises:
         `ValueError`: As [`as_reward_model`] says.
     """
-    return as_reward_model(_load_classifier(name, revision, trust_remote_code, **kwargs))
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if register_reward_model(name, **source):
+        return load_model(name, architecture=AutoModelForSequenceClassification, num_labels=1, **source, **kwargs)
+    return as_reward_model(load_model(name, **source, **kwargs))
 
 
 def load_trained_reward_model(
@@ -162,7 +165,7 @@ def load_trained_reward_model(
     Raises:
         `ValueError`: If nothing there has trained a score.
     """
-    model, processor = load_trained(name, revision, trust_remote_code, load=_load_classifier, **kwargs)
+    model, processor = load_trained(name, revision, trust_remote_code, load=load_reward_model, **kwargs)
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
@@ -190,13 +193,3 @@ def register_reward_model(name: str, revision: str | None = None, trust_remote_c
         config, policy = read_config(name, **source)
         AutoModelForSequenceClassification.register(type(config), reward_model_class(policy), exist_ok=True)
     return True
-
-
-def _load_classifier(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
-) -> PreTrainedModel:
-    """A sequence classifier as it is, or a policy with a new score."""
-    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    if register_reward_model(name, **source):
-        return load_model(name, architecture=AutoModelForSequenceClassification, num_labels=1, **source, **kwargs)
-    return as_reward_model(load_model(name, **source, **kwargs))

@@ -7,12 +7,15 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,6 +27,7 @@ from transformers import (
 )
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import has_length
 
 from ..data.reading.decoding import load_image, read_audio
 from ..data.reading.files import spread_frames
@@ -32,8 +36,12 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
+from ..progress import in_notebook, progress_bar, write
 from .events import EventPart
 
+
+if TYPE_CHECKING:
+    from transformers.utils.notebook import NotebookTrainingTracker
 
 PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # transformers'
 _LONGEST_TEXT = 2000  # characters of a prompt or completion
@@ -45,16 +53,19 @@ class CompactLogCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that shows a run on the console of its main process: the parts of the model,
     trained and frozen, the first prompt as the model gets it with one completion and its rewards, and one line per
-    log.
+    log above a progress bar, in a notebook a table. There is no bar with `disable_tqdm` and where output isn't a
+    terminal.
 
     It replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and `log_history`
     keep all metrics.
 
-    Trainers of this package remove transformers' callbacks that print logs when they train with this one.
+    Trainers of this package have this callback, and remove transformers' callbacks that print logs when they train
+    with it.
 
     Example:
     ```python
-    trainer = MultimodalGRPOTrainer(..., callbacks=[CompactLogCallback()])
+    trainer = MultimodalGRPOTrainer(...)
+    trainer.remove_callback(CompactLogCallback)  # transformers' display in its place
     trainer.train()
     ```
     """
@@ -64,6 +75,8 @@ class CompactLogCallback(TrainerCallback):
         self._trainer_name: str | None = None  # until the parts of the model are shown
         self._since = 0.0  # start of the time that isn't in `_seconds` yet
         self._seconds, self._steps = 0.0, 0  # of training since the last line
+        self._bars: dict[str, tqdm] = {}  # of training and of an evaluation
+        self._table: NotebookTrainingTracker | None = None  # in a notebook, in place of lines and the bar of training
 
     def begin(self, trainer_name: str) -> None:
         """
@@ -74,6 +87,12 @@ class CompactLogCallback(TrainerCallback):
                 Name of the trainer's class.
         """
         self._trainer_name, self.needs_example = trainer_name, True
+
+    def end(self) -> None:
+        """Closes the bars of a run. Trainers call it when it has ended, also by an error."""
+        self._table = None
+        while self._bars:
+            self._bars.popitem()[1].close()
 
     def on_train_begin(
         self,
@@ -86,6 +105,12 @@ class CompactLogCallback(TrainerCallback):
     ):
         self._show_parts(args, state, model, optimizer)
         self._since, self._seconds, self._steps = time.perf_counter(), 0.0, 0
+        if in_notebook() and state.is_world_process_zero and not args.disable_tqdm:
+            self._table = import_module("transformers.utils.notebook").NotebookTrainingTracker(state.max_steps)
+            self._table.update(state.global_step)
+        else:
+            options = {"disable": args.disable_tqdm, "initial": state.global_step}
+            self._bars["train"] = progress_bar(state.max_steps, "train", "step", **options)
 
     def _show_parts(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer
@@ -93,7 +118,7 @@ class CompactLogCallback(TrainerCallback):
         if self._trainer_name is not None and state.is_world_process_zero:
             model = extract_model_from_parallel(model)
             trained = type(unwrapped(None, model)).__name__
-            print(f"{self._trainer_name} trains {trained} for {state.max_steps} steps:")
+            write(f"{self._trainer_name} trains {trained} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
             # An optimizer that was passed has its own rates
@@ -137,29 +162,53 @@ class CompactLogCallback(TrainerCallback):
         media = described_media(messages)
         prompt = prompt_text(input_ids, tokenizer, placeholders, media)
         answer = prompt_text(answer_ids, tokenizer, placeholders, {} if len(input_ids) else media)
+        lines = []
         if len(input_ids):
-            print(f"first prompt ({len(input_ids)} tokens), as the model gets it:")
-            print(textwrap.indent(_shortened(prompt), "  "))
+            lines.append(f"first prompt ({len(input_ids)} tokens), as the model gets it:")
+            lines.append(textwrap.indent(_shortened(prompt), "  "))
         if reference is not None:
-            print(f"reference: {_shortened(str(reference))}")
-        print(f"{'target' if rewards is None else 'completion'} ({len(answer_ids)} tokens): {_shortened(answer)}")
+            lines.append(f"reference: {_shortened(str(reference))}")
+        kind = "target" if rewards is None else "completion"
+        lines.append(f"{kind} ({len(answer_ids)} tokens): {_shortened(answer)}")
         if rewards:
             shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
-            print(f"rewards: {', '.join(shown)}")
-        print(end="", flush=True)
+            lines.append(f"rewards: {', '.join(shown)}")
+        write(*lines)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         now = time.perf_counter()  # before other callbacks evaluate
         self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
+        if self._table is not None:
+            self._table.update(state.global_step)
+        elif "train" in self._bars:
+            self._bars["train"].update(state.global_step - self._bars["train"].n)
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
-            self._print(state, self._pace(state))
+            self._print(state, "", times=self._pace(state))
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: DataLoader | None = None,
+        **_: EventPart,
+    ):
+        if "eval" not in self._bars:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self._bars["eval"] = progress_bar(total, "evaluate", "batch", disable=args.disable_tqdm)
+        self._bars["eval"].update()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
+        self._since = time.perf_counter()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._since = time.perf_counter()
+        if "eval" in self._bars:
+            self._bars.pop("eval").close()
 
-    on_save = on_evaluate
+    on_predict = on_evaluate
 
     def on_log(
         self,
@@ -175,12 +224,12 @@ class CompactLogCallback(TrainerCallback):
             return
         self._show_parts(args, state, model, optimizer)  # other callbacks may log before this one begins
         if "train_runtime" in logs:
-            self._print(state, [f"trained in {_duration(logs['train_runtime'])}"])
+            self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif any(name.startswith("eval_") for name in logs):
-            self._print(state, evaluation_parts(logs))
+            self._print(state, *evaluation_values(logs))
             self._since = time.perf_counter()
         else:
-            self._print(state, [*metric_parts(logs), *self._pace(state)])
+            self._print(state, "", metric_values(logs), self._pace(state))
             self._seconds, self._steps = 0.0, 0
 
     def _pace(self, state: TrainerState) -> list[str]:
@@ -190,9 +239,19 @@ class CompactLogCallback(TrainerCallback):
         seconds = f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
         return [f"{seconds} s/step", f"{_duration(pace * (state.max_steps - state.global_step))} left"]
 
-    @staticmethod
-    def _print(state: TrainerState, parts: Iterable[str]) -> None:
-        print(" | ".join([f"step {state.global_step}/{state.max_steps}", *parts]), flush=True)
+    def _print(
+        self, state: TrainerState, label: str, values: Mapping[str, str] | None = None, times: Sequence[str] = ()
+    ) -> None:
+        values = values or {}
+        if self._table is None:
+            step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
+            first, *others = [f"{name} {value}" for name, value in values.items()] or [""]
+            head = [f"{label} {first}".strip()] if label or first else []
+            write(" | ".join([step, *head, *others, *times]))
+        elif values:
+            row = {f"{label} {name}".strip(): value for name, value in values.items()}
+            self._table.write_line({"step": state.global_step, **row})
+            self._table.display()
 
 
 def console_of(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | None:
@@ -205,7 +264,7 @@ def console_of(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | Non
 
 def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
     """Prints the parts of a model, what is trained of them, and the learning rates."""
-    print(*parts_lines(count_parts(model), rates), sep="\n", flush=True)
+    write(*parts_lines(count_parts(model), rates))
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
@@ -297,40 +356,39 @@ def _shortened(text: str) -> str:
 # Logs
 
 
-def metric_parts(logs: Mapping[str, Any]) -> list[str]:
-    parts = []
+def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
+    """The main metrics of a log, as the console shows them."""
+    shown = {}
     rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
     if "reward" in logs:
-        parts.append(f"reward {_number(logs['reward'])} ± {_number(logs.get('reward_std'))}")
+        shown["reward"] = f"{_number(logs['reward'])} ± {_number(logs.get('reward_std'))}"
     elif "loss" in logs:
-        parts.append(f"loss {_number(logs['loss'])}")
+        shown["loss"] = _number(logs["loss"])
     if "accuracy" in logs:
         bounds = [logs.get(f"accuracy_{end}") for end in ("low", "high")]
         interval = "" if None in bounds else " ({} to {})".format(*map(_number, bounds))
-        parts.append(f"accuracy {_number(logs['accuracy'])}{interval}")
+        shown["accuracy"] = f"{_number(logs['accuracy'])}{interval}"
     elif accuracy := next((name for name in _ACCURACIES if name in rewards), None):
-        parts.append(f"accuracy {_number(rewards[accuracy])}")
+        shown["accuracy"] = _number(rewards[accuracy])
     elif len(rewards) > 1:
         name = next(iter(rewards))
-        parts.append(f"{name} {_number(rewards[name])}")
-    parts += [
-        f"{name} {_number(logs[name])}"
-        for name in logs
-        if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1"
-    ]
+        shown[name] = _number(rewards[name])
+    for name in logs:
+        if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1":
+            shown[name] = _number(logs[name])
     if "mean_token_accuracy" in logs:
-        parts.append(f"token accuracy {_number(logs['mean_token_accuracy'])}")
+        shown["token accuracy"] = _number(logs["mean_token_accuracy"])
     if "completions/mean_length" in logs:
         clipped = logs.get("completions/clipped_ratio")
         share = "" if clipped is None else f", {100 * clipped:.0f} % clipped"
-        parts.append(f"length {logs['completions/mean_length']:.1f}{share}")
+        shown["length"] = f"{logs['completions/mean_length']:.1f}{share}"
     if logs.get("explained_variance") is not None:  # `None` where all returns are equal
-        parts.append(f"explained variance {_number(logs['explained_variance'])}")
-    return parts
+        shown["explained variance"] = _number(logs["explained_variance"])
+    return shown
 
 
-def evaluation_parts(logs: Mapping[str, Any]) -> list[str]:
-    """The main metrics of an evaluation, with the dataset's name if it is one of several."""
+def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """The main metrics of an evaluation, after a label that has the dataset's name if it is one of several."""
     names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
     prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
     plain = {}
@@ -338,8 +396,7 @@ def evaluation_parts(logs: Mapping[str, Any]) -> list[str]:
         prefix = next((each for each in prefixes if name.startswith(each)), None)
         if prefix is not None:
             plain[name.removeprefix(prefix)] = value
-    first, *others = metric_parts(plain) or ["done"]
-    return [" ".join(["eval", *names[:1], first]), *others]
+    return " ".join(["eval", *names[:1]]), metric_values(plain)
 
 
 def _number(value: float | None) -> str:

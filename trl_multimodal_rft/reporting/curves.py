@@ -220,14 +220,14 @@ class TrainingCurvesCallback(TrainerCallback):
         figure = figure_of(state.log_history, title)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _save(figure, folder / FILE_NAME)
+            save_figure(figure, folder / FILE_NAME)
         except OSError as error:  # a full disk is no reason to stop training
             logger.warning(f"The training curves were not drawn: {error}")
         end = time.perf_counter()
         self._next_time = end + (end - start) / _SHARE_OF_TIME
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Replaces the file at once: readers get the old picture or the new one."""
     partial = path.with_name(f".{path.name}.part")
     try:

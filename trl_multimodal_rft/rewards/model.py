@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -15,7 +14,7 @@ from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, strip_media
 from ..data.rows.features import as_encoded
-from ..encoding.join import common_start, join_media, same_prompt
+from ..encoding.join import common_start, join_media, padded, same_prompt
 from ..encoding.media import decode_media
 from ..encoding.messages import write_chat
 from ..encoding.processors import check_processor, tokenizer_of
@@ -255,21 +254,17 @@ class RewardModel:
             self.model,
             self._reader,
             [group.prompt for group in groups for _ in group.rows],
-            pad_sequence(ids, batch_first=True).to(device),
-            pad_sequence([torch.ones_like(each) for each in ids], batch_first=True).to(device),
+            *(each.to(device) for each in padded(ids)),
             isolate=family_of(self._reader).isolate,
         )[:, 0].cpu()
 
     def _score(self, rows: list[EncodedPrompt]) -> torch.Tensor:
-        longest = max(len(row.input_ids) for row in rows)
-
-        def stack(values: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
-            return torch.stack([F.pad(value, (0, longest - len(value)), value=fill) for value in values])
-
-        ids = stack([row.input_ids for row in rows], self._pad)
+        ids, mask = padded([row.input_ids for row in rows])
+        ids = ids.masked_fill(mask == 0, self._pad)
+        fields = {name: [row.token_fields[name] for row in rows] for name in rows[0].token_fields}
         inputs = {
-            "attention_mask": stack([torch.ones_like(row.input_ids) for row in rows]),
-            **{name: stack([row.token_fields[name] for row in rows]) for name in rows[0].token_fields},
+            "attention_mask": mask,
+            **{name: pad_sequence(values, batch_first=True) for name, values in fields.items()},
             **join_media(rows),
         }
         parameter = next(p for p in self.model.parameters() if p.is_floating_point())

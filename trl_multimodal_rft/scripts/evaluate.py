@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -17,6 +18,9 @@ from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_resu
 from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
+from ..progress import announce
+from ..reporting.curves import save_figure
+from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
@@ -56,6 +60,10 @@ class EvaluationArguments(ToolArguments):
         default=None, metadata={"help": "What happens to control tokens in texts of messages (by default a warning)."}
     )
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
+    plot: str | None = field(
+        default=None,
+        metadata={"help": "PNG file for a picture of the accuracies with their intervals, or of rows' pass rates."},
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model."})
 
 
@@ -154,8 +162,10 @@ def evaluate_by_name(
     benchmark = evaluation_args.benchmark
     reward_funcs = script_args.load_rewards(default if benchmark is None else BENCHMARKS[benchmark][1])
     media_rules = MediaRules(media_dir=evaluation_args.media_dir)
+    announce("loading the dataset")
     with accelerator.main_process_first():
         dataset = load(script_args, evaluation_args, split)
+    announce("loading the model")
     init_kwargs = model_init_kwargs(model_args) | {"quantization_config": get_quantization_config(model_args)}
     if accelerator.num_processes > 1:
         init_kwargs["device_map"] = {"": accelerator.device}
@@ -192,6 +202,7 @@ def main(
     model_args: ModelConfig,
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
+    check_plot(evaluation_args.plot)
     accelerator = Accelerator()
     arguments = script_args, evaluation_args, config, model_args, script_args.dataset_test_split, accelerator
     if not evaluation_args.pairs:
@@ -202,6 +213,8 @@ def main(
     else:
         result = score_by_name(*arguments)
     result.save(evaluation_args.output_dir)
+    if evaluation_args.plot is not None and accelerator.is_main_process:
+        save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(summary(result))
     if script_args.dataset_test_split == script_args.dataset_train_split and evaluation_args.benchmark is None:
         accelerator.print(f"The rows are those of {script_args.dataset_train_split!r}, which training may have used.")

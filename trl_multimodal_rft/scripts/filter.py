@@ -15,6 +15,8 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.difficulty import PASS_RATE
 from ..data.rows.folders import check_empty, write_folder
 from ..evaluation import EvaluationConfig, EvaluationResult
+from ..reporting.curves import save_figure
+from ..reporting.plots import check_plot, histograms
 from .arguments import RFTScriptArguments
 from .evaluate import EvaluationArguments, evaluate_by_name
 from .preflight import check_ablated_modality
@@ -179,6 +181,7 @@ def main(
 ) -> None:
     """Answers the training split, with and without a medium or several times, and saves rows with a report."""
     config = _checked(config, filter_args.by)
+    check_plot(filter_args.plot)
     check_empty(filter_args.output_dir)
     accelerator = Accelerator()
     arguments = script_args, filter_args, config, model_args
@@ -192,6 +195,13 @@ def main(
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
     report = _report(result, dropped, filter_args)
     accelerator.print(_text(report))
+    if filter_args.plot is not None and accelerator.is_main_process:
+        names = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
+        rates = {name: [_share(record.get(key)) for record in result.rows] for name, key in names.items()}
+        scored = {name: [rate for rate in each if rate is not None] for name, each in rates.items()}
+        n = config.num_samples
+        figure = histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)])
+        save_figure(figure, Path(filter_args.plot))
     if not report["kept"]:
         raise ValueError("No row is left, so nothing is written; change the thresholds or the model.")
     if accelerator.is_main_process:
@@ -201,6 +211,7 @@ def main(
             shares = {record["index"]: _share(record["correct"]) for record in result.rows}
             rows = rows.remove_columns([PASS_RATE] if PASS_RATE in rows.column_names else [])
             rows = rows.add_column(PASS_RATE, [shares[index] for index in kept])
-        write_folder(rows, filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
+        rules = MediaRules(media_dir=filter_args.media_dir)
+        write_folder(rows, filter_args.output_dir, rules, disable_tqdm=config.disable_tqdm)
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()

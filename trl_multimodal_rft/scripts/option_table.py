@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
@@ -36,19 +35,17 @@ _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script"
 
 
 def collect() -> dict[str, Any]:
-    """Collects the options of all launched commands, those of recipes first."""
+    """Collects the options of all launched commands."""
     rows: dict[str, dict[str, Any]] = {}
     for script in SCRIPTS:
         for option in options(importlib.import_module(f"{__package__}.{script}").ARGUMENTS):
             row = rows.setdefault(json.dumps(option), {**option, "commands": []})
             row["commands"].append(script)
-    recipes = FILE.parents[1].joinpath("recipes").rglob("*.yaml")
-    first = {name for recipe in recipes for name in yaml.safe_load(recipe.read_text(encoding="utf-8"))}
     return {
         "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
         "rewards": [*REWARD_NAMES],
         "tools": [*TOOLS],
-        "options": [*sorted(rows.values(), key=lambda row: row["name"] not in first), *_launch_options()],
+        "options": [*rows.values(), *_launch_options()],
     }
 
 

@@ -30,6 +30,17 @@ GROUPS = {
     "launch": "accelerate launch",
 }
 _ONLY_IN_FULL_HELP = ("transformers", "launch")
+# The first block of `--help`: what the examples, the first pages and a tenth of the recipes use
+FIRST = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze", "use_peft")
+FIRST += ("lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt", "min_pixels")
+FIRST += ("max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir", "dry_run")
+FIRST += ("batch_size", "num_processes", "max_steps", "num_train_epochs", "per_device_train_batch_size")
+FIRST += ("logging_steps", "save_steps", "gradient_accumulation_steps", "steps_per_generation", "num_generations")
+FIRST += ("num_samples", "pass_at", "max_completion_length", "temperature", "use_vllm", "vllm_mode")
+FIRST += ("vllm_gpu_memory_utilization", "vllm_max_model_length", "max_tool_calling_iterations", "packing")
+FIRST += ("max_tokens_per_microbatch", "gradient_checkpointing", "learning_rate", "value_learning_rate")
+FIRST += ("freezing_actor_steps", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "beta")
+FIRST += ("entropy_coef", "epsilon", "epsilon_high", "delta", "loss_type")
 # Options that name a model, a dataset or a folder
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
@@ -110,9 +121,10 @@ class Parser(argparse.ArgumentParser):
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
         """Adds options of a launched command, with their defaults or others."""
         options = {option["name"]: option for option in options_of(command)}
+        others = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
             default = defaults.get(name, options[name]["default"])
-            _add_option(self, {**options[name], "default": default}, default)
+            _add_option(self if name in FIRST else others, {**options[name], "default": default}, default)
 
     def parse_with_config(
         self, argv: Sequence[str], of_run: Callable[[dict[str, Value]], dict[str, Value]] | None = None
@@ -206,10 +218,10 @@ def launched_parser(
 ) -> Parser:
     """Parser of a launched command."""
     epilog = (
-        "`--help_all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
-        "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "
-        "such as `--num_processes`. The command line and the file of `--config` take all of them. `--no_...` turns "
-        "off what is on by default."
+        "The first options are those of the examples and recipes. `--help_all` shows the others of "
+        "transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and of `accelerate launch`, "
+        "such as `--num_machines`, which the command line and the file of `--config` take, too. `--no_...` turns off "
+        "what is on by default."
     )
     parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog)
     parser.argument_default = argparse.SUPPRESS
@@ -219,11 +231,14 @@ def launched_parser(
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
-    known = {"debug"}  # which transformers has, too, for something else
-    for group, title in GROUPS.items():
-        rows = [option for option in options if option["group"] == group and option["name"] not in known]
-        known.update(option["name"] for option in rows)
-        section = parser.add_argument_group(title)
+    unique: dict[str, dict[str, Any]] = {}  # launched ones after those of the config with the same name
+    for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
+        unique.setdefault(option["name"], option)
+    unique.pop("debug", None)  # which transformers has, too, for something else
+    first = [unique.pop(name) for name in FIRST if name in unique]
+    sections = {"": first, **{group: [each for each in unique.values() if each["group"] == group] for group in GROUPS}}
+    for group, rows in sections.items():
+        section = parser.add_argument_group(GROUPS[group]) if group else parser
         for option in rows:
             is_shown = shows_all or group not in _ONLY_IN_FULL_HELP
             _add_option(section, option if is_shown else {**option, "help": None})

@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import is_matplotlib_available
 from trl import ModelConfig
 
+from ..progress import announce, write
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import upload_command
@@ -42,10 +43,12 @@ def run(
     """Trains, saves and publishes a model, or with `--dry_run` takes one step and saves nothing."""
     script_args.command = script_args.command or f"trl-multimodal-rft {name}"
     with script_run(script_args, training_args):
+        announce("loading the dataset")
         arguments: dict[str, Any] = {**trainer_inputs(script_args, training_args, model_args), **inputs}
+        announce("loading the model")
         trainer = trainer_class(**arguments, callbacks=[*curves(), ScriptCallback(script_args)])
-        if not script_args.disable_compact_log:
-            trainer.add_callback(CompactLogCallback())
+        if script_args.disable_compact_log:
+            trainer.remove_callback(CompactLogCallback)
         trainer.train(resume_from_checkpoint=checkpoint_of(training_args))
         if not script_args.dry_run:
             trainer.save_model()
@@ -82,8 +85,8 @@ class ScriptCallback(TrainerCallback):
             control.should_evaluate = control.should_save = False
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.script_args.dry_run:
-            PartialState().print(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
+        if self.script_args.dry_run and state.is_world_process_zero:
+            write(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
 
 
 @contextmanager

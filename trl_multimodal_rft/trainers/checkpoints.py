@@ -27,7 +27,7 @@ from ..models.parts import freeze, rates_of_parts
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
-from ..reporting.console import PRINTERS, console_of, show_parts
+from ..reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
 from ..reporting.events import EventPart
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
@@ -119,6 +119,8 @@ class CheckpointMixin(Trainer):
         keep_differentiable(self.model)
         self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
         self.add_callback(SaveBeforePush(self._save_without_repository))
+        if console_of(self.callback_handler.callbacks) is None:
+            self.add_callback(CompactLogCallback())
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(partial(any_rank, self.accelerator))
             self.add_callback(self._end_on_signal)
@@ -179,7 +181,10 @@ class CheckpointMixin(Trainer):
             console = console_of(self.callback_handler.callbacks)
             if console is not None:
                 console.begin(type(self).__name__)
-                for printer in PRINTERS:
+                stack.callback(console.end)
+                handler = self.callback_handler
+                others = [each for each in handler.callbacks if isinstance(each, CompactLogCallback)][1:]
+                for printer in (*PRINTERS, *others):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Direct preference optimization with media."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,27 +11,21 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
 from trl import DPOTrainer
-from trl.data_utils import extract_prompt
 
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
 from ..checks.media_contribution import is_due, media_contribution
-from ..data.rows.row import Row
+from ..checks.sequences import check_pairs
 from ..data.rows.unread import lists_columns
-from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
+from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, replaced, unwrapped
-from ..reporting.model_card import CardNotes, common_lines
+from ..reporting.model_card import common_lines
 from .dpo_config import MultimodalDPOConfig
-from .optimizer import freeze_and_check
-from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
+from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import CompletionTrainer, load_for_reading
-from .setup import (
-    load_reference,
-    no_warning_about_init_kwargs,
-    resolve_config,
-)
+from .setup import load_reference, no_warning_about_init_kwargs, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -102,10 +95,9 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         self._starts_as_reference = ref_model is None
         if ref_model is None:
             ref_model = load_reference(model, args, peft_config, quantization_config)
-        self.card_notes = CardNotes()
-        collator = PreferenceCollator(unwrapped(None, model), processing_class, args)
-        for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
-            check_preferences(dataset, name, collator)
+        self._rejected, self._measured_step = args.rejected_view_settings, -1
+        collator = PreferenceCollator(unwrapped(None, model), processing_class, args, view=self._rejected.view)
+        collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded.by_name),
@@ -127,38 +119,23 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 train_dataset=None if train_dataset is None else _without_rows(train_dataset, processing_class),
                 eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
-                callbacks=callbacks,
                 optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+                **objects,
             )
-        freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
         self._start_reading(
             datasets,
             columns=COLUMNS if args.remove_unused_columns else None,
-            models=[self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None],
             packs=args.packing == "prefix",
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
         )
-        self._rejected, self._measured_step = args.rejected_view_settings, -1
         self._reference = REFERENCE[: 2 if self._rejected.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
             self._precompute_reference()
         self._complete_parts()
-
-    # Rows
-
-    def _prepare_rows(self, dataset: Any) -> Any:
-        check_preferences(dataset, "eval", self.data_collator)
-        return dataset
-
-    def _example(self, row: Row, pair: PreferencePair) -> tuple[Sequence, list[int], list[int]]:
-        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
-        return columns["prompt"], pair.input_ids.tolist(), pair.chosen
 
     # Reference
 
@@ -179,12 +156,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     def _with_reference(self, dataset: Any) -> Dataset:
         if not isinstance(dataset, Dataset):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
-        was_training, found = self.model.training, []
-        self.model.eval()
-        for batch in self.get_eval_dataloader(dataset):
-            pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
-            found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        self.model.train(was_training)
+        found = []
+        with evaluation_mode(self.model):
+            for batch in self.get_eval_dataloader(dataset):
+                pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
+                found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
         logps = torch.cat(found)
         if len(logps) != len(dataset):
             raise ValueError(
@@ -227,26 +203,21 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         if len(self._reference) == 2:
             return chosen, rejected
         view = torch.full_like(chosen, torch.nan)
-        view[_viewed(inputs)] = after_view[0]
+        view[inputs["viewed"]] = after_view[0]
         return chosen, rejected, view
 
     # Update
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
         """Scores of all chosen completions, of the rejected ones, and of the chosen ones after a view."""
-        prompts, ids, mask, pairs = (
-            inputs[name] for name in ("prompts", "completion_ids", "completion_mask", "sequences")
-        )
-        lengths = [len(ids) for ids in (*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs))]
-        lengths += [lengths[i] for i in _viewed(inputs)]
-        packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
-        return self._policy.score(model, prompts, ids, mask, packed=packed, compute_aux_loss=compute_aux_loss)
+        completions = completions_to_score(self._policy, inputs, self.args)
+        return self._policy.score(model, **completions, compute_aux_loss=compute_aux_loss)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
         if return_outputs:
             raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
         if self.args.self_check and self.model.training:
-            self.checks.on_pairs(model, inputs["sequences"], self.args.packing == "prefix")
+            self.checks.on_rows(check_pairs, model, inputs["sequences"], self.args.packing == "prefix")
         self._measure_contribution(model, inputs)
         if not all(name in inputs for name in self._reference):
             is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
@@ -280,7 +251,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         The terms of the view, a mean over the pairs like TRL's loss, in which those without one have 0. `logps` are
         the scores of completions, `(2 * B + V,)`.
         """
-        settings, n, viewed = self._rejected, len(inputs["sequences"]), _viewed(inputs)
+        settings, n, viewed = self._rejected, len(inputs["sequences"]), inputs["viewed"]
         chosen = logps[viewed] - inputs["ref_chosen_logps"][viewed]
         view = logps[2 * n :] - inputs["ref_view_logps"][viewed]
         rewards = self.beta * chosen.detach(), self.beta * view.detach()
@@ -332,22 +303,11 @@ def _without_rows(dataset: Rows, processing_class: Processor) -> Rows:
     return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
 
 
-def _viewed(inputs: dict[str, Any]) -> list[int]:
-    """Which pairs of a micro-batch have a view of their prompt."""
-    return [i for i, pair in enumerate(inputs["sequences"]) if pair.view is not None]
-
-
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """
-    A micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score. `attention_mask`,
-    `(1, tokens)`, counts the tokens of padded rows, as TRL's does.
-    """
-    pairs = inputs["sequences"]
-    ids, mask = (inputs[name][: 2 * len(pairs)] for name in ("completion_ids", "completion_mask"))
-    n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
+    """A micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score."""
+    n = 2 * len(inputs["sequences"])
     return {
-        "input_ids": pad(ids, (1, 0)),
-        "completion_mask": pad(mask, (1, 0)),
-        "attention_mask": mask.new_ones(1, n_tokens),
-        **{name: inputs[name] for name in REFERENCE[:2] if name in inputs},
+        "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),
+        "completion_mask": pad(inputs["completion_mask"][:n], (1, 0)),
+        **{name: inputs[name] for name in ("attention_mask", *REFERENCE[:2]) if name in inputs},
     }

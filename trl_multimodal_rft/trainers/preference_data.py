@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
-from transformers import ProcessorMixin
 from trl.data_utils import get_dataset_column_names
 
 from ..data.reading.refs import MediaError
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
-from ..data.rows.unread import lists_columns, other_layout, prepared
-from ..encoding.supervised import PreferencePair, SupervisedEncoder
+from ..data.rows.unread import lists_columns, other_layout
+from ..encoding.join import padded
+from ..encoding.supervised import PreferencePair
+from ..policy import PolicyForward
 from ..rollout.collect import view_of_row
 from ..rollout.stream import EncodedRow
 from ..views import View
-from .setup import check_media_processor
-from .sft_data import SupervisedCollator
+from .configs import ReadingConfig
+from .sft_data import SupervisedCollator, lacking
 
 
 # Log-probabilities of the reference, where they were computed before the run
@@ -36,10 +36,7 @@ class PreferenceCollator(SupervisedCollator):
     """Encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
     chat_template = None  # the model's own
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.view: View | None = self.args.rejected_view_settings.view
+    view: View | None = None  # after which chosen completions are rejected
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
@@ -51,9 +48,11 @@ class PreferenceCollator(SupervisedCollator):
 
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `prompts`, `completion_ids` and
-            `completion_mask`, `(2 * B + V, C)`, of all chosen completions, of the rejected ones, and of those chosen
-            ones that have a view; the reference's log-probabilities, `(B,)`, if rows have them; and `encode_view`,
-            which encodes the prompt of one of the rows under a view.
+            `completion_mask`, `(2 * B + V, C)`, and `lengths`, of all chosen completions, of the rejected ones, and of
+            those chosen ones that have a view, whose pairs are `viewed`; `attention_mask`, `(1, tokens)`, which counts
+            the tokens of padded rows, as TRL's does; the reference's log-probabilities, `(B,)`, if rows have them, or
+            what else the collator reads of a row; and `encode_view`, which encodes the prompt of one of the rows under
+            a view.
         """
         pairs = self._encoded(rows)
         stored = [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
@@ -61,20 +60,26 @@ class PreferenceCollator(SupervisedCollator):
             messages = [self.encoder.preference_prompt(row) for row in stored]
             for i, pair in enumerate(pairs):
                 self._add_view(pair, stored, messages, i)
-        viewed = [pair for pair in pairs if pair.view is not None]
-        chosen, rejected = ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
-        ids = [
-            torch.tensor(each, dtype=torch.long) for each in (*chosen, *rejected, *(pair.chosen for pair in viewed))
-        ]
-        batch = {
+        viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
+        both = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
+        completions = [*both, *(both[i] for i in viewed)]
+        ids, mask = padded([torch.tensor(each, dtype=torch.long) for each in completions])
+        return {
             "sequences": pairs,
-            "prompts": [*pairs, *pairs, *(pair.view for pair in viewed)],
-            "completion_ids": pad_sequence(ids, batch_first=True),
-            "completion_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+            "prompts": [*pairs, *pairs, *(pairs[i].view for i in viewed)],
+            "completion_ids": ids,
+            "completion_mask": mask,
+            "lengths": list(map(len, completions)),
+            "viewed": viewed,
+            "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + sum(map(len, both))),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
+            **self._columns(stored),
         }
-        known = [name for name in REFERENCE if all(name in row for row in stored)]
-        return batch | {name: torch.tensor([row[name] for row in stored]) for name in known}
+
+    def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """The reference's log-probabilities, if rows have them."""
+        names = [name for name in REFERENCE if all(name in row for row in rows)]
+        return {name: torch.tensor([row[name] for row in rows]) for name in names}
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""
@@ -92,6 +97,15 @@ class PreferenceCollator(SupervisedCollator):
             self._add_view(pair, [row], [None], 0)
         return pair
 
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        if isinstance(dataset, Dataset) and not lists_columns(dataset):
+            return dataset  # a transform gives others
+        columns, _ = self._columns_of(dataset, name)
+        layout = other_layout(dataset.features or dict.fromkeys(columns))
+        if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
+            raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
+        return dataset
+
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
         """Gives a pair, of one of the rows with these prompts, the view of its prompt, if it replaces a medium."""
         assert self.view is not None
@@ -100,36 +114,19 @@ class PreferenceCollator(SupervisedCollator):
             view = view_of_row(self.view.seeded(self.args.seed), messages, [row.row_index for row in rows], i)
             pair.view = self._encoder_of(rows[i]).encode_view(rows[i], view)
 
-    def _encoder_of(self, row: Row) -> SupervisedEncoder:
-        return replace(self.encoder, template_kwargs=self._template_variables(row))
-
 
 @dataclass
 class ComparisonCollator(PreferenceCollator):
     """Encodes what a reward model compares, and pads it."""
 
-    def __post_init__(self):
-        SupervisedCollator.__post_init__(self)
-        self.view = None
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}
+        return dataset if is_tokenized else super()._prepare(dataset, name)
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """
-        A micro-batch.
-
-        Args:
-            rows (`Sequence`):
-                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
-
-        Returns:
-            `dict`: That of [`PreferenceCollator`], and `margin` and `tie`, `(B,)`, 0 and false for rows without.
-        """
-        stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
-        margins = torch.tensor([float(row.get("margin") or 0.0) for row in stored])
-        return {
-            **super().__call__(rows),
-            "margin": margins,
-            "tie": torch.tensor([bool(row.get("tie")) for row in stored]),
-        }
+    def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """`margin` and `tie`, `(B,)`, 0 and false for rows without."""
+        margins = [float(row.get("margin") or 0.0) for row in rows]
+        return {"margin": torch.tensor(margins), "tie": torch.tensor([bool(row.get("tie")) for row in rows])}
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair of at most `max_length` tokens each, the prompt included."""
@@ -143,24 +140,9 @@ class ComparisonCollator(PreferenceCollator):
         return pair
 
 
-def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> None:
-    """Raises a `ValueError` for a dataset, or one of a dictionary of them, that has no preferences or is empty."""
-    if isinstance(dataset, dict):
-        for key, each in dataset.items():
-            check_preferences(each, key, collator)
-        return
-    if dataset is None or (isinstance(dataset, Dataset) and not lists_columns(dataset)):
-        return  # a transform gives others
-    if isinstance(dataset, Dataset) and len(dataset) == 0:
-        raise ValueError(f"The {name} dataset has no rows.")
-    columns = set(get_dataset_column_names(dataset))
-    media = sorted(columns & MEDIA_COLUMNS.keys() - set(collator.args.ignored_media_columns or ()))
-    if not isinstance(collator.processing_class, ProcessorMixin):
-        check_media_processor(collator.processing_class, dataset, media, name)
-    layout = other_layout(dataset.features or dict.fromkeys(columns))
-    if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
-        remedy = "" if layout is None else f"; {prepared(layout)}"
-        raise ValueError(
-            f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`"
-            f"{remedy}."
-        )
+def completions_to_score(policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig) -> dict[str, Any]:
+    """The completions of a micro-batch, packed where that is worth it, as arguments of a policy that scores them."""
+    prompts = inputs["prompts"]
+    packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
+    names = ("prompts", "completion_ids", "completion_mask")
+    return {**{name: inputs[name] for name in names}, "packed": packed}

@@ -3,9 +3,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from transformers import PreTrainedModel
@@ -14,7 +13,7 @@ from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
-from ..encoding.prompts import EncodedPrompt
+from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
@@ -23,10 +22,12 @@ from ..forward.masks import sharing_obstacle
 from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
+from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
+from .optimizer import freeze_and_check
 from .setup import Loaded, check_launch, has_unread_rows, load_parts, modalities, warn_of_unread
 from .signatures import EvalRows, Model, Processor
 
@@ -34,19 +35,10 @@ from .signatures import EvalRows, Model, Processor
 logger = get_logger(__name__)
 
 
-class Collator(Protocol):
-    """Encodes rows, and makes micro-batches whose `sequences` are prompts, completions included."""
-
-    model: PreTrainedModel
-
-    def encode(self, row: Row) -> EncodedPrompt: ...
-
-    def __call__(self, rows: Sequence[EncodedRow]) -> dict[str, Any]: ...
-
-
 class CompletionTrainer(CheckpointMixin):
     """
-    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a [`Collator`].
+    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a
+    [`~trainers.sft_data.SupervisedCollator`].
     """
 
     data_collator: Any
@@ -62,11 +54,16 @@ class CompletionTrainer(CheckpointMixin):
         self,
         datasets: Mapping[str, EvalRows],
         columns: Sequence[str] | None,
-        models: Sequence[PreTrainedModel],
         packs: bool,
         outputs: tuple[str, ...],
     ) -> None:
-        """Makes what reads rows, with these columns, and what scores them, see [`reading_policy`]."""
+        """
+        Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
+        if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
+        reward models have none.
+        """
+        freeze_and_check(self.model, self.args, self.optimizer)
+        self.card_notes = CardNotes()
         self._stream = RowStream(
             self.args,
             self.accelerator,
@@ -76,7 +73,23 @@ class CompletionTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        self._policy = reading_policy(self.accelerator, models, self.processing_class, self.args, packs, outputs)
+        models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
+        obstacle = next(filter(None, map(sharing_obstacle, models)), None)
+        if obstacle and packs:
+            logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
+        heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
+        if not all(heads):
+            logger.warning(
+                f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM "
+                "head, so log-probabilities are taken from its own logits, which needs more memory."
+            )
+        for model in models:
+            install_encoder_attention(model)
+            if not obstacle:  # padded rows, too, need what it corrects
+                install_prefix_attention(model)
+        fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
+        options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
+        self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
         self.checks = Checks(self._policy, self.accelerator)
 
     def get_train_dataloader(self):
@@ -94,13 +107,9 @@ class CompletionTrainer(CheckpointMixin):
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         if dataset is eval_dataset:  # given to `evaluate`
-            dataset = self._prepare_rows(dataset)
+            dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
-
-    def _prepare_rows(self, dataset: Any) -> Any:
-        """A dataset that the collator can encode, as those that the constructor got."""
-        raise NotImplementedError
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """A micro-batch. Notes what the model card says of it."""
@@ -118,20 +127,16 @@ class CompletionTrainer(CheckpointMixin):
             self._show(stored[0], sequences[0])
         return batch
 
-    def _show(self, row: Row, sequence: EncodedPrompt) -> None:
+    def _show(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         """Shows the first row of a run on the console, if there is one."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
-            (chat, prompt, target), messages, collator = self._example(row, sequence), None, self.data_collator
+            (chat, prompt, target), messages, collator = sequence.example(row), None, self.data_collator
             if sequence.modalities:
                 ignored, placeholders = self.args.ignored_media_columns or (), collator.encoder.placeholders
                 [shown] = rows_to_messages([{**row, "prompt": chat}], ignored, placeholders, self.args.rules)
                 messages = shown["prompt"]
             display.show_example(collator.model, self.processing_class, prompt, messages, target)
-
-    def _example(self, row: Row, sequence: Any) -> tuple[Sequence, list[int], list[int]]:
-        """The messages of a row, the ids that precede its target, and those of the target."""
-        raise NotImplementedError
 
     def _rollout_state(self) -> dict[str, Any]:
         return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
@@ -155,34 +160,3 @@ def load_for_reading(
     warn_of_unread(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
     return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
-
-
-def reading_policy(
-    accelerator: Accelerator,
-    models: Sequence[PreTrainedModel],
-    processor: Processor,
-    args: ReadingConfig,
-    packs: bool,
-    outputs: tuple[str, ...],
-) -> PolicyForward:
-    """
-    What scores completions of models, the first of which is trained, packed if the config says so and all models
-    allow it, with these `outputs` of TRL's fused head; reward models have none.
-    """
-    obstacle = next(filter(None, map(sharing_obstacle, models)), None)
-    if obstacle and packs:
-        logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
-    heads = [not outputs or add_fused_head(model, outputs=outputs) for model in models]
-    if not all(heads):
-        logger.warning(
-            f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-            "log-probabilities are taken from its own logits, which needs more memory."
-        )
-    for model in models:
-        install_encoder_attention(model)
-        if not obstacle:  # padded rows, too, need what it corrects
-            install_prefix_attention(model)
-    fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
-    return PolicyForward(
-        accelerator, processor, fallbacks, max_tokens=args.max_tokens_per_microbatch, extra_outputs=outputs[2:]
-    )

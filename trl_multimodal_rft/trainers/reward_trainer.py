@@ -2,8 +2,9 @@
 """Reward models that see and hear, from comparisons of completions."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,15 @@ from torch.nn.functional import logsigmoid
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
-from trl.data_utils import extract_prompt, get_dataset_column_names
+from trl.data_utils import get_dataset_column_names
 
-from ..data.rows.row import Row
+from ..checks.sequences import check_pairs
 from ..encoding.processors import tokenizer_of
-from ..encoding.supervised import PreferencePair
 from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import replaced, unwrapped
-from ..reporting.model_card import CardNotes, common_lines
-from .optimizer import freeze_and_check
-from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, check_preferences
+from ..reporting.model_card import common_lines
+from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
 from .reading import CompletionTrainer, load_for_reading
 from .reward_config import MultimodalRewardConfig
 from .setup import no_warning_about_init_kwargs, resolve_config
@@ -117,7 +116,6 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         loaded = load_for_reading(model, args, processing_class, datasets, objects, load=load_reward_model)
         model, processing_class = as_reward_model(loaded.model), loaded.processing_class
         tokenizer = tokenizer_of(processing_class)
-        self.card_notes = CardNotes()
         self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
         parent: Any = super()  # typed as GRPO's by the mixins
         with no_warning_about_init_kwargs(loaded.by_name), replaced(args, enable_jit_checkpoint=False):
@@ -125,30 +123,21 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
                 model=model,
                 args=args,
                 data_collator=self.data_collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                **datasets,
                 processing_class=tokenizer,  # of which TRL reads and sets tokens
                 compute_metrics=compute_metrics,
-                callbacks=callbacks,
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+                **objects,
             )
         if args.chat_template_path is not None:
             processing_class.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = processing_class
         self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
-        freeze_and_check(self.model, args, self.optimizer)
+        columns = [*COLUMNS, *COMPARISON] if args.remove_unused_columns else None
+        self._start_reading(datasets, columns, packs=args.packing == "prefix", outputs=())
         self._check_adapter()
-        self._start_reading(
-            datasets,
-            columns=[*COLUMNS, *COMPARISON] if args.remove_unused_columns else None,
-            models=[self._unwrapped(self.model)],
-            packs=args.packing == "prefix",
-            outputs=(),
-        )
         self._complete_parts()
 
     def _check_adapter(self) -> None:
@@ -177,24 +166,12 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     ) -> Dataset | IterableDataset:
         if {"chosen_ids", "chosen_input_ids"} & {*(get_dataset_column_names(dataset) or ())}:
             return super()._prepare_dataset(dataset, tokenizer_of(processing_class), args, dataset_name)
-        check_preferences(dataset, dataset_name, self.data_collator)
-        return dataset  # whose rows are encoded when they are read
-
-    def _prepare_rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        return dataset  # which `evaluate` has checked
-
-    def _example(self, row: Row, pair: PreferencePair) -> tuple[Sequence, list[int], list[int]]:
-        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
-        return columns["prompt"], pair.input_ids.tolist(), pair.chosen
+        return self.data_collator.prepare(dataset, dataset_name)  # whose rows are encoded when they are read
 
     # Update
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
-        ids, mask, pairs = inputs["completion_ids"], inputs["completion_mask"], inputs["sequences"]
-        prompts = inputs["prompts"]
-        lengths = [len(each) for each in (*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs))]
-        packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
-        return self._policy.rewards(model, prompts, ids, mask, packed=packed)
+        return self._policy.rewards(model, **completions_to_score(self._policy, inputs, self.args))
 
     def compute_loss(
         self,
@@ -204,11 +181,11 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, SequenceClassifierOutput]:
         if self.args.self_check and self.model.training:
-            self.checks.on_comparisons(model, inputs["sequences"], self.args.packing == "prefix")
+            check = partial(check_pairs, rewards=True)
+            self.checks.on_rows(check, model, inputs["sequences"], self.args.packing == "prefix")
         scores, margin, tie = self._score(model, inputs), inputs["margin"], inputs["tie"]
         outputs = SequenceClassifierOutput(logits=scores.values)
-        n_tokens = sum(2 * len(pair) + len(pair.chosen) + len(pair.rejected) for pair in inputs["sequences"])
-        rows = {"attention_mask": margin.new_ones(1, n_tokens, dtype=torch.long), "margin": margin}
+        rows = {name: inputs[name] for name in ("attention_mask", "margin")}
         loss = super().compute_loss(lambda **kwargs: outputs, rows)
         chosen, rejected = scores.values[:, 0].chunk(2)
         # That neither is better by the margin: https://huggingface.co/papers/2409.17431, equation 10, up to a constant
@@ -230,7 +207,6 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     def _training_lines(self) -> list[tuple[str, str]]:
         coefficient = self.args.center_rewards_coefficient
-        lines = [("Loss", "Bradley-Terry")] + [("`center_rewards_coefficient`", f"`{coefficient}`")] * bool(
-            coefficient
-        )
-        return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
+        lines = [("`center_rewards_coefficient`", f"`{coefficient}`")] if coefficient else []
+        lines = [("Loss", "Bradley-Terry"), *lines, ("`learning_rate`", f"`{self.args.learning_rate}`")]
+        return [*lines, *common_lines(self.args.to_dict())]

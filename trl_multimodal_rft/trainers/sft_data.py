@@ -80,8 +80,7 @@ class SupervisedCollator:
         elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
             sequence = self.encoder.encode_text(row[args.dataset_text_field], row.row_index)
         else:
-            template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
-            encoder = replace(self.encoder, template_kwargs=template_kwargs)
+            encoder = self._encoder_of(row)
             sequence = encoder.encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size
         if not 0 <= ids.min() <= ids.max() < n_tokens:
@@ -98,6 +97,10 @@ class SupervisedCollator:
                 "with `on_media_error='skip'`"
             )
         return sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+
+    def _encoder_of(self, row: Row) -> SupervisedEncoder:
+        template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
+        return replace(self.encoder, template_kwargs=template_kwargs)
 
     def _template_variables(self, row: Row) -> dict[str, Any]:
         """The tools of a row, and those of its `chat_template_kwargs` that the chat template reads."""
@@ -136,54 +139,62 @@ class SupervisedCollator:
         except ValueError:  # unknown to TRL
             return None
 
+    def prepare(self, dataset: Any, name: str) -> Any:
+        """
+        A dataset, or a dictionary of them, that the collator can encode.
 
-def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
-    """
-    A dataset, or a dictionary of them, that the collator can encode.
+        Rows whose labels `max_length` cuts off are dropped, as by TRL, and conversations renamed to `messages`.
+        """
+        if isinstance(dataset, dict):
+            return {key: self.prepare(each, key) for key, each in dataset.items()}
+        return None if dataset is None else self._prepare(dataset, name)
 
-    Rows whose labels `max_length` cuts off are dropped, as by TRL, and conversations renamed to `messages`.
-    """
-    if isinstance(dataset, dict):
-        return {key: prepare_rows(each, key, collator) for key, each in dataset.items()}
-    if dataset is None:
-        return None
-    if isinstance(dataset, Dataset) and len(dataset) == 0:
-        raise ValueError(f"The {name} dataset has no rows.")
-    args, formatting_func = collator.args, collator.formatting_func
-    columns = set(get_dataset_column_names(dataset))
-    media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))
-    if not isinstance(collator.processing_class, ProcessorMixin):
-        check_media_processor(collator.processing_class, dataset, media, name)
-    if formatting_func is not None and args.completion_only_loss:
-        raise ValueError(
-            "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."
-        )
-    if formatting_func is None and "input_ids" not in columns:
-        if columns & {"prompt", "messages"}:
-            return dataset
-        if "conversations" in columns:
-            return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
-        if isinstance(dataset, Dataset) and not lists_columns(dataset):
-            return dataset  # a transform gives others
-        if args.dataset_text_field not in columns:
-            layout = other_layout(dataset.features or dict.fromkeys(columns))
-            remedy = "" if layout is None else f"; {prepared(layout)}"
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        args, formatting_func = self.args, self.formatting_func
+        columns, media = self._columns_of(dataset, name)
+        if formatting_func is not None and args.completion_only_loss:
             raise ValueError(
-                f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt` and `completion`, "
-                f"`messages`, `input_ids` or `{args.dataset_text_field}` (`dataset_text_field`){remedy}."
+                "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."
             )
-    if media:
-        raise ValueError(
-            f"The {name} dataset has plain text and media ({media}), and nothing says where in the text they are; "
-            "give `prompt` and `completion`, or `messages`, or name the columns in `ignored_media_columns`."
-        )
-    if "input_ids" in columns:
-        return _with_labels(dataset, name, columns, args)
-    if args.assistant_only_loss:
-        raise ValueError(
-            f"`assistant_only_loss=True` needs `messages`, and the {name} dataset has text; set it to False."
-        )
-    return dataset
+        if formatting_func is None and "input_ids" not in columns:
+            if columns & {"prompt", "messages"}:
+                return dataset
+            if "conversations" in columns:
+                return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+            if isinstance(dataset, Dataset) and not lists_columns(dataset):
+                return dataset  # a transform gives others
+            if args.dataset_text_field not in columns:
+                layout = other_layout(dataset.features or dict.fromkeys(columns))
+                text = f"`{args.dataset_text_field}` (`dataset_text_field`)"
+                raise lacking(name, columns, f"`prompt` and `completion`, `messages`, `input_ids` or {text}", layout)
+        if media:
+            raise ValueError(
+                f"The {name} dataset has plain text and media ({media}), and nothing says where in the text they are; "
+                "give `prompt` and `completion`, or `messages`, or name the columns in `ignored_media_columns`."
+            )
+        if "input_ids" in columns:
+            return _with_labels(dataset, name, columns, args)
+        if args.assistant_only_loss:
+            raise ValueError(
+                f"`assistant_only_loss=True` needs `messages`, and the {name} dataset has text; set it to False."
+            )
+        return dataset
+
+    def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
+        """The columns of a dataset, and those with media. Raises if it is empty, or has media without a processor."""
+        if isinstance(dataset, Dataset) and len(dataset) == 0:
+            raise ValueError(f"The {name} dataset has no rows.")
+        columns = set(get_dataset_column_names(dataset))
+        media = sorted(columns & MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ()))
+        if not isinstance(self.processing_class, ProcessorMixin):
+            check_media_processor(self.processing_class, dataset, media, name)
+        return columns, media
+
+
+def lacking(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
+    """The error of a dataset without the columns that are needed, which may be in another layout."""
+    remedy = "" if layout is None else f"; {prepared(layout)}"
+    return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 
 
 def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:

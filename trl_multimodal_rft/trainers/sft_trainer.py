@@ -2,7 +2,7 @@
 """Supervised fine-tuning with media."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,18 +12,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
+from ..checks.sequences import check_sequences
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
-from ..data.rows.row import Row
-from ..encoding.supervised import SupervisedSequence
 from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
-from ..reporting.model_card import CardNotes, common_lines
-from .optimizer import freeze_and_check
+from ..reporting.model_card import common_lines
 from .reading import CompletionTrainer, load_for_reading
 from .setup import no_warning_about_init_kwargs, resolve_config
 from .sft_config import MultimodalSFTConfig
-from .sft_data import SupervisedCollator, prepare_rows
+from .sft_data import SupervisedCollator
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -120,10 +118,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         loaded = load_for_reading(model, args, processing_class, datasets, objects)
         model, processing_class = loaded.model, loaded.processing_class
 
-        self.card_notes = CardNotes()
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
-        train_dataset = prepare_rows(train_dataset, "train", collator)
-        eval_dataset = prepare_rows(eval_dataset, "eval", collator)
+        train_dataset = collator.prepare(train_dataset, "train")
+        eval_dataset = collator.prepare(eval_dataset, "eval")
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
             no_warning_about_init_kwargs(loaded.by_name),
@@ -141,16 +138,13 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
                 else undecoded(train_dataset),
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                callbacks=callbacks,
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+                **objects,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        freeze_and_check(self.model, args, self.optimizer)
         self.train_dataset: Any = train_dataset
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
@@ -164,21 +158,12 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self._start_reading(
             datasets,
             columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
-            models=[self._unwrapped(self.model)],
             packs=bool(args.packing or args.eval_packing),
             outputs=("log_probs", "entropy", "is_top1"),
         )
         self._complete_parts()
 
     # Rows
-
-    def _prepare_rows(self, dataset: Any) -> Any:
-        return prepare_rows(dataset, "eval", self.data_collator)
-
-    def _example(self, row: Row, sequence: SupervisedSequence) -> tuple[Sequence, list[int], list[int]]:
-        ids, learned = sequence.input_ids, sequence.learned
-        chat = row.get("messages") or row.get("prompt") or []
-        return chat, ids[: int(learned.int().argmax())].tolist(), ids[learned].tolist()
 
     # Update
 
@@ -189,7 +174,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         training, mask = self.model.training, targets != -100
         packing = args.packing if training or args.eval_packing is None else args.eval_packing
         if args.self_check and training:
-            self.checks.on_sequences(model, sequences, bool(args.packing or args.eval_packing))
+            self.checks.on_rows(check_sequences, model, sequences, bool(args.packing or args.eval_packing))
         scores = self._policy.score(
             model,
             sequences,

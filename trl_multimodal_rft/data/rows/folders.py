@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
 from datasets.features.features import FeatureType
+from tqdm import tqdm
 
+from ...progress import progress_bar
 from ..reading.refs import MediaRef
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from ..reading.sources import fetch_file, open_file
@@ -25,7 +27,13 @@ _GROUP_BYTES, _GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
 T = TypeVar("T")
 
 
-def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rules: MediaRules = DEFAULT_RULES) -> None:
+def write_folder(
+    dataset: Dataset | DatasetDict,
+    folder: str | os.PathLike,
+    rules: MediaRules = DEFAULT_RULES,
+    *,
+    disable_tqdm: bool | None = False,
+) -> None:
     """
     Writes a dataset and its media to a folder that `load_dataset(folder)` reads.
 
@@ -39,6 +47,8 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
             Folder that is empty or doesn't exist.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
+        disable_tqdm (`bool`, *optional*, defaults to `False`):
+            Whether to show no progress bar, which terminals and notebooks alone have.
 
     Raises:
         `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
@@ -58,7 +68,8 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
     try:
         (aside / "data").mkdir()
         for split, rows in splits.items():
-            _write_split(rows, aside / "data", str(split), rules)
+            with progress_bar(len(rows), f"write {split}", disable=disable_tqdm) as bar:
+                _write_split(rows, aside / "data", str(split), rules, bar)
         mask = os.umask(0)  # `mkdtemp` ignores it
         os.umask(mask)
         aside.chmod(0o777 & ~mask)
@@ -75,13 +86,13 @@ def check_empty(folder: str | os.PathLike) -> None:
         raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")
 
 
-def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules) -> None:
+def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar: tqdm) -> None:
     if rows.format["type"] == "custom":
         raise ValueError(f"the split '{split}' has a transform, whose rows aren't stored; apply it with `map`.")
     if len(rows) == 0:
         raise ValueError(f"the split '{split}' has no rows, which `load_dataset` can't read; leave it out.")
     schema = rows.features.arrow_schema
-    files, groups = [], _groups(rows, schema, rules)
+    files, groups = [], _groups(rows, schema, rules, bar)
     group = next(groups, None)
     while group is not None:
         files.append(folder / f"{len(files):05}")
@@ -95,7 +106,7 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules) -> 
         file.rename(folder / f"{split}-{index:05}-of-{len(files):05}.parquet")
 
 
-def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.Table]:
+def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> Iterator[pa.Table]:
     """Row groups, with the bytes of their media."""
 
     def embedded(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
@@ -123,6 +134,7 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.
             table = table.set_column(table.column_names.index(column), field, pa.array([value], field.type))
         group.append(table.select(schema.names).cast(schema))
         size += group[-1].nbytes
+        bar.update()
         if size > _GROUP_BYTES or len(group) == _GROUP_ROWS or index == len(rows) - 1:
             yield pa.concat_tables(group).combine_chunks()
             group, size = [], 0

@@ -2,6 +2,7 @@
 """Turns pairs of completions into rows for a judge, which sees each pair in both orders."""
 
 import re
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -94,25 +95,21 @@ def check_pairs(dataset: Dataset) -> None:
 
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks of a prompt, of several messages with their roles."""
-    if isinstance(prompt, str):
-        return [_block(prompt)]
-    blocks = []
-    for message in prompt:
+    messages, blocks = [{"content": prompt}] if isinstance(prompt, str) else prompt, []
+    for message in messages:
         content = message["content"] or ""
-        blocks += [_block(f"{message['role']}: ")] if len(prompt) > 1 else []
+        blocks += [_block(f"{message['role']}: ")] if len(messages) > 1 else []
         blocks += [_block(content)] if isinstance(content, str) else content
-        blocks += [_block("\n")] if message is not prompt[-1] else []
+        blocks += [_block("\n")] if message is not messages[-1] else []
     return blocks
 
 
 def _joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Joins texts that follow each other, as some chat templates strip each block."""
     joined: list[dict[str, Any]] = []
-    for block in blocks:
-        if joined and block.get("text") is not None and joined[-1].get("text") is not None:
-            joined[-1] = _block(joined[-1]["text"] + block["text"])
-        else:
-            joined.append(block)
+    for is_text, group in groupby(blocks, lambda block: block.get("text") is not None):
+        found = [*group]
+        joined += [_block("".join(block["text"] for block in found))] if is_text else found
     return joined
 
 

@@ -1,0 +1,40 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Progress bars and lines between them, on the main process, and only where someone watches."""
+
+import os
+import sys
+
+from tqdm.auto import tqdm
+
+
+def in_notebook() -> bool:
+    if "IPython" not in sys.modules:
+        return False
+    from transformers.utils import is_in_notebook
+
+    return is_in_notebook()
+
+
+def is_watched() -> bool:
+    """Whether this is the main process, in a notebook or a terminal rather than a log."""
+    return os.environ.get("RANK", "0") == "0" and (in_notebook() or sys.stderr.isatty())
+
+
+def progress_bar(
+    total: int | None, label: str, unit: str = "row", *, disable: bool | None = False, initial: int = 0
+) -> tqdm:
+    """A bar that vanishes at its end. `disable` is that of `disable_tqdm`."""
+    hidden, done = bool(disable) or not is_watched(), {"initial": initial, "leave": False}
+    return tqdm(desc=label, total=total, unit=unit, disable=hidden, dynamic_ncols=True, **done)
+
+
+def write(*lines: str) -> None:
+    """Prints lines above the bars."""
+    tqdm.write("\n".join(lines))
+    sys.stdout.flush()
+
+
+def announce(text: str) -> None:
+    """Says what takes the next seconds, such as while a command starts."""
+    if is_watched():
+        tqdm.write(f"{text} ...", file=sys.stderr)

@@ -1,0 +1,104 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Pictures beside the tables of the commands, by their `--plot`: distributions, and accuracies with intervals."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..data.reading.decoding import require_module
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 3, 9.0, 2.2, 150  # inches
+_BINS = 40
+_BAR_HEIGHT = 0.28  # inches
+
+
+def check_plot(path: str | None) -> None:
+    """
+    Checks before the work whether its picture can be written.
+
+    Raises:
+        `ImportError`: If matplotlib is missing.
+        `ValueError`: If the file isn't a PNG, or its folder is missing.
+    """
+    if path is None:
+        return
+    require_module("matplotlib.figure", "plots")
+    if Path(path).suffix != ".png":
+        raise ValueError(f"`--plot {path}`: pictures are PNG files; name one that ends in `.png`.")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"`--plot {path}`: its folder is missing; make it, or name another one.")
+
+
+def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Sequence[float] | int = _BINS) -> "Figure":
+    """
+    Draws distributions, a panel for each name, with the median as a line.
+
+    Args:
+        values (`Mapping[str, Sequence[float]]`):
+            Values by their name, which is the panel's title. Those without values have no panel.
+        count_of (`str`):
+            What the vertical axis counts.
+        bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
+            Edges of the bars, or the number of bars. Whole numbers that are close have a bar each.
+    """
+    drawn = {name: np.asarray(each, dtype=float) for name, each in values.items() if len(each)}
+    n_columns = min(_COLUMNS, len(drawn)) or 1
+    n_rows = -(-len(drawn) // n_columns) or 1
+    figure = _figure(_WIDTH * n_columns / _COLUMNS, _ROW_HEIGHT * n_rows)
+    for i, (name, each) in enumerate(drawn.items()):
+        axes = figure.add_subplot(n_rows, n_columns, i + 1)
+        low, high, median = each.min(), each.max(), float(np.median(each))
+        is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(each % 1 == 0))
+        axes.hist(each, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
+        axes.axvline(median, color="C1", linewidth=1.2)
+        if is_narrow:
+            axes.xaxis.set_major_locator(require_module("matplotlib.ticker", "plots").MaxNLocator(integer=True))
+        axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
+        axes.set_title(
+            f"median {median:,.0f}" if median >= 1000 else f"median {median:.3g}", loc="right", fontsize=8, color="C1"
+        )
+        axes.set_ylabel(count_of if i % n_columns == 0 else "", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
+    """
+    Draws `accuracy` of all rows and of each value of `group_by`, with their confidence intervals.
+
+    Args:
+        metrics (`Mapping[str, float | None]`):
+            Metrics of an [`~evaluation.EvaluationResult`].
+    """
+    found = {name: value for name, value in metrics.items() if value is not None}
+    names = [name for name in found if name == "accuracy" or name.startswith("accuracy/")]
+    names = [name for name in names if f"{name}_low" in metrics][::-1]  # the ends of intervals have none
+    figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
+    axes = figure.add_subplot()
+    for i, name in enumerate(names):
+        axes.barh(i, found[name], color="C1" if name == "accuracy" else "C0", height=0.7)
+        if f"{name}_low" in found:  # enough rows for an interval
+            ends = [found[f"{name}_low"], found[f"{name}_high"]]
+            axes.plot(ends, [i, i], color="black", linewidth=1.2, marker="|", markersize=6)
+        axes.text(1.03, i, f"{found[name]:.1%}", fontsize=8, va="center")
+    labels = ["all rows" if name == "accuracy" else name.removeprefix("accuracy/") for name in names]
+    axes.set_yticks(range(len(names)), labels, fontsize=8)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(require_module("matplotlib.ticker", "plots").PercentFormatter(1))
+    axes.set_title("Accuracy and its confidence interval", loc="left", fontsize=9, fontweight="bold")
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    made = require_module("matplotlib.figure", "plots").Figure
+    return made(figsize=(width, height), dpi=_DPI, layout="constrained")
