@@ -69,10 +69,8 @@ def decode(
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
             What `generate` made of its arguments. Of the criteria, ends and the length are used, see [`decodes`].
-        input_ids (`torch.LongTensor`):
-            Left-padded prompts, shape `(B, P)`.
-        logits (`torch.Tensor`):
-            Logits behind the prompts, shape `(B, V)`.
+        input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
+            Left-padded prompts, shape `(B, P)`, and the logits behind them, shape `(B, V)`.
         layout, keeps ([`~forward.decoding.Decoding`], `bool`, *optional*):
             How prompts are shared, and whether the cache is used afterwards: it then holds all tokens but the last.
         in_step (`bool`, *optional*):
@@ -87,8 +85,7 @@ def decode(
     stop = cast(int, stopping_criteria.max_length)
     ends = next((each.eos_token_id.to(device) for each in stopping_criteria if hasattr(each, "eos_token_id")), None)
     pad = config.pad_token_id if config.pad_token_id is not None or ends is None else int(ends[0])
-    kept: dict[str, list[torch.Tensor]]
-    kept = {name: [] for name in ("logits", "scores") if getattr(config, f"output_{name}")}
+    kept = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
     leaves = not (keeps or kept or (layout is not None and layout.room))
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
@@ -97,8 +94,8 @@ def decode(
     finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
     groups = 1 if layout is None else layout.n_prompts
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
-    devices = None if device.type == "cpu" else torch.get_device_module(device).default_generators
-    generator, logits = torch.default_generator if devices is None else devices[device.index or 0], logits.float()
+    is_cpu, logits = device.type == "cpu", logits.float()
+    generator = torch.default_generator if is_cpu else torch.get_device_module(device).default_generators[device.index]
     processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
     with decoded_by(model, layout), getattr(model, "_optimize_model_for_decode", nullcontext)():
         while True:
@@ -108,10 +105,7 @@ def decode(
             for name, values in kept.items():
                 values.append(logits if name == "logits" else scores)
             token = ids[:, n : n + 1]
-            if config.do_sample:
-                torch.multinomial(scores.softmax(-1), 1, out=token)
-            else:
-                torch.argmax(scores, -1, keepdim=True, out=token)
+            _draw(scores, cast(bool, config.do_sample), token)
             n += 1
             if every > 1:
                 states.append(generator.get_state())
@@ -120,9 +114,8 @@ def decode(
                 if ends is not None:
                     _pad_behind_ends(ids[:, looked:n], finished, ends, pad)
                     left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
-                if left == 0 and ends is not None:
-                    surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                    if surplus:
+                if ends is not None and left == 0:
+                    if surplus := n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max()):
                         generator.set_state(states[-1 - surplus])
                         n -= surplus
                         if keeps:
@@ -131,8 +124,7 @@ def decode(
                     break
                 if in_step:
                     _most(left, device)
-                looked = n
-                states.clear()
+                looked, states = n, []
                 if leaves and 2 * left * groups <= len(step["input_ids"]):
                     index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), left)
                     rows = index if rows is None else rows[index]
@@ -156,6 +148,14 @@ def decode(
     for name, values in kept.items():
         output[name] = tuple(values[: n - start])
     return output
+
+
+def _draw(scores: torch.Tensor, is_random: bool, token: torch.Tensor) -> None:
+    """Writes a token of each row of scores into `token` `(B, 1)`."""
+    if is_random:
+        torch.multinomial(scores.softmax(-1), 1, out=token)
+    else:
+        torch.argmax(scores, -1, keepdim=True, out=token)
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
