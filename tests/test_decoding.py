@@ -14,10 +14,11 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
+from trl_multimodal_rft.forward import caches
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.decoding import Decoding
 from trl_multimodal_rft.forward.layout import split_samples
-from trl_multimodal_rft.generation import caches, decoding
+from trl_multimodal_rft.generation import decoding
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions
 

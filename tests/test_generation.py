@@ -11,10 +11,10 @@ from helpers.families import FAMILIES
 from transformers import GenerationConfig
 
 from trl_multimodal_rft.encoding.conversations import encode_prefix
+from trl_multimodal_rft.forward import caches
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.inputs import left_pad, to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
-from trl_multimodal_rft.generation import caches
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions, trim_after_eos
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward

@@ -71,10 +71,9 @@ def decode(
             What `generate` made of its arguments. Of the criteria, ends and the length are used, see [`decodes`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits behind them, shape `(B, V)`.
-        layout, keeps ([`~forward.decoding.Decoding`], `bool`, *optional*):
-            How prompts are shared, and whether the cache is used afterwards: it then holds all tokens but the last.
-        in_step (`bool`, *optional*):
-            Whether processes need each other's forwards, so that all go on until the last has ended.
+        layout, keeps, in_step ([`~forward.decoding.Decoding`], `bool`, `bool`, *optional*):
+            How prompts are shared; whether the cache is used afterwards: it then holds all tokens but the last; and
+            whether processes need each other's forwards, so that all go on until the last has ended.
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a

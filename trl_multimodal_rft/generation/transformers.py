@@ -20,12 +20,12 @@ from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import decoding_obstacle
+from ..forward.caches import CompletionLayer, share_prompts
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
 from ..forward.layout import group_by_prompt
 from ..forward.masks import POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
-from .caches import CompletionLayer, share_prompts
 from .decoding import decode, decodes, takes_cache
 
 

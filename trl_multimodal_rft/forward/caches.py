@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from ..forward.decoding import MASKED, Decoding
+from .decoding import MASKED, Decoding
 
 
 # Tokens to make room for at a time
