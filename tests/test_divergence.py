@@ -180,5 +180,5 @@ def test_scores_against_a_target(name, k):
         loss.backward()
         ours = {n: p.grad for n, p in model.named_parameters() if n in gradients}
         assert relative_difference(gradients, ours) <= 1e-5
-    states = policy.states(teacher, prompts, ids, mask, packed=True)
+    states = policy.states(teacher, (prompts, ids, mask), packed=True)
     assert_close(states, theirs, atol=1e-5, rtol=1e-5)

@@ -445,6 +445,7 @@ FORMS = {
         "prompt": [*chat("user", "Who?"), *chat("assistant", "A cat."), *chat("user", "Why?")],
     },
     "text": {"prompt": "What is it?", "chosen": " A cat.", "rejected": " A dog, maybe."},
+    "an answer without words": {"prompt": "What is it?", "chosen": " A cat.", "rejected": ""},
     "texts that start alike": {"chosen": "It is a cat.", "rejected": "It is a dog, maybe."},
 }
 

@@ -18,11 +18,14 @@ from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
-from trl_multimodal_rft.scripts import distillation, evaluate, filter, grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts import distillation, dpo, evaluate, filter, grpo, ppo, reward, rloo, sft
 from trl_multimodal_rft.scripts.arguments import parse
 
 
 MODEL = str(saved("qwen2_audio"))
+PAIR = {"chosen": "A bird.", "rejected": "A dog."}
+# Scripts that read completions, with their columns
+COMPLETED = {sft: {"completion": "A bird."}, dpo: PAIR, reward: PAIR}
 
 
 @pytest.fixture
@@ -53,13 +56,15 @@ def command(script, *words):
     else:
         given += ["--use_cpu", "--bf16", "False", "--output_dir", "trained", "--max_steps", "1", "--report_to", "none"]
         given += ["--per_device_train_batch_size", "2", "--gradient_checkpointing", "False"]
-        given += ["--max_completion_length", "2"] if script is not sft else []
+        given += ["--max_completion_length", "2"] if script not in COMPLETED else []
     script.main(*parse(script.ARGUMENTS, [*given, *words]))
 
 
-@pytest.mark.parametrize("script", [grpo, sft, evaluate, filter], ids=lambda each: each.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "script", [grpo, *COMPLETED, evaluate, filter], ids=lambda each: each.__name__.rpartition(".")[2]
+)
 def test_relative_paths_start_from_the_folder(script, folder):
-    write(audio="{i}.wav", **({"completion": "A bird."} if script is sft else {}))
+    write(audio="{i}.wav", **COMPLETED.get(script, {}))
     more = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
     with pytest.raises(MediaError, match=rf"column 'audio': no such file: '{folder}/\d.wav' \(relative paths start"):
         command(script, *more)

@@ -270,78 +270,54 @@ class PolicyForward:
             return prompt_states(models, prompt, device)
 
     def values(
-        self,
-        model: nn.Module,
-        critic: Critic | ValueHead,
-        prompts: Sequence[EncodedPrompt],
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
-        *,
-        packed: bool,
+        self, model: nn.Module, critic: Critic | ValueHead, completions: Completions, *, packed: bool
     ) -> torch.Tensor:
         """Values of the states before each completion token, `(B, C)`; `model` holds the `critic`."""
         policy = self.unwrapped(model)
 
-        def values(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
+        def values(call: Forward, batch: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
             if isinstance(critic, ValueHead):
-                return {"values": completion_scores(call, policy, *completions, value_head=critic, **options).values}
-            return {"values": completion_values(critic, critic.model, *completions, **options)}
+                return {"values": completion_scores(call, policy, *batch, value_head=critic, **options).values}
+            return {"values": completion_values(critic, critic.model, *batch, **options)}
 
-        batch = CompletionBatch(prompts, completion_ids, completion_mask)
         read = critic.model if isinstance(critic, Critic) else policy
-        return self._by_function(values, model, read, batch, packed).values
+        return self._by_function(values, model, read, completions, packed).values
 
-    def states(
-        self,
-        model: nn.Module,
-        prompts: Sequence[EncodedPrompt],
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
-        *,
-        packed: bool,
-    ) -> torch.Tensor:
+    def states(self, model: nn.Module, completions: Completions, *, packed: bool) -> torch.Tensor:
         """The hidden states that the LM head makes the distribution of each completion token of, `(B, C, H)`."""
         policy = self.unwrapped(model)
 
-        def states(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
-            scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
+        def states(call: Forward, batch: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
+            scores = completion_scores(call, policy, *batch, hidden=True, logps=False, **options)
             return {"hidden": scores.tensors()["hidden"]}
 
-        batch = CompletionBatch(prompts, completion_ids, completion_mask)
-        return self._by_function(states, model, policy, batch, packed).tensors()["hidden"]
+        return self._by_function(states, model, policy, completions, packed).tensors()["hidden"]
 
     def rewards(
-        self,
-        model: nn.Module,
-        prompts: Sequence[EncodedPrompt],
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
-        *,
-        packed: bool,
-        fallbacks: Fallbacks | None = None,
+        self, model: nn.Module, completions: Completions, *, packed: bool, fallbacks: Fallbacks | None = None
     ) -> Scores:
         """
         The scores that a reward model gives completions, as `values` `(B, 1)`, differentiable where gradients are
         enabled; see [`~forward.logprobs.completion_rewards`].
         """
-        policy, batch = self.unwrapped(model), CompletionBatch(prompts, completion_ids, completion_mask)
+        policy = self.unwrapped(model)
 
-        def rewards(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
-            return {"values": completion_rewards(call, policy, *completions, **options)}
+        def rewards(call: Forward, batch: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
+            return {"values": completion_rewards(call, policy, *batch, **options)}
 
-        return self._by_function(rewards, model, policy, batch, packed, fallbacks)
+        return self._by_function(rewards, model, policy, completions, packed, fallbacks)
 
     def _by_function(
         self,
         function: Callable[[Forward, CompletionBatch, dict], dict[str, torch.Tensor]],
         model: nn.Module,
         read: PreTrainedModel,
-        batch: CompletionBatch,
+        completions: Completions,
         packed: bool,
         fallbacks: Fallbacks | None = None,
     ) -> Scores:
         """What a function of a model's forward, of completions and of options returns, in parts; `read` gets them."""
-        fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        fallbacks, batch = self.fallbacks if fallbacks is None else fallbacks, CompletionBatch(*completions)
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
             completions = self._with_dummies(model, batch.rows(rows))

@@ -88,7 +88,7 @@ def check_pairs(
     def score(packed: bool) -> torch.Tensor:
         options = {"packed": packed, "fallbacks": measure.fallbacks}
         if rewards:
-            return policy.rewards(model, prompts, ids, mask, **options).values
+            return policy.rewards(model, (prompts, ids, mask), **options).values
         return policy.score(model, prompts, ids, mask, **options).logps
 
     return _compare(measure, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)

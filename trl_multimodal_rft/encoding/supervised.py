@@ -235,7 +235,7 @@ class SupervisedEncoder:
         whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
         for column in ("chosen", "rejected"):
             check_decoded(row.get(column), column, row.row_index)
-            if not row.get(column):
+            if row.get(column) in (None, []):  # an empty text is an answer
                 raise ValueError(
                     f"{name} has no `{column}`; give `prompt`, `chosen` and `rejected`, or remove the row."
                 )
@@ -516,7 +516,7 @@ def _chat(row: Mapping[str, Any], name: str, column: str = "completion") -> tupl
     if row.get("messages"):
         (*prompt, last), column = row["messages"], "messages"
         completion = [last]
-    if not prompt or not completion:
+    if not prompt or completion is None or completion == []:
         raise ValueError(
             f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
             "`messages` with the assistant's answer at the end."

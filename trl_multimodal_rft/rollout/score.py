@@ -106,7 +106,7 @@ def score_values(
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     values = torch.cat(
         [
-            policy.values(model, critic, prompts[part], ids[part], extended[part], packed=rollout.packed)
+            policy.values(model, critic, (prompts[part], ids[part], extended[part]), packed=rollout.packed)
             for part in parts
         ]
     )

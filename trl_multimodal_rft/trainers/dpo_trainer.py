@@ -210,8 +210,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
         """Scores of all chosen completions, of the rejected ones, and of the chosen ones after a view."""
-        completions = completions_to_score(self._policy, inputs, self.args)
-        return self._policy.score(model, **completions, compute_aux_loss=compute_aux_loss)
+        completions, packed = completions_to_score(self._policy, inputs, self.args)
+        return self._policy.score(model, *completions, packed=packed, compute_aux_loss=compute_aux_loss)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
         if return_outputs:

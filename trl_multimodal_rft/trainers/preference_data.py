@@ -15,7 +15,7 @@ from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
 from ..encoding.supervised import PreferencePair
-from ..policy import PolicyForward
+from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
 from ..rollout.stream import EncodedRow
 from ..views import View
@@ -140,9 +140,10 @@ class ComparisonCollator(PreferenceCollator):
         return pair
 
 
-def completions_to_score(policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig) -> dict[str, Any]:
-    """The completions of a micro-batch, packed where that is worth it, as arguments of a policy that scores them."""
+def completions_to_score(
+    policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig
+) -> tuple[Completions, bool]:
+    """The completions of a micro-batch, and whether they are packed, where that is worth it."""
     prompts = inputs["prompts"]
     packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
-    names = ("prompts", "completion_ids", "completion_mask")
-    return {**{name: inputs[name] for name in names}, "packed": packed}
+    return (prompts, inputs["completion_ids"], inputs["completion_mask"]), packed

@@ -171,7 +171,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     # Update
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
-        return self._policy.rewards(model, **completions_to_score(self._policy, inputs, self.args))
+        completions, packed = completions_to_score(self._policy, inputs, self.args)
+        return self._policy.rewards(model, completions, packed=packed)
 
     def compute_loss(
         self,

@@ -230,13 +230,8 @@ class Teacher:
             given = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **given)
         with torch.no_grad(), self._teaching() as model:
-            states = policy.states(
-                model,
-                rollout.teacher.prompts or rollout.prompts,
-                rollout.completion_ids,
-                rollout.completion_mask,
-                packed=rollout.packed,
-            )
+            completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
+            states = policy.states(model, completions, packed=rollout.packed)
             head = head_of(policy.unwrapped(model), self.rules[1])
             if self.average is not None and not args.loss_top_k:  # the weights are the student's again when it is used
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
