@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.cuda_path import Counts
 from helpers.encoding import build_encoded, encode_chats
-from helpers.families import FAMILIES
+from helpers.families import FAMILIES, every_family
 from transformers import GenerationConfig
 
 from trl_multimodal_rft.encoding.conversations import encode_prefix
@@ -44,7 +44,7 @@ def config(tokenizer, **kwargs):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_family())
 def test_shared_prefill_equals_generate(name, monkeypatch):
     """`test_families.test_by_name` compares greedy samples with `generate` on each prompt alone."""
     model, plain, processor, prompts = build(name)
