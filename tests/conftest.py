@@ -20,6 +20,8 @@ for folder in ("examples", "benchmarks"):
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # Shells ignore SIGINT in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+gc.disable()  # while much is imported that stays
+
 import torch  # noqa: E402
 from helpers.files import decoder  # noqa: E402, F401
 from helpers.reward_server import serve  # noqa: E402, F401
@@ -33,4 +35,5 @@ pytest_plugins = ["helpers.cpu_seconds", "helpers.forked"]
 def pytest_collection_finish():
     """Keeps the collector from what was imported: it costs a twelfth of the time otherwise, each time for nothing."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+    gc.set_threshold(50_000, 20, 20)

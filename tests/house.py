@@ -85,6 +85,11 @@ def private_names(trainer: type) -> set[str]:
 # Modules
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -97,7 +102,7 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
     """Returns those of the known modules that a module imports, at any depth, also for type checkers."""
     package = ".".join(path.relative_to(ROOT).parent.parts)
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             found |= {f"{source}.{each.name}" if f"{source}.{each.name}" in known else source for each in node.names}
@@ -209,7 +214,7 @@ def calls_against_layers() -> dict[str, list[str]]:
 @cache
 def trees() -> dict[str, ast.Module]:
     """Returns the syntax trees of the package's modules, by their names within it."""
-    return {name.removeprefix(f"{PACKAGE.name}."): ast.parse(path.read_text()) for name, path in modules().items()}
+    return {name.removeprefix(f"{PACKAGE.name}."): tree_of(path) for name, path in modules().items()}
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
@@ -348,7 +353,7 @@ def definitions(path: Path) -> Iterator[tuple[str, str, int]]:
             else:
                 yield from walk(child, prefix)
 
-    yield from walk(ast.parse(path.read_text()), "")
+    yield from walk(tree_of(path), "")
 
 
 def too_long() -> dict[str, dict[str, int]]:
@@ -370,7 +375,7 @@ def overridden_in_tests() -> list[str]:
     return sorted(
         f"{path.relative_to(ROOT / 'tests')}:{each.name}.{method.name}"
         for path in (ROOT / "tests").rglob("*.py")
-        for each in ast.walk(ast.parse(path.read_text()))
+        for each in ast.walk(tree_of(path))
         if isinstance(each, ast.ClassDef)
         for method in each.body
         if isinstance(method, ast.FunctionDef) and method.name in private and not method.name.startswith("__")

@@ -31,6 +31,8 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward.inputs import left_pad
+from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.models.towers import find_tower
 
@@ -518,6 +520,25 @@ def test_generate_equals_that_of_transformers(name):
         assert torch.equal(attention_mask[:, width:].bool(), action_mask)
     own = {key: value for key, value in inputs.items() if key in ("mm_token_type_ids", "token_type_ids")}
     assert torch.equal(batch.generate(actor, **own, **options)[0], expected)
+
+
+def test_repeated_prompts_are_prefilled_once(monkeypatch):
+    """By the loop of this package, with media and random numbers of the prompts' rows."""
+    model, _, prompts = bare("qwen2_5_vl")
+    actor, batch, rows = make("qwen2_5_vl"), make_batch([*prompts[:1] * 3, prompts[1]]), []
+    options = {"max_new_tokens": 6, "do_sample": True}
+    inputs = prompt_inputs(batch)
+    torch.manual_seed(0)
+    expected = model.generate(**inputs, **options, suppress_tokens=sorted(all_placeholder_ids(model, model)), top_k=0)
+
+    def count(prompts, pad_token_id):
+        rows.append(len(prompts))
+        return left_pad(prompts, pad_token_id)
+
+    monkeypatch.setattr(generation, "left_pad", count)
+    torch.manual_seed(0)
+    assert torch.equal(batch.generate(actor, **options)[0], expected)
+    assert rows == [2, 4]  # the latter for ids alone
 
 
 def test_end_of_sequence():

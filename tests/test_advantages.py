@@ -27,7 +27,7 @@ from trl_multimodal_rft.algorithms.shaping import RunningScale
 
 
 NAN, INF = math.nan, math.inf
-properties = settings(max_examples=50, deadline=None, derandomize=True)
+properties = settings(max_examples=30, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
 

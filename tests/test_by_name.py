@@ -20,6 +20,7 @@ from helpers.chats import video
 from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, FAMILIES, mel_extractor  # noqa: F401
 from helpers.files import write_film
+from helpers.marks import by_turns
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
     CONFIGS,
@@ -118,8 +119,7 @@ def remembered(monkeypatch) -> list:
 # Entry points
 
 
-@pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
-@pytest.mark.parametrize("trainer_class", POLICIES)
+@pytest.mark.parametrize(("trainer_class", "family"), by_turns(POLICIES, [OMNI, AUDIO, IMAGE]))
 def test_a_step_by_name(trainer_class, family, tmp_path):
     folder = checkpoint(family)
     objects = {"model": folder}
@@ -379,8 +379,7 @@ def assert_equal_weights(model, expected) -> None:
         assert torch.equal(value, others[name]), name
 
 
-@pytest.mark.parametrize("family", [OMNI, "qwen3_omni_moe"])
-@pytest.mark.parametrize("trainer_class", POLICIES)
+@pytest.mark.parametrize(("trainer_class", "family"), by_turns(POLICIES, ["qwen3_omni_moe", OMNI]))
 def test_a_released_omni_model_trains_as_its_thinker(trainer_class, family, tmp_path):
     folder, thinker = whole_omni(family)
     is_ppo = trainer_class is MultimodalPPOTrainer

@@ -95,7 +95,12 @@ def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype"), [(subject, torch.float32), (subject, torch.bfloat16), (released, torch.bfloat16)]
+    ("make", "dtype"),
+    [
+        (subject, torch.float32),
+        pytest.param(subject, torch.bfloat16, marks=pytest.mark.slow),
+        (released, torch.bfloat16),
+    ],
 )
 def test_an_engine_that_does_not_get_the_weights_raises(make, dtype):
     torch.manual_seed(0)

@@ -158,6 +158,7 @@ MISTAKES = [
     (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
     (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),
     (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
+    (["grpo", "--config", "geometry3k_cisp"], 1, "Did you mean `qwen2_5_vl_7b/geometry3k_cispo`?"),
     (["grpo", "--config", "geometry3k_ppo"], 1, "Did you mean `qwen2_5_vl_3b/geometry3k_ppo`?"),
     (["grpo", "--config", "number.yaml"], 2, "number.yaml: argument --learning_rate: invalid float value: 'fast'"),
     (["grpo", "--config", "steps.yaml"], 2, "steps.yaml: argument --max_steps: invalid int value: '[3]'"),
@@ -258,7 +259,7 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["families", "grpo"])
+@pytest.mark.parametrize("command", ["families", "grpo", "python"])
 def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_path):
     """In new processes, since an environment is read where it is imported."""
     (tmp_path / "torchvision").mkdir()
@@ -266,6 +267,7 @@ def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_pat
     (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError('{reason}')")
     words = run_of(1, tmp_path)
     words = words if command == "grpo" else [*words[:3], command]
+    words = words if command != "python" else [words[0], "-c", "from trl_multimodal_rft import MultimodalSFTTrainer"]
     path = os.pathsep.join([str(tmp_path), *sys.path])
     run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     last = run.stderr.splitlines()[-1]
@@ -273,8 +275,9 @@ def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_pat
     expected = (
         f"packages of this environment don't fit together: {reason}. It has {versions}; install versions that fit"
     )
-    assert run.returncode == 1 and last.startswith(f"trl-multimodal-rft {command}: error: {expected}, see 'Packages ")
-    assert "Traceback" not in run.stderr
+    start = "ImportError" if command == "python" else f"trl-multimodal-rft {command}: error"
+    assert run.returncode == 1 and last.startswith(f"{start}: {expected}, see 'Packages ")
+    assert ("Traceback" in run.stderr) == (command == "python")
 
 
 @pytest.mark.slow

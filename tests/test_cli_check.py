@@ -107,7 +107,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     assert [i for i in lengths if lengths[i] > limit] == [20]
     assert f"{len(failed) + 1} of 24 rows" in report.split("## ")[0]
     causes = report.split("## What would fail")[1].split("\n## ")[0].split("### ")[1:]
-    rows = [[int(i) for i in cause.split("Rows: ")[1].split(",")] for cause in causes]
+    rows = [[int(i.split()[0]) for i in cause.split("Rows: ")[1].split(",")] for cause in causes]
     assert sorted(map(tuple, rows)) == sorted([(3, 11), (8,), (14,), (17,)] + [(5, 6)] * (overlong == "raise"))
     for cause, places in zip(causes, rows, strict=True):
         reason = failed[places[0]].split(": ", 1)[1]
@@ -124,7 +124,8 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
     assert shown["audio"]["share"] == f"{100 * sum(tokens.values()) / sum(lengths.values()):.3g} %"
     assert f"Overlong, of more than {limit} tokens: 1 of 24 rows (4.17 %). Rows: 20" in report
     cut = " which is cut" if overlong == "truncate" else ""
-    assert f"Audio beyond the model's window{',' * bool(cut)}{cut}: 2 of 24 rows (8.33 %). Rows: 5, 6" in report
+    places = "Rows: 5 (beyond.wav), 6 (beyond.wav)"
+    assert f"Audio beyond the model's window{',' * bool(cut)}{cut}: 2 of 24 rows (8.33 %). {places}" in report
     assert table(report, "kind")["audio"]["max"] == "1"
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -167,7 +168,7 @@ def test_streams_and_files(tmp_path, capsys):
     ):
         run("--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options, status=1)
         report = capsys.readouterr().out
-        assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1, 4\n" in report
+        assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1 (b.png), 4 (c.png)\n" in report
         assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
         media = table(report, "kind")["image"]
         assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
@@ -241,6 +242,23 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
     assert "All 3 rows would train." in capsys.readouterr().out
     run(*options, "--dataset_name", tmp_path / "none", status=1)
     assert "There is no file or folder" in capsys.readouterr().err
+
+
+def test_files_silence_and_repeated_rows(tmp_path, capsys):
+    sounds = {"loud": audio(0.3)["audio"], "same": audio(0.3)["audio"], "mute": np.full(4800, 9e-4)}
+    for name, samples in sounds.items():
+        soundfile.write(tmp_path / f"{name}.wav", samples, RATE, "FLOAT")
+    (tmp_path / "bad.wav").write_bytes(b"RIFF but no more")
+    names = ["loud", "mute", "same", "bad", "loud"]
+    rows = [{"prompt": user("What?"), "audio": str(tmp_path / f"{name}.wav")} for name in names]
+    rows += [{**rows[0], "prompt": user("Is there a cat?")}]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--num_workers", 0]
+    run(*words, status=1)
+    report = capsys.readouterr().out
+    assert "Rows: 3 (bad.wav)" in report
+    assert "Silence, nowhere above -60 dB: 1 of 6 rows (16.7 %). Rows: 1 (mute.wav)" in report
+    assert "The prompt and media of an earlier row: 2 of 6 rows (33.3 %). Rows: 2 (as 0), 4 (as 0)" in report
 
 
 def test_sizes(tmp_path, capsys):

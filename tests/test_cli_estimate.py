@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The estimates of `trl-multimodal-rft estimate` match the memory of a run."""
 
+import functools
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -49,6 +50,13 @@ def folder(tmp_path_factory):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+@functools.cache
+def measured(folder, *words):
+    """Without gradient checkpointing or casts, which take `estimate` longer."""
+    plain = ["--no-gradient_checkpointing", "--no-bf16"]
+    return estimate.measure(parse("--model_name_or_path", folder, *TINY, *plain, *words))
 
 
 @pytest.fixture
@@ -132,20 +140,10 @@ def test_watch():
     assert live.operations == 2 * 3 * 4 * 5
 
 
-def test_frozen_tower_keeps_nothing_and_has_no_backward(folder, small_tile):
+def test_frozen_tower_keeps_nothing_and_has_no_backward(folder):
     """In the policy and in a separate critic."""
-    words = [
-        "--model_name_or_path",
-        folder,
-        "--trainer",
-        "ppo",
-        "--device",
-        "cpu",
-        "--no-gradient_checkpointing",
-        *TINY,
-    ]
     whole, frozen, pattern = (
-        estimate.measure(parse(*words, *more))
+        measured(folder, "--trainer", "ppo", "--device", "cpu", *more)
         for more in ((), ("--freeze", "vision_tower,projector"), ("--freeze", "model.visual"))
     )
     tower = whole.modules["vision_tower"][0] + whole.modules["projector"][0]
@@ -223,10 +221,8 @@ def test_prompts_are_held_once_while_sampling(folder):
             copied, held_once = (memory(args, numbers(sharing=n, **cache))["KV cache"] for n in (1, group))
             assert copied == group * (2 * (length + 512) + 3 * 1024)
             assert held_once == 2 * length + 3 * 1024 + group * (2 + 3) * 512
-    assert estimate.measure(parse("--model_name_or_path", folder, *TINY)).sharing == 1  # of 60 tokens
-    for more, sharing in (([], 4), (["--packing", "padded"], 1), (["--strategy", "zero2", "--gpus", 2], 1)):
-        args = parse("--model_name_or_path", folder, *TINY, "--prompt_tokens", 80, *more)
-        assert estimate.measure(args).sharing == sharing
+    for more, sharing in (([], 4), (["--packing", "padded"], 1), (["--strategy", "zero2", "--gpus", 2], 4)):
+        assert measured(folder, "--images", 0, *more).sharing == sharing
 
 
 def test_advice_to_wait_on_the_host():
@@ -239,8 +235,9 @@ def test_advice_to_wait_on_the_host():
 
 def test_supervised_rows(folder):
     """No rows share a prompt, and nothing is sampled."""
-    words = ["--model_name_or_path", folder, *TINY, "--trainer"]
-    said = {name: estimate.measure(parse(*words, name)) for name in ("grpo", "sft")}
+    said = {
+        name: measured(folder, "--images", 0, *more) for name, more in (("grpo", ()), ("sft", ("--trainer", "sft")))
+    }
     assert said["sft"].tokens == 4 * (60 + 24) and said["grpo"].tokens == 60 + 4 * 24
     parts = memory(parse("--model_name_or_path", folder, *TINY, "--trainer", "sft"), said["sft"])
     assert parts["generation"] == parts["KV cache"] == 0 and parts["peak"] == parts["update"]
@@ -269,23 +266,19 @@ def test_options_of_a_run(tmp_path):
 
 
 def test_budget_and_batch(folder):
-    many = [*TINY, "--per_device_train_batch_size", "8", "--no-bf16"]
-    whole = estimate.measure(parse("--model_name_or_path", folder, *many))
-    budget = estimate.measure(parse("--model_name_or_path", folder, *many, "--max_tokens_per_microbatch", 160))
+    many = ["--per_device_train_batch_size", "8"]
+    whole, budget = measured(folder, *many), measured(folder, *many, "--max_tokens_per_microbatch", 160)
     assert (whole.parts, budget.parts, budget.tokens) == (1, 2, 60 + 4 * 24)
     assert budget.held < 0.6 * whole.held and budget.operations > 1.2 * whole.operations
 
 
 def test_a_split_group(folder):
     """Memory is that of the prompt and a chunk, operations count the prompt once; engines repeat it."""
-    many = [*TINY, "--per_device_train_batch_size", "8", "--num_generations", "8", "--no-bf16"]
+    many = ["--per_device_train_batch_size", "8", "--num_generations", "8", "--gradient_checkpointing"]
     split = ["--max_tokens_per_microbatch", 60 + 2 * 24]
-
-    def measured(*words):
-        return estimate.measure(parse("--model_name_or_path", folder, *many, *words))
-
-    whole, chunks, engine = measured(), measured(*split), measured(*split, "--strategy", "fsdp2")
-    alone = measured("--per_device_train_batch_size", "2")
+    whole, chunks = measured(folder, *many), measured(folder, *many, *split)
+    engine = measured(folder, *many, *split, "--strategy", "fsdp2")
+    alone = measured(folder, *many, "--per_device_train_batch_size", "2")
     assert (whole.parts, chunks.parts, chunks.tokens) == (1, 4, 60 + 2 * 24)
     assert chunks.peak <= 1.1 * alone.peak < 0.7 * whole.peak
     assert whole.operations < chunks.operations < 1.45 * whole.operations < engine.operations
@@ -306,9 +299,7 @@ def test_a_split_group_of_half_a_million_tokens():
 
 
 def test_a_view_is_another_prompt(folder):
-    few = [*TINY, "--per_device_train_batch_size", "4", "--num_generations", "4", "--no-bf16"]
-    plain = estimate.measure(parse("--model_name_or_path", folder, *few))
-    view = estimate.measure(parse("--model_name_or_path", folder, *few, "--loss_view", "blank(kl_coef=0.01)"))
+    plain, view = measured(folder), measured(folder, "--loss_view", "blank(kl_coef=0.01)")
     assert view.tokens == 2 * plain.tokens and view.held > 1.8 * plain.held
 
 

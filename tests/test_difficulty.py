@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, Image, load_dataset
 from helpers import rloo_runs
+from helpers.marks import by_turns
 from helpers.trainer_utils import InjectedOurs, Recorded, Recording, image_rows, keys, logged, make_trainer, run, saved
 
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -189,9 +190,8 @@ def numbers(trainer) -> list[list[int]]:
     return [draw.batch.source.row_indices[::4] for draw in trainer.draws]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("column", [False, True])
-def test_run_draws_by_what_it_measures(prefetch, column):
+@pytest.mark.parametrize(("column", "prefetch"), by_turns([False, True], [1, 0]))
+def test_run_draws_by_what_it_measures(column, prefetch):
     """A sampler that is told the rewards of the run draws the same rows."""
     known = [0.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.5, None] if column else None
     dataset = rows(pass_rate=known) if column else rows()

@@ -669,6 +669,18 @@ def run_script(options: list[str]) -> None:
     evaluate_script.main(*parse(evaluate_script.ARGUMENTS, options))
 
 
+def test_a_folder_of_one_split_is_that_of_training(spoken, tmp_path, capsys):
+    options = [*spoken[2], str(saved("qwen2_audio")), "--reward_funcs", "accuracy_reward"]
+    file = tmp_path / "data" / "test.parquet"
+    line = "The rows are those of 'train', which training may have used.\n"
+    for words, is_said in ((["--dataset_name", str(file)], True), ([], False)):
+        run_script([*options, *words])
+        assert (line in capsys.readouterr().out) == is_said
+    file.rename(file.with_name("train.parquet"))
+    run_script(options)
+    assert line in capsys.readouterr().out
+
+
 def test_the_script_prints_per_cent_with_intervals_and_answers(spoken, tmp_path, capsys):
     rows, answers, options = spoken
     run_script([*options, str(saved("qwen2_audio")), "--reward_funcs", "accuracy_reward"])

@@ -196,9 +196,9 @@ def test_arguments(tmp_path):
 
 def test_with_noise(tmp_path):
     for dataset, read in (
-        (spoken_digits(tmp_path, train_rows=50, test_rows=10)["train"], read_recording),
-        (handwritten_digits()["train"].select(range(50)), read_picture),
-        (moving_digits(50, 4, frames=2)["train"], read_video),
+        (spoken_digits(tmp_path, train_rows=30, test_rows=10)["train"], read_recording),
+        (handwritten_digits()["train"].select(range(30)), read_picture),
+        (moving_digits(30, 4, frames=2)["train"], read_video),
     ):
         noisy = with_noise(dataset, every=2)
         assert noisy.features == dataset.features and noisy["solution"] == dataset["solution"]
@@ -210,7 +210,7 @@ def test_with_noise(tmp_path):
             if changed[-1]:
                 samples = samples.reshape(-1)
                 assert abs(np.corrcoef(samples[1:], samples[:-1])[0, 1]) < 0.2  # 0 for white noise
-        assert changed == [row // 10 % 2 == 0 for row in range(50)]
+        assert changed == [row // 10 % 2 == 0 for row in range(30)]
 
 
 def read_recording(row):

@@ -12,6 +12,7 @@ from helpers.completions import random_completions
 from helpers.encoding import build_encoded
 from helpers.families import ALL_FAMILIES, every_family
 from helpers.grpo_runs import FAMILY, TWO
+from helpers.marks import by_turns
 from helpers.trainer_utils import (
     TRAINERS,
     Injected,
@@ -224,17 +225,16 @@ def frozen_adapter(family, wrapped, **settings):
 SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["merger"]}
 
 
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
-@pytest.mark.parametrize(
-    ("kind", "family", "objects", "options"),
-    [
-        ("grpo", FAMILY, (False, {}), {"beta": 0.1, "num_iterations": 2}),
-        ("grpo", FAMILY, (True, {}), {"beta": 0.1}),
-        ("rloo", "qwen2_audio", (False, {}), {"beta": 0.1}),
-        ("distillation", FAMILY, (True, {}), {"self_teacher": "base"}),
-        ("distillation", FAMILY, (True, SAVED), {"self_teacher": "base"}),
-    ],
-)
+ADAPTERS = [
+    ("grpo", FAMILY, (False, {}), {"beta": 0.1, "num_iterations": 2}),
+    ("grpo", FAMILY, (True, {}), {"beta": 0.1}),
+    ("rloo", "qwen2_audio", (False, {}), {"beta": 0.1}),
+    ("distillation", FAMILY, (True, {}), {"self_teacher": "base"}),
+    ("distillation", FAMILY, (True, SAVED), {"self_teacher": "base"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "objects", "options", "packing"), by_turns(ADAPTERS, ["prefix", "padded"]))
 def test_reference_and_teacher_see_without_a_frozen_adapter(kind, family, objects, options, packing, monkeypatch):
     rows = (audio_rows if family == "qwen2_audio" else image_rows)(4)
     tower = "audio_tower" if family == "qwen2_audio" else "vision_tower"

@@ -91,7 +91,7 @@ def test_hostile_completions_have_rewards_in_linear_time(name, seeds):
             seconds = [min(cpu_seconds(function, text, solution) for _ in range(3)) for text in texts]
         assert seconds[-1] < min(1, 30 * max(seconds[0], 0.01)), (seed, seconds)
     for text in KNOWN:
-        assert min(cpu_seconds(function, text, references[0]) for _ in range(2)) < 1, ascii(text[:20])
+        assert any(cpu_seconds(function, text, references[0]) < 1 for _ in range(2)), ascii(text[:20])
 
 
 # Scores

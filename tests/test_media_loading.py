@@ -15,6 +15,7 @@ import soundfile
 import torch
 from helpers import chats, clips, families
 from helpers.files import image_file, ref, sound_file, video_file
+from helpers.marks import by_turns
 from PIL import ExifTags, Image
 from qwen_vl_utils.vision_process import to_rgb
 from test_media_sources import answer, site  # noqa: F401
@@ -423,14 +424,15 @@ def test_frames_are_those_of_their_numbers(name, codec, fps, decoder):
         assert np.array_equal(load_video(ref("video", data), lambda metadata: chosen)[0], frames[chosen])  # noqa: B023
 
 
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
+# From a keyframe, with an edit list, with pictures before it, and from behind a keyframe
+STARTS = [(0, 0), (0, 5), (0, -3), (2, 4)]
+
+
 @pytest.mark.parametrize(
-    ("start", "hidden"),
-    [(0, 0), (0, 5), (0, -3), (2, 4)],
-    ids=["at a keyframe", "with an edit list", "with pictures before it", "behind a keyframe"],
+    ("start", "hidden", "codec", "container"),
+    by_turns([(*s, c) for c in ("H.264", "H.264, open groups", "HEVC") for s in STARTS], ["mp4", "matroska"]),
 )
-@pytest.mark.parametrize("codec", ["H.264", "H.264, open groups", "HEVC"])
-def test_clips_cut_without_encoding_show_what_ffmpeg_shows(codec, start, hidden, container, decoder):
+def test_clips_cut_without_encoding_show_what_ffmpeg_shows(start, hidden, codec, container, decoder):
     if clips.CODECS[codec][0] not in av.codecs_available:
         pytest.skip("PyAV has no encoder of it")
     data = clips.trimmed(clips.encoded(codec), start, hidden, container)
@@ -450,8 +452,7 @@ def test_clips_cut_without_encoding_show_what_ffmpeg_shows(codec, start, hidden,
     assert torch.equal(sampled, stills)
 
 
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
-@pytest.mark.parametrize("codec", clips.CODECS)
+@pytest.mark.parametrize(("codec", "container"), by_turns(clips.CODECS, ["mp4", "matroska"]))
 def test_frames_are_whole_whichever_is_asked_for(codec, container, decoder):
     """Also covers keyframes with gradual refresh."""
     if clips.CODECS[codec][0] not in av.codecs_available:

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import transformers as hf
 from datasets import Dataset, DatasetDict
+from helpers.chats import chat, text, video
+from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
 from peft import LoraConfig
 from torch.utils.data import TensorDataset
 
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.processors import load_processor
+from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.models.reward_model import load_reward_model
 
@@ -321,6 +325,20 @@ def test_model_without_its_head(tmp_path, rows):
         with pytest.raises(ValueError, match=type(model).__name__ + message):
             arguments = {"reward_funcs": length_and_sum} if kind == "grpo" else {}
             TRAINERS[kind](model, args=config(kind, tmp_path), train_dataset=rows, **arguments)
+
+
+def test_a_classifier_is_no_policy(tmp_path, rows):
+    load_reward_model(saved("qwen2_5_vl")).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="a Qwen2_5_VLForSequenceClassification, which scores and writes no text; na"):
+        TRAINERS["grpo"](str(tmp_path / "model"), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+
+
+def test_videos_of_different_lengths():
+    model, processor = ALL_FAMILIES["internvl"].build()
+    prompt = chat(video(4, 56, 56, seed=1), video(6, 56, 56, seed=2), text("Compare."))
+    [row] = rows_to_messages([{"prompt": prompt}])
+    with pytest.raises(ValueError, match=r"same number of frames, got \[4, 6\]; set `nframes` in their blocks, or"):
+        encode_prompt(row["prompt"], processor, model)
 
 
 def test_adapter_without_a_base(tmp_path):

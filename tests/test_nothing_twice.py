@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO
-from helpers.marks import slow_but
+from helpers.marks import by_turns, slow_but
 from helpers.samplers import FromEngine
 from helpers.trainer_utils import (
     TRAINERS,
@@ -188,11 +188,10 @@ def longer(kind, name):
     return subclass
 
 
-@pytest.mark.parametrize("budget", [None, 48])
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [("grpo", "listed"), *((kind, name) for kind in ("grpo", "rloo") for name in ("_loss", "_compute_loss"))],
-)
+TERMS = [("grpo", "listed"), *((kind, name) for kind in ("grpo", "rloo") for name in ("_loss", "_compute_loss"))]
+
+
+@pytest.mark.parametrize(("kind", "own", "budget"), by_turns(TERMS, [48, None]))
 def test_a_term_on_all_tokens_needs_them(kind, own, budget, monkeypatch):
     """In a loss that a user listed, and in those of subclasses, for batches of which half has no advantage."""
     options = {"reward": half_dead, "beta": 0.0, "learning_rate": 0.03, "max_tokens_per_microbatch": budget}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO
+from helpers.marks import slow_but
 from helpers.resumed_runs import Recording, checkpoint, logged, same_weights
 from helpers.samplers import PseudoRandom, Wrapped
 from helpers.trainer_utils import TRAINERS, image_rows, load, make_trainer, metrics, norm, run
@@ -124,7 +125,7 @@ def test_gradients_of_an_update_that_samples_twice(kind):
     assert [each["gradients"] for each in ours.trainer.sampler.live] == [0] * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "ppo"))
 def test_adapter(kind):
     """With the model's own samples."""
     options = {"objects": {"peft_config": LORA}, "sampler": Counting, "beta": 0.1, **TWO, **ADAM}

@@ -173,7 +173,6 @@ CASES = {
 # One run, resumed once, per mechanism
 QUICK = {
     "replay, dynamic sampling, adaptive KL",
-    "synchronised reference",
     "dropout",
     "frozen encoder",
 }

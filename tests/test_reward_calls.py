@@ -4,6 +4,8 @@
 import functools
 import re
 import traceback
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 from datasets import Dataset
@@ -114,9 +116,21 @@ def test_parameters_are_checked_before_anything_is_sampled(reward, name, taken, 
 
 
 def test_a_parameter_that_is_no_column_is_named(tmp_path):
-    trainer = trainer_of(other_column, tmp_path)
-    with pytest.raises(ValueError, match=r"'other_column' needs 'answer', but it is called with .*solution.*column"):
-        trainer.train()
+    """At construction, also of functions of this package and of those with settings."""
+    alone = rows().remove_columns("solution")
+    for reward, data, message in (
+        (other_column, rows(), r"'other_column' needs 'answer', but it is called with .*solution.*column"),
+        (partial(other_column, answer="a"), rows(), None),
+        (accuracy_reward, alone, r"accuracy_reward compares with the dataset column `solution`, which is missing"),
+        ("length_reward(max_length=9)", alone, r"the dataset column `solution`, which is missing"),
+        (
+            accuracy_reward,
+            alone.with_transform(lambda batch: batch | {"solution": ["a"] * len(batch["prompt"])}),
+            None,
+        ),
+    ):
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            trainer_of(reward, tmp_path, data)
 
 
 # Failures

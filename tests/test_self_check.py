@@ -233,8 +233,13 @@ def test_packing_that_fails_falls_back_to_padded(error, monkeypatch, caplog):
 
 
 def test_sampling_from_a_wrong_cache_falls_back_to_separate_prefills(monkeypatch):
-    # All other tokens attend to the last token of a bidirectional prefix, so the prefill must include it
-    monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
+    # Tokens that are decoded don't see the last ones of their prompt
+    share = generation.share_prompts
+    monkeypatch.setattr(
+        generation,
+        "share_prompts",
+        lambda cache, mask, *args: share(cache, mask.index_fill(1, torch.tensor([mask.size(1) - 1]), 0), *args),
+    )
     check = subject("paligemma", image_rows(2)).check()
     assert not check.fallbacks.shared_prefill and "separate prefills" in str(check)
     assert check.sampled <= check.tolerance

@@ -320,7 +320,9 @@ def run_script(trainer_class, script: dict):
 
 
 # RLOO has the rollout of GRPO; the default run has its specific scripts, and two that both share
-SHARED_SLOW = set(SHARED) - {*SHARED[:2]}
+SLOW = {("rloo", name) for name in SHARED[2:]}
+# Beside "instance", "sampling" and "conversational"
+SLOW |= {("grpo", name) for name in ("how to load", "instance without tokenizer", "beams", "without shuffling")}
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ SHARED_SLOW = set(SHARED) - {*SHARED[:2]}
         pytest.param(
             *each,
             id=f"{each[0]}: {each[1]}",
-            marks=[pytest.mark.slow] * (each[0] == "rloo" and each[1] in SHARED_SLOW),
+            marks=[pytest.mark.slow] * (each[:2] in SLOW),
         )
         for each in SCRIPTS
     ],

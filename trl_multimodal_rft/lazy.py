@@ -4,6 +4,8 @@
 import importlib
 from collections.abc import Callable
 
+from .versions import unfit_packages
+
 
 def lazy_names(package: str, modules: dict[str, str]) -> tuple[Callable, Callable, list[str]]:
     """The attributes of a package that imports its names lazily."""
@@ -11,6 +13,11 @@ def lazy_names(package: str, modules: dict[str, str]) -> tuple[Callable, Callabl
     def load(name: str):
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{modules[name]}", package), name)
+        try:
+            return getattr(importlib.import_module(f".{modules[name]}", package), name)
+        except (ImportError, RuntimeError) as error:
+            if (unfit := unfit_packages(error)) is None:
+                raise
+            raise ImportError(unfit) from error
 
     return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), list(modules)

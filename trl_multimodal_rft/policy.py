@@ -484,8 +484,7 @@ class PolicyForward:
                     device,
                     surplus=surplus,
                     shared_prefill=shared_prefill,
-                    shared_prefixes=not is_sharded,
-                    decoding_loop=not is_sharded,
+                    in_step=is_sharded,
                     dummies=dummies,
                     branches=branches,
                 )

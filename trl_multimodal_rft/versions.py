@@ -3,9 +3,10 @@
 
 import inspect
 import pkgutil
+import re
 import warnings
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 
 from packaging.specifiers import SpecifierSet
 
@@ -218,3 +219,17 @@ def is_torchcodec_usable() -> bool:
     except (ImportError, OSError, RuntimeError):
         return False
     return getattr(torchcodec, "ffmpeg_major_version", True) is not None  # `None` without FFmpeg, since 0.16
+
+
+def unfit_packages(error: BaseException) -> str | None:
+    """The last cause of an error by which transformers and TRL only name what they couldn't import."""
+    if not re.match(r"Could not import module|Failed to import", str(error)) or error.__cause__ is None:
+        return None
+    while error.__cause__ is not None:
+        error = error.__cause__
+    versions = {each.name: f"{each.name} {each.version}" for each in distributions()}
+    found = ", ".join(versions[name] for name in ("torch", "torchvision", "transformers") if name in versions)
+    return (
+        f"packages of this environment don't fit together: {' '.join(str(error).split())}. It has {found}; install "
+        "versions that fit, see 'Packages that don't fit' in docs/install.md."
+    )

@@ -367,7 +367,8 @@ def stored_runs() -> dict[str, dict]:
 
 # Whose paths others have, too
 SLOW = {name for name in RUNS if name.endswith(("padded", "text"))} - {"grpo text", "ppo image padded"}
-SLOW |= {"grpo audio", "grpo pointwise", "grpo sequence level", "rloo image tool", "sft audio"}
+SLOW |= {"grpo audio", "grpo pointwise", "grpo sequence level", "rloo image tool", "sft audio", "rloo engine"}
+SLOW |= {"grpo normalize_then_sum", "grpo evaluation", "grpo synchronised reference", "grpo engine padded"}
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

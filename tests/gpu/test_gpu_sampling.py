@@ -6,13 +6,6 @@ import sys
 import pytest
 from test_decoding import assert_same, build, options, sample
 
-from trl_multimodal_rft.generation import transformers as generation
-
-
-@pytest.fixture(autouse=True)
-def any_length(monkeypatch):
-    monkeypatch.setattr(generation, "_WORTH_SHARING", 1)
-
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
 def test_tokens_and_random_state_are_those_of_generate(name, device):
@@ -28,9 +21,9 @@ def test_bfloat16(name, device):
     """The first logits behind a prompt are as close to those in float32 as those of `generate`."""
     model, tokenizer, rows = build(name)
     config = options(tokenizer, max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
-    expected = sample(model.to(device), rows, config, decoding_loop=False)[0].logits[0].log_softmax(-1)
+    expected = sample(model.to(device), rows, config, shared_prefill=False)[0].logits[0].log_softmax(-1)
     model.bfloat16()
-    theirs, ours = (sample(model, rows, config, decoding_loop=own)[0].logits[0] for own in (False, True))
+    theirs, ours = (sample(model, rows, config, shared_prefill=own)[0].logits[0] for own in (False, True))
     errors = [(each.log_softmax(-1) - expected).square().mean().sqrt() for each in (theirs, ours)]
     assert 0 < errors[1] <= 1.5 * errors[0]
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Clips that editors cut without re-encoding, and the frames that FFmpeg decodes from them."""
 
+import functools
 import io
 
 import av
@@ -22,6 +23,7 @@ CODECS = {
 }
 
 
+@functools.cache
 def encoded(name, container="mp4"):
     """Returns a clip of 60 distinct frames."""
     codec, options = CODECS[name]
@@ -29,6 +31,7 @@ def encoded(name, container="mp4"):
     return video_file(frames, container, codec, RATE, options=options)
 
 
+@functools.cache
 def trimmed(data, start, hidden, container="mp4"):
     """Returns a clip from the second group on, with copied packets."""
     out = io.BytesIO()
@@ -53,6 +56,7 @@ def placed(data, matrix):
     return data[:place] + b"".join(n.to_bytes(4, "big") for n in matrix) + data[place + 36 :]
 
 
+@functools.cache
 def shown(data):
     """Decodes all frames from the first, like the program `ffmpeg`."""
     with av.open(io.BytesIO(data)) as file:

@@ -200,6 +200,7 @@ def end_as_python_does(error: BaseException | None) -> None:
 
 def main() -> None:
     address = os.environ["TESTS_FORK_SERVER"]
+    gc.disable()
     own = {os.path.realpath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [str(TESTS), str(TESTS.parent), *sys.path[1:]]
     from helpers import forked
@@ -215,6 +216,8 @@ def main() -> None:
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # ends with the tests, however they end
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 20, 20)
     forks = Forks(address)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:

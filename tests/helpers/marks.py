@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Selects the cases of a test for the default run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -13,4 +13,15 @@ def slow_but(values: Iterable, *kept) -> list:
         if value in kept
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
         for value in values
+    ]
+
+
+def by_turns(cases: Iterable, others: Sequence) -> list:
+    """Combines each case with each other value; all but one combination of a case are slow, another one by turns."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), other, marks=[pytest.mark.slow] * (j != i % len(others))
+        )
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
     ]

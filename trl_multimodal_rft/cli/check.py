@@ -2,6 +2,7 @@
 """`trl-multimodal-rft check`: which rows of a dataset would not train, and how long the others are."""
 
 import argparse
+import hashlib
 import os
 import re
 from array import array
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
-from ..data.reading.refs import MediaError, iter_refs, without_credentials
+from ..data.reading.refs import MediaError, iter_refs, shown_url, without_credentials
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.columns import MEDIA_COLUMNS
@@ -39,6 +40,7 @@ from ..scripts.prompts import with_system_message, with_texts
 
 
 _LISTED = 20  # rows and columns of a cause
+_SILENCE = 1e-3  # smallest peak of a sound
 _TOKENS = ("prompt", "text", *MODALITIES)
 _POINTS = "min | median | p90 | p99 | max"  # of a distribution
 _OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
@@ -52,6 +54,9 @@ class CheckedRow:
     media_tokens: dict[str, int] = field(default_factory=dict)  # those that stand for media, by kind
     sizes: dict[str, list[float]] = field(default_factory=dict)  # of its media, by what is measured
     is_cut: bool = False  # whether it has audio longer than the model's window
+    files: dict[str, str] = field(default_factory=dict)  # names of its media, by column
+    silent: str | None = None  # column of its first silent sound
+    digest: bytes = b""  # of its prompt and decoded media
     error: str | None = None  # why it would not train
     column: str | None = None  # of the error
 
@@ -104,6 +109,9 @@ class RowChecker(torch.utils.data.Dataset):
         refs = list(iter_refs(prompt))
         for ref in refs:
             checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
+            path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
+            if isinstance(path, str | os.PathLike):
+                checked.files[ref.column] = shown_url(os.path.basename(path))
             with suppress(MediaError):  # which encoding says
                 for name, size in media_size(ref).items():
                     checked.sizes.setdefault(f"{name} {_OF[ref.modality]}", []).append(size)
@@ -120,7 +128,14 @@ class RowChecker(torch.utils.data.Dataset):
             if self.raises_overlong:
                 raise
         checked.tokens = len(encoded)
+        digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         for _, decoded in encoded.decoded:
+            for medium in (medium for media in decoded.media.values() for medium in media):
+                digest.update(np.asarray(medium).tobytes())
+            named = (ref.column for ref in refs if ref.modality == "audio")
+            for column, sound in zip(named, decoded.media.get("audio", ()), strict=False):
+                if np.abs(sound).max() < _SILENCE:
+                    checked.silent = checked.silent or column
             for frames in decoded.media.get("video", ()):
                 height, width = sorted(frames.shape[1:])[1:]  # without the channels
                 checked.sizes.setdefault("sampled frames of a video", []).append(len(frames))
@@ -129,6 +144,7 @@ class RowChecker(torch.utils.data.Dataset):
         if checked.media.keys() == {"video"} and not counts["video"]:
             counts["video"] = counts["image"]  # some processors write videos with the image's token
         checked.media_tokens = {kind: counts[kind] for kind in checked.media}
+        checked.digest = digest.digest()
 
 
 def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
@@ -164,19 +180,20 @@ class Rows:
 
     example: str = ""  # the error of the first one
     count: int = 0
-    first: list[int] = field(default_factory=list)  # indices of the first ones
+    first: list[str] = field(default_factory=list)  # the first ones: index and file, or an equal row
     columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
 
-    def add(self, row: CheckedRow) -> None:
+    def add(self, row: CheckedRow, note: str | None = None) -> None:
         self.count += 1
         if len(self.first) < _LISTED:
-            self.first.append(row.index)
+            note = note or row.files.get(row.column or row.silent or next(iter(row.files), ""))
+            self.first.append(f"{row.index} ({note})" if note else str(row.index))
         if row.column is not None and len(self.columns) < _LISTED:
             self.columns[row.column] = None
 
     @property
     def listed(self) -> str:
-        return ", ".join(map(str, self.first)) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
+        return ", ".join(self.first) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
 
 
 @dataclass
@@ -193,6 +210,9 @@ class Report:
     causes: dict[tuple[str, str], Rows] = field(default_factory=dict)
     overlong: Rows = field(default_factory=Rows)
     cut: Rows = field(default_factory=Rows)
+    silent: Rows = field(default_factory=Rows)
+    repeated: Rows = field(default_factory=Rows)
+    first_rows: dict[bytes, int] = field(default_factory=dict)  # indices, by digests
     tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _TOKENS})
     media: dict[str, array] = field(default_factory=lambda: {kind: array("q") for kind in MODALITIES})
 
@@ -218,6 +238,11 @@ class Report:
             self.causes.setdefault((column, key), Rows(row.error)).add(row)
         if row.tokens is None:
             return
+        if row.silent is not None:
+            self.silent.add(row)
+        first = self.first_rows.setdefault(row.digest, row.index)
+        if first != row.index:
+            self.repeated.add(row, f"as {first}")
         text = row.tokens - sum(row.media_tokens.values())
         for name, number in {"prompt": row.tokens, "text": text, **row.media_tokens}.items():
             self.tokens[name].append(number)
@@ -268,6 +293,8 @@ class Report:
         parts = _section("## Media of a row", "kind | rows | min | median | max | all", rows)
         if "audio" in found:
             parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
+            parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
+        parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
         return parts
 
 

@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> Measured:
         held=held,
         peak=peak,
         cache=_cache_of_layers(args, mode, base),
-        sharing=_completions(args)[1] if not _is_sharded(args) and shares_prompts(base, [prompt]) else 1,
+        sharing=_completions(args)[1] if shares_prompts(base) else 1,
         prompt_tokens=len(prompt),
         tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
         parts=len(parts),

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -370,6 +371,12 @@ def processor_outputs(
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
             check_media(refs, decoded, processor, processor_kwargs)
+            frames = [len(decoded[id(ref)]) for ref in refs if ref.modality == "video"]
+            if len({*frames}) > 1 and re.search("to tensor|equal size|same size|inhomogeneous", str(error)):
+                raise refs[0].error(
+                    f"{type(processor).__name__} takes several videos only with the same number of frames, got "
+                    f"{frames}; set `nframes` in their blocks, or `max_frames`"
+                ) from error
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
                 "template writes one placeholder per medium and that the text contains none"

@@ -130,11 +130,6 @@ def decoding_obstacle(model: PreTrainedModel) -> str | None:
     return sharing_obstacle(model)
 
 
-def takes_boolean_mask(model: PreTrainedModel) -> bool:
-    """Whether a model hands a mask `(B, 1, Q, K)` as it is to layers of full attention, which are sdpa's."""
-    return decoding_obstacle(model) is None and model.get_decoder().config._attn_implementation == _PREFIX + "sdpa"
-
-
 @contextmanager
 def decoded_by(model: PreTrainedModel, layout: Decoding | None) -> Iterator[None]:
     """Within the context, a model decodes tokens by a layout, if there is one."""

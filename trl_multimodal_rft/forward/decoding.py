@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Attention of completions while they are decoded, a token at a time, to prompts that are held once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -28,26 +28,34 @@ class Decoding:
             What completions share, by layer. Those of a prompt follow each other, as many for each.
         padding (`torch.Tensor`, *optional*):
             What is added to scores of prompts, `(N, 1, 1, P)`.
-        offset, room (`torch.Tensor`, `int`, *optional*):
-            That of the token `(1,)` among so many of a completion, if the cache has room for all.
+        room (`int`, *optional*):
+            How many tokens of a completion the cache returns, if shapes must not change.
+        slots (`dict[int | None, torch.Tensor]`, *optional*):
+            By attention window, where the cache has the token `(1,)`.
     """
 
     shared: dict[int, Shared]
     padding: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
     room: int = 0
+    slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.n_prompts = len(next(iter(self.shared.values()))[0])
         self._unwritten: torch.Tensor | None = None  # what is added to scores of a cache with room
+
+    @property
+    def n_prompts(self) -> int:
+        """How many prompts are shared."""
+        return len(next(iter(self.shared.values()))[0])
 
     def advance(self) -> None:
         """Goes to the next token, before its forward."""
-        if self.offset is not None:
-            later = torch.arange(self.room, device=self.offset.device) > self.offset.add_(1)
-            self._unwritten = torch.zeros(later.shape, device=later.device).masked_fill(later, MASKED)[
-                None, None, None
-            ]
+        for window, slot in self.slots.items():
+            slot.add_(1)
+            if window is not None:
+                slot.remainder_(window)
+        if self.room:
+            later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
+            self._unwritten = torch.zeros(1, 1, 1, self.room, device=later.device).masked_fill(later, MASKED)
 
     def attend(
         self,
@@ -72,21 +80,19 @@ class Decoding:
         padding, seen = self.padding, prompt_key.size(2)
         if window is not None:
             seen = min(seen, max(window - key.size(2), 0))
-            key, value = key[..., -window:, :], value[..., -window:, :]
             prompt_key, prompt_value = (each[..., each.size(2) - seen :, :] for each in (prompt_key, prompt_value))
             padding = None if padding is None else padding[..., padding.size(-1) - seen :]
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         how = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
-        folded = query.unflatten(1, (key.size(1), -1)).squeeze(3)  # heads that share keys as one sequence
-        output, lse = kernels.attention_with_lse(folded, key, value, self._unwritten, *how)
+        output, lse = kernels.attention_with_lse(query, key, value, self._unwritten, *how)
         if sinks is not None:
-            sinks = sinks.view(1, *lse.shape[1:])
+            sinks = sinks.view(1, -1, 1)
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
             lse = torch.logaddexp(lse, sinks)
         if seen:
-            groups = folded.unflatten(0, (len(prompt_key), -1)).transpose(1, 2)
-            others = kernels.attention_with_lse(groups.flatten(2, 3), prompt_key, prompt_value, padding, *how)
-            other, other_lse = (each.unflatten(2, groups.shape[2:4]).transpose(1, 2) for each in others)
+            groups = query.view(len(prompt_key), -1, query.size(1), query.size(-1)).transpose(1, 2)
+            other, other_lse = kernels.attention_with_lse(groups, prompt_key, prompt_value, padding, *how)
+            other, other_lse = other.transpose(1, 2), other_lse.transpose(1, 2)
             weight = (other_lse - lse.view(other_lse.shape)).sigmoid()[..., None].to(output.dtype)
             output = torch.lerp(output.view(other.shape), other, weight)
         return output.reshape(len(query), 1, query.size(1), -1)

@@ -208,7 +208,7 @@ def attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Attention of states `(B, heads, T, head_dim)` to all keys, with a `mask` that is added to scores, and the
-    log-sum-exp of the scores `(B, heads, Q)`.
+    log-sum-exp of the scores `(B, heads, Q)`. Queries may have more heads than keys.
     """
     mask = None if mask is None else mask.to(query.dtype)
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
@@ -218,8 +218,10 @@ def attention_with_lse(
         if mask is None and query.size(-1) % 8 == 0 and has_varlen_kernel(query):
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
-    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    folded = query.reshape(len(key), key.size(1), -1, query.size(-1))  # heads that share keys as one sequence
+    scores = (folded @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores if mask is None else scores + mask
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse
+    output = (scores - lse[..., None]).exp().to(value.dtype) @ value
+    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])

@@ -6,14 +6,19 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    LogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 from ..algorithms.completions import up_to_first_end
-from ..forward.attention import decoded_by, takes_boolean_mask
+from ..forward.attention import decoded_by
 from ..forward.decoding import Decoding
-from .caches import GrowingLayer
 
 
 # Tokens between two looks at whether all completions have ended, where the host would wait for the device
@@ -27,8 +32,10 @@ _NEEDS_GENERATE = {
 }
 
 
-def draws(config: GenerationConfig) -> bool:
-    """Whether options ask for one token after the other, without beams, and without drafts from prompts."""
+def takes_cache(config: GenerationConfig) -> bool:
+    """Whether options ask for one token after the other behind a cache, without beams, and drafts from prompts."""
+    if config.cache_implementation not in (None, "hybrid") or config.use_cache is False or config.prefill_chunk_size:
+        return False
     return config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 
 
@@ -36,7 +43,8 @@ def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
     """Whether [`decode`] gives what a model's `generate` gives with these options."""
     if not getattr(model.generate, "__module__", "").startswith("transformers."):
         return False
-    return draws(config) and all(getattr(config, name, None) in neutral for name, neutral in _NEEDS_GENERATE.items())
+    neutral = all(getattr(config, name, None) in values for name, values in _NEEDS_GENERATE.items())
+    return neutral and takes_cache(config)
 
 
 def decode(
@@ -46,12 +54,14 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
+    logits: torch.Tensor,
     layout: Decoding | None = None,
     keeps: bool = False,
+    in_step: bool = False,
     **inputs: torch.Tensor | Cache | bool | int | None,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """
-    Continues prompts that a cache holds but for their last token: `custom_generate` of transformers' `generate`.
+    Continues prompts that a cache holds: `custom_generate` of transformers' `generate`.
 
     Draws the same random numbers, so that the same seed gives the same tokens and leaves the generator in the same
     state. Completions that have ended leave the batch, unless their logits or the cache are asked for.
@@ -59,78 +69,78 @@ def decode(
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
             What `generate` made of its arguments. Of the criteria, ends and the length are used, see [`decodes`].
-        input_ids (`torch.LongTensor`):
-            Left-padded prompts, shape `(B, P)`.
-        layout, keeps ([`~forward.decoding.Decoding`], `bool`, *optional*):
-            How prompts are shared, and whether the cache is used afterwards: it then holds all tokens but the last.
+        input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
+            Left-padded prompts, shape `(B, P)`, and the logits behind them, shape `(B, V)`.
+        layout, keeps, in_step ([`~forward.decoding.Decoding`], `bool`, `bool`, *optional*):
+            How prompts are shared; whether the cache is used afterwards: it then holds all tokens but the last; and
+            whether processes need each other's forwards, so that all go on until the last has ended.
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
     config, device, cache = generation_config, input_ids.device, cast(Cache, inputs["past_key_values"])
-    start = n = input_ids.size(1)
+    start = n = looked = input_ids.size(1)
     stop = cast(int, stopping_criteria.max_length)
     ends = next((each.eos_token_id.to(device) for each in stopping_criteria if hasattr(each, "eos_token_id")), None)
     pad = config.pad_token_id if config.pad_token_id is not None or ends is None else int(ends[0])
-    kept: dict[str, list[torch.Tensor]]
-    kept = {name: [] for name in ("logits", "scores") if getattr(config, f"output_{name}")}
+    kept = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
     leaves = not (keeps or kept or (layout is not None and layout.room))
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
-    if mask is not None and takes_boolean_mask(model) and all(type(layer) is GrowingLayer for layer in cache.layers):
-        mask = mask.bool()[:, None, None]  # which the model otherwise makes for each token
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
     step["position_ids"] = step["position_ids"].clone()
     finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
     groups = 1 if layout is None else layout.n_prompts
-    states, every = [], _TOKENS_PER_WAIT.get(device.type, 1)
-    get_state, set_state = _random_state(device)
+    states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
+    is_cpu, logits = device.type == "cpu", logits.float()
+    generator = torch.default_generator if is_cpu else torch.get_device_module(device).default_generators[device.index]
+    processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
     with decoded_by(model, layout), getattr(model, "_optimize_model_for_decode", nullcontext)():
-        while n < stop:
-            if layout is not None:
-                layout.advance()
-            if mask is not None:
-                step["attention_mask"] = mask[..., :n]
-            logits = model(**step, return_dict=True).logits[:, -1].float()
-            if rows is not None:
-                logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
+        while True:
             scores, before = logits, ids[:, :n]
-            for process in logits_processor:  # the list would inspect the signature of each, for each token
+            for process in processors:  # the list would inspect the signature of each, for each token
                 scores = process(before, scores)
             for name, values in kept.items():
                 values.append(logits if name == "logits" else scores)
-            drawn = torch.multinomial(scores.softmax(-1), 1)[:, 0] if config.do_sample else scores.argmax(-1)
-            if ends is not None:
-                drawn = drawn.masked_fill(finished, pad)
-                finished |= (drawn[:, None] == ends).any(-1)
-            ids[:, n] = drawn
+            token = ids[:, n : n + 1]
+            _draw(scores, cast(bool, config.do_sample), token)
             n += 1
-            step["input_ids"] = (drawn if rows is None else drawn[rows])[:, None]
-            step["position_ids"].add_(1)
             if every > 1:
-                states.append(get_state())
-            if ends is None or ((n - start) % every and n < stop):
-                continue
-            ended = (finished if rows is None else finished[rows]).view(groups, -1)
-            left = int((~ended).sum(1).max())  # of the prompt that has most
-            if left == 0:
-                surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                if surplus:
-                    set_state(states[-1 - surplus])
-                    n -= surplus
-                    if keeps:
-                        cache.crop(-surplus)
-                break
-            states.clear()
-            if leaves and n < stop and 2 * left <= ended.size(1):
-                index = ended.byte().argsort(dim=1, stable=True)[:, :left]
-                index = (index + torch.arange(groups, device=device)[:, None] * ended.size(1)).flatten()
-                rows = index if rows is None else rows[index]
-                cache.reorder_cache(cast(torch.LongTensor, index))
-                step["input_ids"] = step["input_ids"][index]
-                step["position_ids"] = step["position_ids"].index_select(-2, index)
-                mask = None if mask is None else mask[index]
+                states.append(generator.get_state())
+            if n == stop or (n - start) % every == 0:
+                left = finished.numel()
+                if ends is not None:
+                    _pad_behind_ends(ids[:, looked:n], finished, ends, pad)
+                    left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
+                if ends is not None and left == 0:
+                    if surplus := n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max()):
+                        generator.set_state(states[-1 - surplus])
+                        n -= surplus
+                        if keeps:
+                            cache.crop(-surplus)
+                if left == 0 or n == stop:
+                    break
+                if in_step:
+                    _most(left, device)
+                looked, states = n, []
+                if leaves and 2 * left * groups <= len(step["input_ids"]):
+                    index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), left)
+                    rows = index if rows is None else rows[index]
+                    cache.reorder_cache(cast(torch.LongTensor, index))
+                    step["position_ids"] = step["position_ids"].index_select(-2, index)
+                    mask = None if mask is None else mask[index]
+            step["input_ids"] = token if rows is None else token[rows]
+            step["position_ids"].add_(1)
+            if layout is not None:
+                layout.advance()
+            if mask is not None:
+                step["attention_mask"] = mask[:, : n - stop]  # which may be longer than the ids
+            logits = model(**step, return_dict=True).logits[:, -1].float()
+            if rows is not None:
+                logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
+        while in_step and _most(0, device):
+            model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
     output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
@@ -139,9 +149,39 @@ def decode(
     return output
 
 
-def _random_state(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """What reads and sets the random state of a device."""
-    if device.type == "cpu":
-        return torch.get_rng_state, torch.set_rng_state
-    module = torch.get_device_module(device)
-    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+def _draw(scores: torch.Tensor, is_random: bool, token: torch.Tensor) -> None:
+    """Writes a token of each row of scores into `token` `(B, 1)`."""
+    if is_random:
+        torch.multinomial(scores.softmax(-1), 1, out=token)
+    else:
+        torch.argmax(scores, -1, keepdim=True, out=token)
+
+
+def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
+    """Notes which completions have `finished` `(B,)` with drawn tokens `(B, K)`; those after that become padding."""
+    is_end = torch.isin(drawn, ends)
+    drawn.masked_fill_(finished[:, None] | (is_end.cumsum(1) > is_end), cast(int, pad))
+    finished |= is_end.any(1)
+
+
+def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
+    """Indices of the first `n` entries of each row that are false, if it has as many, `(rows * n,)`."""
+    starts = torch.arange(len(values), device=values.device)[:, None] * values.size(1)
+    return (values.byte().argsort(dim=1, stable=True)[:, :n] + starts).flatten()
+
+
+def _most(left: int, device: torch.device) -> int:
+    """What is left in the process that has most."""
+    count = torch.tensor(left, device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return int(count)
+
+
+def _as_sum(
+    process: LogitsProcessor, input_ids: torch.LongTensor, logits: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A processor, or, if it suppresses the same tokens each time, what adds that, in one operation."""
+    if type(process) is not SuppressTokensLogitsProcessor:
+        return process
+    bias = process(input_ids, cast(torch.FloatTensor, torch.zeros_like(logits[:1])))
+    return lambda _, scores: scores + bias

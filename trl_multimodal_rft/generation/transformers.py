@@ -6,43 +6,31 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, masking_utils
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import decoding_obstacle
-from ..forward.decoding import MASKED, Decoding
+from ..forward.caches import CompletionLayer, share_prompts
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
-from ..forward.layer_masks import Causal, span_mask
 from ..forward.layout import group_by_prompt
-from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
+from ..forward.masks import POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
-from .caches import CompletionLayer, GrowingLayer, growing_cache, share_prompts, takes_completions
-from .decoding import decode, decodes, draws
+from .decoding import decode, decodes, takes_cache
 
 
 # Prefixes are prefilled first if that leaves at most this share of the tokens
 _WORTH_PREFILLING = 0.9
-
-# Completions share keys and values of prompts while they are decoded if these have at least so many tokens
-_WORTH_SHARING = 64
-
-# Options that look at all tokens, and their neutral values: tokens may be missing behind a cache
-_LOOKS_BACK = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens"), (None, 0)),
-}
-
 
 # By the place of a completion: its row in a cache, its prompt, and its tokens there
 Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
@@ -61,10 +49,8 @@ class Branches:
     continuations: list[tuple[int, EncodedPrompt]] | None = None
     obstacle: str | None = None  # why the latest prompts were prefilled instead
 
-    def __post_init__(self):
-        self._cache: DynamicCache | None = None
-        self._mask: torch.Tensor | None = None  # of what is in it, `(B, N)`
-        self._rows: Rows = {}
+    # The cache, what its mask `(B, N)` is of, and what each completion has in it
+    _kept: tuple[DynamicCache, torch.Tensor, Rows] | None = field(default=None, init=False)
 
     def keep(
         self,
@@ -76,14 +62,14 @@ class Branches:
     ) -> None:
         """Keeps a cache with completions `(B, N)` behind what `mask` `(B, P)` is of."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
-        self._cache, self._mask = cache, torch.cat([mask, sampled.to(mask)], dim=1)
         indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
-        self._rows = {
+        rows = {
             index: (row, prompt, ids[:n])
             for row, (index, prompt, ids, n) in enumerate(
                 zip(indices, prompts, completion_ids.tolist(), sampled.sum(1).tolist(), strict=True)
             )
         }
+        self._kept = cache, torch.cat([mask, sampled.to(mask)], dim=1), rows
 
     def take(
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
@@ -92,14 +78,14 @@ class Branches:
         Hands out the cache, its mask, and the rest of the prompts behind it; `None`, with the reason as `obstacle`, if
         the prompts must be prefilled.
         """
-        cache, mask, held = self._cache, self._mask, self._rows
-        self._cache, self._mask, self._rows = None, None, {}
+        kept, self._kept = self._kept, None
         if self.continuations is None:
             return None
-        if cache is None or mask is None:
+        if kept is None:
             self.obstacle = "`generate` has used another cache"
             return None
-        self.obstacle = self._branch_obstacle(model, cache, held, prompts)
+        cache, mask, held = kept
+        self.obstacle = self._branch_obstacle(model, held, prompts)
         if self.obstacle is not None:
             return None
         rests, rows = [], []
@@ -113,12 +99,8 @@ class Branches:
         cache.reorder_cache(cast(torch.LongTensor, index))
         return cache, mask[index], rests
 
-    def _branch_obstacle(
-        self, model: PreTrainedModel, cache: DynamicCache, held: Rows, prompts: Sequence[EncodedPrompt]
-    ) -> str | None:
+    def _branch_obstacle(self, model: PreTrainedModel, held: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
         """Why the cache isn't that of the prompts' first tokens."""
-        if any(not isinstance(layer, GrowingLayer) or layer.is_sliding for layer in cache.layers):
-            return "its layers keep windows or states, which have no mask for padding"
         for prompt, (parent, _) in zip(prompts, self.continuations or (), strict=True):
             if parent not in held:
                 return "other completions were continued since"
@@ -145,74 +127,76 @@ def generate_completions(
     device: torch.device,
     *,
     shared_prefill: bool = True,
-    shared_prefixes: bool = True,
-    decoding_loop: bool = True,
+    in_step: bool = False,
     dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
 ) -> Any:
     """
     Generates a completion of each prompt, equal to that of `generate` on repeated prompts.
 
-    Unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their completions.
-    With `shared_prefixes`, which takes one more forward, so is what they start with, see [`~forward.trees.Node`].
-    Where the family or the options don't allow that, `generate` gets repeated prompts. `dummies` are prefilled, for
-    the collectives in their encoders, but not completed. `branches` hold a cache to continue from, and get the new
-    one.
+    Unique prompts are prefilled once, through the model's own forward, and [`~generation.decoding.decode`] continues.
+    So is what they start with ([`~forward.trees.Node`]), which takes one more forward, unless processes need each
+    other's forwards, `in_step`. Where family or options don't allow that, `generate` gets repeated prompts. `dummies`
+    are prefilled, for the collectives in their encoders, but not completed. `branches` hold a cache to continue from,
+    and get the new one.
 
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
     rows of dummies at the end.
     """
-    unique = [*group_by_prompt(prompts), *dummies]
-    past, order = None, torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
-    loops, room = decoding_loop and decodes(unwrapped_model, generation_config), 0
-    is_static = generation_config.cache_implementation == "static"
-    shares = loops and _in_groups(order.tolist(), len(unique)) and shares_prompts(unwrapped_model, unique, is_static)
-    if is_static and shares and branches is None and (generation_config.disable_compile or device.type == "cpu"):
-        generation_config, room = copy.copy(generation_config), generation_config.max_new_tokens or 0
-        generation_config.cache_implementation = None if room else "static"
-    options = generation_config
-    takes_a_cache = options.cache_implementation in (None, "hybrid") and options.use_cache is not False
-    takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and draws(options)
-    cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill and takes_a_cache else 0
-    obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
+    config, room = generation_config, 0
+    is_eager = config.disable_compile or device.type == "cpu"
+    if config.cache_implementation == "static" and is_eager and branches is None and config.max_new_tokens:
+        if shares_prompts(unwrapped_model, has_room=True):
+            config, room = copy.copy(config), config.max_new_tokens
+            config.cache_implementation = None
+    if not (shared_prefill and _prefills_once(unwrapped_model) and decodes(unwrapped_model, config)):
+        if branches is not None:
+            branches.obstacle = "`generate` uses another cache"
+        rows = [*prompts, *dummies]
+        batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
+        del batch["position_ids"]
+        inputs: dict[str, Any] = {**batch, **media}
+        forwarded = windows_as_forwarded(unwrapped_model)
+        if takes_cache(generation_config) and forwarded is not unwrapped_model.config:
+            inputs["past_key_values"] = DynamicCache(config=forwarded)  # the default one forgets what leaves a window
+        with frozen_features(unwrapped_model, rows):
+            return _generated(model, unwrapped_model, inputs, generation_config, len(prompts))
+    unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
+    order = [unique.index(prompt) for prompt in prompts]
     if branches is not None:
         branches.obstacle = obstacle
-        if obstacle is None and (past := branches.take(unwrapped_model, prompts)) is not None:
-            order = None
-        branches = branches if obstacle is None else None
-    if past is None and obstacle is None and shared_prefixes:
+        branches = None if obstacle is not None else branches
+    if branches is not None and (past := branches.take(unwrapped_model, prompts)) is not None:
+        order, unique = [*range(len(prompts))], [*prompts]
+    elif obstacle is None and not in_step:
         past = _prefilled_prefixes(model, unwrapped_model, unique, device, pad_token_id)
-    rows = past[2] if past is not None else unique if cached else [*prompts, *dummies]
-    batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
-    inputs: dict[str, Any]
-    layout = None
-    if cached:
-        with frozen_features(unwrapped_model, rows):
-            inputs = _prefill(model, unwrapped_model, batch, media, cached, past, pad_token_id)
-        if order is not None:
-            layout = _decoding(inputs, len(order), room) if shares else None
-            _reorder(inputs, order, with_cache=layout is None)
-    else:
-        del batch["position_ids"]
-        inputs = {**batch, **media}
-        config = windows_as_forwarded(unwrapped_model)
-        if takes_a_cache and config is not unwrapped_model.config:
-            inputs["past_key_values"] = DynamicCache(config=config)  # the default one forgets what leaves a window
-    with (
-        frozen_features(unwrapped_model, () if cached else rows),
-        as_generation_config(unwrapped_model, generation_config),
-    ):
-        generate = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)
-        if cached and loops:
-            inputs["custom_generate"] = functools.partial(decode, layout=layout, keeps=branches is not None)
-        output = generate(**inputs, generation_config=generation_config)
-    sequences = output["sequences"] if isinstance(output, ModelOutput) else output
-    completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]
-    if branches is not None and inputs["past_key_values"].get_seq_length() == sequences.size(1) - 1:
-        ends = generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        branches.keep(inputs["past_key_values"], inputs["attention_mask"], prompts, completion_ids, ends)
-    return output if isinstance(output, ModelOutput) else completion_ids
+    cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
+    index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model, room > 0), None
+    if not shares or order != [i * len(unique) // len(order) for i in range(len(order))]:
+        cache.reorder_cache(cast(torch.LongTensor, index))
+        mask, logits, index = mask[index], logits[index], torch.arange(len(order), device=device)
+    if shares:
+        layout = share_prompts(cache, mask, len(order), room)
+    keeps, mask = branches is not None, mask[index]
+    batch = left_pad(prompts, pad_token_id)
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
+    loop = functools.partial(decode, logits=logits[index], layout=layout, keeps=keeps, in_step=in_step)
+    inputs |= {"attention_mask": mask, "past_key_values": cache, "custom_generate": loop}
+    output = _generated(model, unwrapped_model, inputs, config, len(order))
+    if branches is not None:
+        sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
+        completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
+        branches.keep(cache, mask, prompts, completion_ids, ends if isinstance(ends, list) else [ends])
+    return output
+
+
+def _generated(
+    model: nn.Module, unwrapped_model: PreTrainedModel, inputs: dict[str, Any], config: GenerationConfig, n: int
+) -> torch.Tensor | ModelOutput:
+    """What `generate` returns, or the ids after the first `n` prompts."""
+    with as_generation_config(unwrapped_model, config):
+        output = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)(**inputs, generation_config=config)
+    return output if isinstance(output, ModelOutput) else output[:n, inputs["input_ids"].size(1) :]
 
 
 def _batch(rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int) -> tuple:
@@ -234,13 +218,13 @@ def _prefilled_prefixes(
     saves too little, or isn't exact.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
-    layers = growing_cache(windows_as_forwarded(unwrapped_model)).layers
-    if len(trees) == len(prompts) or any(type(layer) is not GrowingLayer for layer in layers):
+    if len(trees) == len(prompts):
         return None
     prefixes, rests, owner = [], {}, {}
     for number, tree in enumerate(trees):
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
-        if n < 1 or any(_is_within_media(prompt, n) for prompt in tree.leaves):
+        spans = [prompt.media_span or (0, len(prompt)) for prompt in tree.leaves if prompt.media]
+        if n < 1 or any(first < n < end for first, end in spans):  # which may hold a part of its media
             return None
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
@@ -249,102 +233,52 @@ def _prefilled_prefixes(
     if forwarded > _WORTH_PREFILLING * len(prompts) * max(map(len, prompts)):
         return None
     order = torch.tensor([owner[prompt] for prompt in prompts], device=device)
-    options = {"cached": 0, "past": None, "pad_token_id": pad_token_id}
-    with frozen_features(unwrapped_model, prefixes):
-        filled = _prefill(model, unwrapped_model, *_batch(prefixes, unwrapped_model, device, pad_token_id), **options)
-    _reorder(filled, order)
-    return filled["past_key_values"], filled["attention_mask"], [rests[prompt] for prompt in prompts]
-
-
-def _is_within_media(prompt: EncodedPrompt, n: int) -> bool:
-    """Whether the first `n` tokens of a prompt may hold a part of its media."""
-    first, end = prompt.media_span or (0, len(prompt))
-    return bool(prompt.media) and first < n < end
+    cache, mask, _ = _prefill(model, unwrapped_model, prefixes, device, pad_token_id)
+    cache.reorder_cache(cast(torch.LongTensor, order))
+    return cache, mask[order], [rests[prompt] for prompt in prompts]
 
 
 def _prefill(
     model: nn.Module,
     unwrapped_model: PreTrainedModel,
-    batch: dict[str, torch.Tensor],
-    media: dict[str, torch.Tensor],
-    cached: int,
-    past: tuple | None,
+    prompts: Sequence[EncodedPrompt],
+    device: torch.device,
     pad_token_id: int,
-) -> dict[str, Any]:
-    """
-    Fills a cache with prompts, or with what follows a `past` one, and returns the inputs with which `generate`
-    continues. `cached` is from [`_cacheable_tokens`], or 0 to keep all tokens in the cache.
-    """
-    input_ids, attention_mask, position_ids = (
-        batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids")
-    )
-    if past is None:
-        cache = growing_cache(windows_as_forwarded(unwrapped_model))
-        seen = attention_mask[:, :0]
-    else:
-        cache, seen, _ = past
-    if cached > 0:
-        cache.activate_past_recording()  # a sliding window would forget what cropping brings back
-    stop = input_ids.size(1) + min(cached, 0)
-    # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
-    inputs = unwrapped_model.prepare_inputs_for_generation(
-        input_ids[:, :stop],
-        attention_mask=torch.cat([seen, attention_mask[:, :stop]], dim=1),
-        position_ids=position_ids[..., :stop],
-        past_key_values=cache,
-        use_cache=True,
-        is_first_iteration=True,
-        **{name: value[:, :stop] for name, value in batch.items()},
-        **media,
-    )
-    model(**{**inputs, "logits_to_keep": 1})
-    if cached > 0:
-        cache.crop(-1)  # `generate` starts from one token
-        for layer in cast(list[DynamicSlidingWindowLayer], cache.layers):
-            if hasattr(layer, "record_past"):
-                layer.record_past = False
-    return {
-        "input_ids": F.pad(input_ids, (seen.size(1), 0), value=pad_token_id),
-        "attention_mask": torch.cat([seen, attention_mask], dim=1),
-        "position_ids": F.pad(position_ids, (seen.size(1), 0)),
-        "past_key_values": cache,
-    }
+    past: tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None = None,
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+    """A cache of prompts, which holds what is in a `past` one already, its mask `(B, N)`, and the logits behind it."""
+    rows = prompts if past is None else past[2]
+    with frozen_features(unwrapped_model, rows):
+        batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
+        mask = batch.pop("attention_mask")
+        if past is None:
+            cache = DynamicCache(config=windows_as_forwarded(unwrapped_model))
+        else:
+            cache, mask = past[0], torch.cat([past[1], mask], dim=1)
+        # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
+        inputs = unwrapped_model.prepare_inputs_for_generation(
+            batch.pop("input_ids"),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            is_first_iteration=True,
+            **batch,
+            **media,
+        )
+        return cache, mask, model(**{**inputs, "logits_to_keep": 1}).logits[:, -1]
 
 
-def shares_prompts(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], has_room: bool = False) -> bool:
+def _layers(model: PreTrainedModel) -> set[type]:
+    """Classes of the layers of a model's cache."""
+    return {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
+
+
+def shares_prompts(model: PreTrainedModel, has_room: bool = False) -> bool:
     """Whether completions of prompts hold keys and values of these once, and whether caches have room for all."""
-    if decoding_obstacle(model) is not None or not _cacheable_tokens(model, prompts):
+    if decoding_obstacle(model) is not None or not _prefills_once(model):
         return False
-    is_long = has_room or max(map(len, prompts)) > _WORTH_SHARING
-    return is_long and takes_completions(growing_cache(windows_as_forwarded(model)), has_room)
-
-
-def _in_groups(order: Sequence[int], n_prompts: int) -> bool:
-    """Whether completions of a prompt follow each other, as many for each."""
-    return len(order) % n_prompts == 0 and [*order] == [i * n_prompts // len(order) for i in range(len(order))]
-
-
-def _decoding(inputs: dict[str, Any], n_rows: int, room: int) -> Decoding | None:
-    """
-    How `n_rows` completions share what the cache holds of prompts, which becomes one of completions, if they can and
-    it pays, or if they have `room`.
-    """
-    cache, seen = inputs["past_key_values"], inputs["attention_mask"][:, : inputs["past_key_values"].get_seq_length()]
-    if not room and len(seen) == n_rows:
-        return None
-    offset = torch.full((1,), -1, device=seen.device) if room else None
-    shared = share_prompts(cache, n_rows, room, offset)
-    padding = torch.zeros(seen.shape, device=seen.device).masked_fill(seen == 0, MASKED)[:, None, None]
-    return Decoding(shared, None if bool(seen.all()) else padding, offset, room)
-
-
-def _reorder(inputs: dict[str, Any], order: torch.Tensor, with_cache: bool = True) -> None:
-    """Puts the rows of inputs of a model in an order."""
-    if with_cache:
-        inputs["past_key_values"].reorder_cache(cast(torch.LongTensor, order))
-    inputs["position_ids"] = inputs["position_ids"].index_select(-2, order)
-    for name in ("input_ids", "attention_mask"):
-        inputs[name] = inputs[name][order]
+    windows = set() if has_room else {DynamicSlidingWindowLayer}
+    return set() < _layers(model) - {LinearAttentionLayer} <= {DynamicLayer} | windows
 
 
 def generate_in_parts(
@@ -400,35 +334,19 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Ab
     return replaced(model, generation_config=config)
 
 
-def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:
-    """Why no completion can continue from a cache, as far as model and options show, else see [`Branches.take`]."""
+def _cache_obstacle(model: PreTrainedModel) -> str | None:
+    """Why nothing can continue from a cache, as far as a model shows, else see [`Branches.take`]."""
+    if _layers(model) != {DynamicLayer}:
+        return "its layers keep windows or carry states, which have no mask for padding"
     family = family_of(model)
-    if cached != 1:
-        return "its cache can't be shared by completions, or its layers carry states"
-    if family.isolate is not None or family.blank_media:
-        return "features of media depend on the batch"
-    for name, neutral in _LOOKS_BACK.items():
-        if getattr(config, name, None) not in neutral:
-            return f"`{name}` looks at all tokens"
-    return None
+    return "features of media depend on the batch" if family.isolate is not None or family.blank_media else None
 
 
-def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> int:
-    """
-    How much of the prompts to cache before `generate` continues: 1 for all of it (the last token is cropped again), -1
-    for all but the last token, 0 for nothing.
-    """
+def _prefills_once(model: PreTrainedModel) -> bool:
+    """Whether a cache of prompts holds all that generation needs of them."""
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
-    if not is_known or family_of(model).token_masks or _generates_from_media(model):
-        return 0
-    if layer_types <= ATTENTION_LAYERS:
-        return 1
-    # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one attends to it.
-    masks = [(prompt, mask) for prompt in prompts for mask in linear_masks(model, prompt, 1).values()]
-    allowed = [(len(prompt), mask.prompt if isinstance(mask, Causal) else mask) for prompt, mask in masks]
-    sees_last = any(each is not None and bool(span_mask(each[: n - 1], n)[:, -1].any()) for n, each in allowed)
-    return 0 if sees_last or min(map(len, prompts)) < 2 else -1
+    return is_known and not family_of(model).token_masks and not _generates_from_media(model)
 
 
 def _generates_from_media(model: PreTrainedModel) -> bool:

@@ -81,7 +81,15 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
     """Loads the part of a model that is trained, as TRL loads a policy."""
     check_model_folder(name, kwargs.get("subfolder", ""))
     with loading_errors(name):
-        kwargs.setdefault("architecture", trained_part(name, **kwargs))
+        if "architecture" not in kwargs:
+            kwargs["architecture"] = trained_part(name, **kwargs)
+            found, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in SOURCE if k in kwargs})
+            architecture = (found.get("architectures") or [""])[0]
+            if architecture.endswith("ForSequenceClassification"):
+                raise ValueError(
+                    f"{name!r} is a {architecture}, which scores and writes no text; name the model it was made from, "
+                    "and this one as a reward or critic."
+                )
         return create_model_from_path(name, **kwargs)
 
 

@@ -34,7 +34,7 @@ Returned = Iterable[float | torch.Tensor | None] | float | None
 # Arguments of a reward function, a context for its errors, and a function of its rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
-_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class RowError(ValueError):
@@ -56,7 +56,7 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
     if values is None:
         raise ValueError(
             f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
-            f"that holds it. Columns of the dataset: {sorted({*columns} - {*_ALWAYS_GIVEN, 'group_ids'})}."
+            f"that holds it. Columns of the dataset: {sorted({*columns} - {*CALLED_WITH, 'group_ids'})}."
         )
     return values
 
@@ -68,7 +68,7 @@ def check_signature(reward_func: Callable, name: str, arguments: Collection[str]
         return
     kinds = {each.kind for each in parameters.values()}
     by_name = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    names = _ALWAYS_GIVEN if arguments is None else arguments
+    names = CALLED_WITH if arguments is None else arguments
     called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if arguments is None else "")
     if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
         raise ValueError(

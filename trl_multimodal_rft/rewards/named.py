@@ -5,7 +5,7 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from trl.trainer.utils import get_callable_name
 
 from .. import rewards
 from ..spelling import check_settings, load_dotted, recipe_names, split_settings
-from .checks import check_signature
+from .checks import CALLED_WITH, check_signature
 from .recipe import apply_recipe
 
 
@@ -68,6 +68,16 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
             check_signature(each, get_callable_name(each))
         reward_funcs.append(each)
     return reward_funcs
+
+
+def check_reads(functions: Sequence[Any], columns: Collection[str]) -> None:
+    """Raises a `ValueError` if functions read columns that a dataset, which has these, lacks."""
+    empty = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
+    for each in functions:
+        if inspect.isfunction(plain := getattr(each, "func", each)):
+            check_signature(each, get_callable_name(each), [*CALLED_WITH, "group_ids", "media_rules", *columns])
+        if plain in _FUNCTIONS.values():
+            each(**empty)
 
 
 def _load(name: str) -> Callable:

@@ -4,8 +4,9 @@
 import os
 import re
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
+
+from ..versions import unfit_packages
 
 
 # Environment variable with the folder into which launched processes write input errors, one of which is shown
@@ -23,8 +24,8 @@ _CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "dat
 
 def input_error(error: BaseException) -> str | None:
     """The message of an input error, in one line; `None` for others, such as those in the user's reward function."""
-    if re.match(r"Could not import module|Failed to import", str(error)) and error.__cause__ is not None:
-        return _unfit_packages(error)
+    if (unfit := unfit_packages(error)) is not None:
+        return unfit
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
     raised, frame = "", error.__traceback__
@@ -33,18 +34,6 @@ def input_error(error: BaseException) -> str | None:
         raised = raised if package in sys.stdlib_module_names else package
         frame = frame.tb_next
     return one_line(str(error)) if raised in _CAREFUL else None
-
-
-def _unfit_packages(error: BaseException) -> str:
-    """The last cause of an error by which transformers and TRL only name what they couldn't import."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    versions = {each.name: f"{each.name} {each.version}" for each in distributions()}
-    found = ", ".join(versions[name] for name in ("torch", "torchvision", "transformers") if name in versions)
-    return (
-        f"packages of this environment don't fit together: {one_line(str(error))}. It has {found}; install "
-        "versions that fit, see 'Packages that don't fit' in docs/install.md."
-    )
 
 
 def leave(error: BaseException) -> None:

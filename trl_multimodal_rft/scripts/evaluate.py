@@ -13,6 +13,7 @@ from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
+from ..data.rows.load import is_single
 from ..data.rows.pairs import judge_rows
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
 from ..evaluation.result import summary
@@ -203,8 +204,11 @@ def main(
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     check_plot(evaluation_args.plot)
-    accelerator = Accelerator()
-    arguments = script_args, evaluation_args, config, model_args, script_args.dataset_test_split, accelerator
+    accelerator, train = Accelerator(), script_args.dataset_train_split
+    split, name, layout = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
+    is_one = layout is None and name is not None and is_single(name, script_args.dataset_config, train)
+    split = train if is_one and split == "test" else split  # there are no held-out rows
+    arguments = script_args, evaluation_args, config, model_args, split, accelerator
     if not evaluation_args.pairs:
         _, result = evaluate_by_name(*arguments)
     elif script_args.reward_model_name_or_path is None:
@@ -216,6 +220,6 @@ def main(
     if evaluation_args.plot is not None and accelerator.is_main_process:
         save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(summary(result))
-    if script_args.dataset_test_split == script_args.dataset_train_split and evaluation_args.benchmark is None:
-        accelerator.print(f"The rows are those of {script_args.dataset_train_split!r}, which training may have used.")
+    if (is_one and "[" not in split) or (split == train and layout is None):
+        accelerator.print(f"The rows are those of {train!r}, which training may have used.")
     accelerator.end_training()

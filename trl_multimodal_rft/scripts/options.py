@@ -2,6 +2,7 @@
 """Parsers of the commands, without importing what the commands run."""
 
 import argparse
+import difflib
 import functools
 import importlib.resources
 import json
@@ -84,8 +85,11 @@ def packaged(folder: str, name: str) -> str:
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
-        same = [file for file in files if Path(file).name == Path(name).stem]
-        near = f" Did you mean {' or '.join(f'`{file}`' for file in same)}?" if same else did_you_mean(name, files)
+        stem, stems, near = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
+        if stem not in stems and not near:
+            stem = next(iter(difflib.get_close_matches(stem, stems, 1, cutoff=0.8)), stem)
+        same = [file for file in files if Path(file).name == stem]
+        near = f" Did you mean {' or '.join(f'`{file}`' for file in same)}?" if same else near
         near = near or f" This package has {', '.join(files)}."
         raise ValueError(f"There is no file {name!r}.{near}")
     return str(files[name])

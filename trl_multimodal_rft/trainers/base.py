@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
@@ -24,6 +24,7 @@ from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
+from ..data.rows.unread import lists_columns
 from ..encoding.prompts import all_placeholder_ids
 from ..forward.features import learned_ways, restore_ways
 from ..forward.scores import Scores
@@ -32,7 +33,7 @@ from ..models.modes import has_dropout
 from ..policy import PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import distinct_names
-from ..rewards.named import as_reward_funcs
+from ..rewards.named import as_reward_funcs, check_reads
 from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
@@ -125,6 +126,9 @@ class MultimodalTrainer(CheckpointMixin):
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments read what columns they like
             warn_of_unread(args, datasets, modalities(model, args))
+            train_dataset = datasets["train_dataset"]
+            if rollout_func is None and isinstance(train_dataset, Dataset) and lists_columns(train_dataset):
+                check_reads(reward_funcs or (), {*train_dataset.column_names} - {"prompt", "completion"})
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         set_seed(args.seed)  # as TRL does before it loads a model

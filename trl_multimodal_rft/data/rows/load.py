@@ -36,6 +36,18 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
     return rows
 
 
+def is_single(name: str, config: str | None, split: str) -> bool:
+    """Whether a file or folder is one split, of any name or of this one."""
+    path = local_path(name)
+    if path is None or path.is_file():
+        return path is not None
+    with reading(f"the dataset {name!r}"):
+        if is_saved(path):
+            saved = datasets.load_from_disk(path)
+            return not isinstance(saved, dict) or [*saved] == [split]
+        return datasets.get_dataset_split_names(str(path), config) == [split]
+
+
 @contextmanager
 def reading(label: str) -> Iterator[None]:
     """Turns errors of `datasets` within the context into one line."""

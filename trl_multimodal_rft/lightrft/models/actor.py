@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.utils import ModelOutput
 
 from ...algorithms.completions import mask_completions
@@ -21,6 +21,8 @@ from ...families import family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
+from ...generation.decoding import decodes
+from ...generation.transformers import generate_completions, without_router_logits
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.parts import count_parts
 from ...models.pretrained import load_model
@@ -28,7 +30,7 @@ from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower, freeze_as_built
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
-from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
+from .bare_inputs import bare_inputs, check_num_actions, packed_prompts, padded_prompts
 
 
 if TYPE_CHECKING:
@@ -366,8 +368,6 @@ class Actor(nn.Module):
         if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
         inputs: dict[str, Any] = bare_inputs(self.base_model, input_ids, media, 0)
-        if _has_router(self.base_model):
-            inputs["output_router_logits"] = False  # decoding needs no load-balancing loss
         eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
@@ -377,14 +377,18 @@ class Actor(nn.Module):
             kwargs["suppress_tokens"] = sorted(suppressed)
         if options["do_sample"]:
             kwargs = {**kwargs, **self.sampling_options(options)}
-        with evaluation_mode(self):
-            sequences = self.model.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                **inputs,
-                use_cache=True,
-                **{**kwargs, "pad_token_id": pad_id},
-            )
+        kwargs |= {"pad_token_id": pad_id, "use_cache": True}
+        effective = GenerationConfig(**{**base.generation_config.to_dict(), **config})
+        others = effective.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
+        prompts = None
+        if not others and not is_deepspeed_zero3_enabled() and decodes(base, effective):
+            prompts = padded_prompts(base, input_ids, attention_mask, media)
+        with evaluation_mode(self), without_router_logits(base):
+            if prompts is None:
+                sequences = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **inputs, **kwargs)
+            else:
+                ids = generate_completions(self.model, base, prompts, effective, pad_id, input_ids.device)
+                sequences = torch.cat([input_ids, ids], dim=1)
         return self.process_sequences(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:

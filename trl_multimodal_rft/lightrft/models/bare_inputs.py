@@ -3,6 +3,7 @@
 
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -99,6 +100,30 @@ def packed_prompts(
     mask = torch.arange(width, device=sequences.device) < torch.tensor(actions, device=sequences.device)[:, None]
     completion_ids = sequences.new_zeros(mask.shape).masked_scatter(mask, torch.cat(completions))
     return prompts, completion_ids, mask
+
+
+def padded_prompts(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: dict[str, torch.Tensor]
+) -> list[EncodedPrompt] | None:
+    """
+    Prompts from left-padded ids `(B, P)` and their media, those that are equal and follow each other as one; `None` if
+    features of media depend on the batch, or it isn't clear which belong to which row.
+    """
+    if family_of(model).isolate is not None:
+        return None
+    mask = attention_mask.bool()
+    packed = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
+    try:
+        prompts, _, _ = packed_prompts(model, input_ids[mask][None], 0, mask.sum(1).tolist(), packed)
+    except MediaError:
+        return None
+    for i, (before, prompt) in enumerate(pairwise(prompts), 1):
+        pairs = [({"ids": each.input_ids} | each.media) for each in (before, prompt)]
+        if pairs[0].keys() == pairs[1].keys() and all(
+            torch.equal(pairs[0][n], value) for n, value in pairs[1].items()
+        ):
+            prompts[i] = prompts[i - 1]
+    return prompts
 
 
 def check_num_actions(num_actions: int, length: int, label: str = "") -> None:
