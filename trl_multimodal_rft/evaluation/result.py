@@ -22,6 +22,7 @@ from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, w
 # Where a record holds its value of `group_by` until the metrics are computed
 GROUP = "\0group"
 
+SCORE = "score/"  # start of the columns of metrics that a harness measured
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 _N_METRICS = 8  # in a `repr`
 _N_ANSWERS = 3  # in a summary
@@ -144,6 +145,22 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
     elif len(values) > 1:
         low, high = np.clip(mean_interval(values, confidence), 0.0, 1.0).tolist()
     return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
+    """How much better a result is than that of the same rows in a folder: differences with paired intervals."""
+    others = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
+    if [row["prompt"] for row in others] != [row["prompt"] for row in result.rows]:
+        raise ValueError(f"`compare_with` is {str(folder)!r}, which has other prompts; name a result of these rows.")
+    metrics: dict[str, float | None] = {}
+    for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
+        column = "correct" if name == "accuracy" and SCORE + name not in others[0] else SCORE + name
+        scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, others)]
+        differences = np.array(scores[0]) - np.array(scores[1])
+        if len(differences := differences[~np.isnan(differences)]):
+            low, high = paired_interval(differences, result.settings["confidence"])
+            metrics |= {f"{name}_gain": mean(differences), f"{name}_gain_low": low, f"{name}_gain_high": high}
+    return metrics
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float | None:

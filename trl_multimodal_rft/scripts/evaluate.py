@@ -16,16 +16,18 @@ from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.load import is_single
 from ..data.rows.pairs import judge_rows
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
-from ..evaluation.result import summary
+from ..evaluation.result import gains, summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
 from ..progress import announce
 from ..reporting.curves import save_figure
 from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
+from ..spelling import did_you_mean
 from .arguments import RFTScriptArguments, ToolArguments
+from .harness import HarnessArguments, evaluate_with_harness
 from .inputs import load_split, model_init_kwargs, with_prompts
-from .preflight import check_model_and_dataset
+from .preflight import check_model_and_dataset, is_harness
 from .prompts import with_system_message
 
 
@@ -38,12 +40,25 @@ BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
 }
 
 
+def benchmark_of(name: str) -> tuple[Callable, list[str]]:
+    """The loader and the default rewards of a benchmark by its name."""
+    if name not in BENCHMARKS:
+        raise ValueError(
+            f"There is no benchmark {name!r}; name one of {', '.join(BENCHMARKS)}.{did_you_mean(name, BENCHMARKS)}"
+        )
+    return BENCHMARKS[name]
+
+
 @dataclass
 class EvaluationArguments(ToolArguments):
     """Rows to evaluate, and the folder for the results."""
 
     benchmark: str | None = field(
-        default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
+        default=None,
+        metadata={
+            "help": f"Layout of `dataset_name`: {', '.join(BENCHMARKS)}. `evaluate` also takes tasks of lmms-eval and "
+            "EvalScope: `lmms:mmstar`, `evalscope:math_vista`."
+        },
     )
     benchmark_version: str | None = field(
         default=None, metadata={"help": "Version of the benchmark's questions, for the results, such as `v05.15.25`."}
@@ -82,6 +97,12 @@ class PairArguments(EvaluationArguments):
     tie_margin: float = field(
         default=0.0, metadata={"help": "Largest difference of a reward model's scores that predicts a tie."}
     )
+    compare_with: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder with results of another model on the same rows: adds gains over it, with intervals."
+        },
+    )
 
 
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
@@ -102,7 +123,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     if benchmark is None:
         dataset: Any = load_split(script_args, split)
     else:
-        dataset = with_prompts(BENCHMARKS[benchmark][0](name, split, **audio), script_args)
+        dataset = with_prompts(benchmark_of(benchmark)[0](name, split, **audio), script_args)
     return dataset if evaluation_args.max_rows is None else dataset.take(evaluation_args.max_rows)
 
 
@@ -161,7 +182,7 @@ def evaluate_by_name(
             "`--reward_model_name_or_path` gives a score, which can't say which answers are correct; leave it out."
         )
     benchmark = evaluation_args.benchmark
-    reward_funcs = script_args.load_rewards(default if benchmark is None else BENCHMARKS[benchmark][1])
+    reward_funcs = script_args.load_rewards(default if benchmark is None else benchmark_of(benchmark)[1])
     media_rules = MediaRules(media_dir=evaluation_args.media_dir)
     announce("loading the dataset")
     with accelerator.main_process_first():
@@ -193,7 +214,7 @@ def evaluate_by_name(
     return dataset, result
 
 
-ARGUMENTS = (RFTScriptArguments, PairArguments, EvaluationConfig, ModelConfig)
+ARGUMENTS = (RFTScriptArguments, PairArguments, EvaluationConfig, ModelConfig, HarnessArguments)
 
 
 def main(
@@ -201,6 +222,7 @@ def main(
     evaluation_args: PairArguments,
     config: EvaluationConfig,
     model_args: ModelConfig,
+    harness_args: HarnessArguments,
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     check_plot(evaluation_args.plot)
@@ -209,13 +231,17 @@ def main(
     is_one = layout is None and name is not None and is_single(name, script_args.dataset_config, train)
     split = train if is_one and split == "test" else split  # there are no held-out rows
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
-    if not evaluation_args.pairs:
+    if is_harness(evaluation_args.benchmark):
+        result = evaluate_with_harness(harness_args, script_args, evaluation_args, config, model_args)
+    elif not evaluation_args.pairs:
         _, result = evaluate_by_name(*arguments)
     elif script_args.reward_model_name_or_path is None:
         _, result = evaluate_by_name(*arguments, load_judge_rows, ["preference_reward"])
         result = pair_result(result)
     else:
         result = score_by_name(*arguments)
+    if evaluation_args.compare_with is not None:
+        result.metrics |= gains(result, evaluation_args.compare_with)
     result.save(evaluation_args.output_dir)
     if evaluation_args.plot is not None and accelerator.is_main_process:
         save_figure(accuracies(result.metrics), Path(evaluation_args.plot))

@@ -13,13 +13,19 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     """Checks the arguments of a launched command: those it needs, and names of models, datasets and rewards."""
     dataset = getattr(args, "dataset_name", None) or getattr(args, "datasets", None)
     reward_model = getattr(args, "reward_model_name_or_path", None) if getattr(args, "pairs", False) else None
-    check_model_and_dataset(getattr(args, "model_name_or_path", None) or reward_model, dataset)
+    if not is_harness(getattr(args, "benchmark", None)):
+        check_model_and_dataset(getattr(args, "model_name_or_path", None) or reward_model, dataset)
     if command == "filter" and getattr(args, "by", "contribution") == "contribution":
         check_ablated_modality(getattr(args, "ablate", None))
     check_names(args)
     recipe = getattr(args, "reward_recipe", None)
     check_rewards(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
     check_rewards(getattr(args, "tools", None) or (), "tool")
+
+
+def is_harness(benchmark: str | None) -> bool:
+    """Whether a benchmark is another tool's, such as `lmms:mmstar`."""
+    return ":" in (benchmark or "")
 
 
 def check_model_and_dataset(model: str | None, dataset: str | list | None) -> None:

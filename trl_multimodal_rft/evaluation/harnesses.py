@@ -1,0 +1,109 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Evaluation harnesses that ask a server of the model: their command lines, and the scores in their files."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.rows.columns import as_text
+from .result import SCORE, EvaluationResult, estimate
+
+
+# Exact versions, as their files change. lmms-eval imports a module that filelock 4.3 no longer has.
+PACKAGES = {"lmms": ("lmms-eval==0.7.3", "filelock<4.3"), "evalscope": ("evalscope==1.14.1",)}
+_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # what lmms-eval scores as a completion
+# Entries with the score of a row, where a task of lmms-eval stores more
+_ENTRIES = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
+
+Rows = list[dict[str, Any]]
+
+
+def harness_command(name: str, task: str, model: str, url: str, folder: Path) -> list[str]:
+    """The words that run a task against a server, with results in a folder."""
+    if name == "lmms":
+        words = ["lmms-eval", "eval", "--model", "openai", "--model_args", f"model={model},base_url={url}/v1"]
+        # Its log of lower levels has the token of the Hub
+        return [*words, "--tasks", task, "--output_path", str(folder), "--log_samples", "--verbosity", "WARNING"]
+    words = ["evalscope", "eval", "--eval-type", "openai_api", "--model", model, "--api-url", f"{url}/v1"]
+    return [*words, "--datasets", task, "--work-dir", str(folder), "--no-timestamp"]
+
+
+def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
+    """Rows with scores, and lmms-eval's own figures. Raises about a failed request, which it would count as wrong."""
+    if (path := next(folder.rglob("*_results.json"), None)) is None:
+        return [], {}
+    results, rows, figures = json.loads(path.read_text(encoding="utf-8")), [], {}
+    counts = results["n-samples"]
+    for task, values in results["results"].items():
+        for name, value in values.items():
+            metric, _, pipeline = name.partition(",")
+            if pipeline == "none" and "_stderr" not in metric and isinstance(value, (int, float)):
+                figures[metric if len(counts) == 1 else f"{metric}/{task}"] = float(value)
+    for task in counts:
+        for sample in _lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl"))):
+            completion = str(sample["filtered_resps"])
+            if _FAILED in completion:
+                raise ValueError(f"lmms-eval got no answer to row {sample['doc_id']} of {task!r}: {completion}.")
+            row = {"task": task, "prompt": sample["input"], "solution": sample["target"], "completions": [completion]}
+            for metric in results["higher_is_better"][task]:
+                value = sample.get(metric)
+                if isinstance(value, dict):
+                    value = next((value[entry] for entry in _ENTRIES if entry in value), None)
+                if isinstance(value, (int, float)):  # also a truth value
+                    row[SCORE + (metric if len(counts) == 1 else f"{metric}/{task}")] = float(value)
+            rows.append(row)
+    return rows, figures
+
+
+def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
+    """Rows with scores, and EvalScope's main figure. Raises about a row without a score, which it would count as 0."""
+    if (path := next(folder.glob("reports/*/*.json"), None)) is None:
+        return [], {}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    main, rows = report["primary_metric_identity"], []
+    figure, name = next(each["score"] for each in report["metrics"] if each["identity"] == main), main["name"]
+    for path in sorted(folder.glob("reviews/*/*.jsonl")):
+        for review in sorted(_lines(path), key=lambda review: review["index"]):
+            score, target, (*messages, _) = review["sample_score"]["score"], review["target"], review["messages"]
+            name = score["main_score_name"] or name
+            for metric, reason in (score["metadata"] or {}).get("metric_errors", {}).items():
+                if name.lower().startswith(metric.lower()):
+                    raise ValueError(f"EvalScope couldn't score row {review['index']} of {path.stem!r}: {reason}.")
+            prompt = as_text([{"role": each["role"], "content": _text(each["content"])} for each in messages])
+            target = target if isinstance(target, str) else ", ".join(map(str, target))
+            row = {"task": path.stem, "prompt": prompt, "solution": target, "completions": [score["prediction"]]}
+            rows.append(row | {SCORE + name: float(score["value"][name])})
+    return rows, {name: figure}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
+
+
+def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str, Any]) -> EvaluationResult:
+    """
+    The result of an evaluation. Scores of rows within 0 and 1 whose mean is the harness's figure, or its hundredth,
+    have an interval; other figures, such as an F1 of all rows, are as the harness gives them.
+    """
+    metrics: dict[str, float | None] = {}
+    for name, figure in figures.items():
+        values = np.array([row[SCORE + name] for row in rows if SCORE + name in row])
+        fits = len(values) > 0 and bool(((values >= 0) & (values <= 1)).all())
+        # Harnesses round
+        if fits and np.isclose(values.mean(), (figure, figure / 100), rtol=0, atol=5e-4).any():
+            metrics |= estimate(name, values, bool(np.isin(values, (0, 1)).all()), settings["confidence"])
+        else:
+            metrics[name] = figure
+    for index, row in enumerate(rows):
+        score = next((value for name, value in row.items() if name.startswith(SCORE)), None)
+        row |= {"index": index, "correct": [bool(score) if score in (0, 1) else None]}
+    return EvaluationResult({**metrics, "rows": len(rows)}, rows, settings)

@@ -1,0 +1,125 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Benchmarks that lmms-eval and EvalScope own, for `evaluate`: a server of the model, and the harness that asks it."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import requests
+
+from ..evaluation import EvaluationResult
+from ..evaluation.harnesses import PACKAGES, harness_command, harness_result, read_evalscope, read_lmms
+
+
+# The model's name on its server; lmms-eval takes models for OpenAI's that have `o1` in their names, as in `grpo1`
+_NAME = "checkpoint"
+_APPLICABLE = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
+
+
+@dataclass
+class HarnessArguments:
+    """How a benchmark of lmms-eval or EvalScope runs."""
+
+    server_url: str | None = field(
+        default=None,
+        metadata={"help": "OpenAI-compatible server that a harness asks. By default `vllm serve` starts one."},
+    )
+    server_args: dict = field(
+        default_factory=dict, metadata={"help": 'Options of `vllm serve`, in JSON: `{"max-model-len": 8192}`.'}
+    )
+    harness_args: dict = field(
+        default_factory=dict, metadata={"help": 'Options of lmms-eval or EvalScope, in JSON: `{"limit": 100}`.'}
+    )
+
+
+def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> EvaluationResult:
+    """Evaluates a model on `--benchmark <harness>:<task>`; `parts` are the other arguments of `evaluate`."""
+    options = {name: value for part in parts for name, value in vars(part).items()}
+    defaults = {name: value for part in parts for name, value in vars(type(part)()).items()}
+    benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url
+    name, _, task = benchmark.partition(":")
+    if name not in PACKAGES:
+        raise ValueError(f"`--benchmark` is {benchmark!r}; before the colon, write one of {', '.join(PACKAGES)}.")
+    if model is None:
+        raise ValueError("Set `--model_name_or_path`: the model to serve, or the name of the one at `--server_url`.")
+    for option in options.keys() - _APPLICABLE:
+        if options[option] != defaults[option]:
+            raise ValueError(f"`--{option}` doesn't apply to `--benchmark {benchmark}`; see `--harness_args`.")
+    folder = Path(options["output_dir"], f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder.mkdir(parents=True)
+    log = folder / f"{name}.txt"
+    with _serve(model, flags(harness_args.server_args), folder) if url is None else nullcontext(url) as address:
+        address = address.rstrip("/").removesuffix("/v1")
+        command = harness_command(name, task, _NAME if url is None else model, address, folder)
+        command += flags({"limit": options["max_rows"], **harness_args.harness_args})
+        if shutil.which(command[0]) is None:
+            first, *others = PACKAGES[name]
+            command = ["uvx", "--from", first, *(word for each in others for word in ("--with", each)), *command]
+        with _program(command, log, "`pip install uv`, or install the harness.") as harness:
+            code = harness.wait()
+    read = read_lmms if name == "lmms" else read_evalscope
+    rows, figures = ([], {}) if code else read(folder)
+    if not figures:
+        raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
+    settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"], "command": command}
+    return harness_result(rows, figures, settings)
+
+
+def flags(options: dict) -> list[str]:
+    """Options as words of a command line: `{"a": 1, "b": True}` is `--a 1 --b`."""
+    words: list[str] = []
+    for name, value in options.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += [] if value is None or value is False else [f"--{name}", *([] if value is True else [text])]
+    return words
+
+
+@contextmanager
+def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
+    """Runs `vllm serve` within the context, which yields its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _NAME, *words]
+    url, log = f"http://127.0.0.1:{port}", folder / "server.txt"
+    with _program(command, log, "Install vLLM, or set `--server_url`.") as server:
+        try:
+            while server.poll() is None:
+                with suppress(requests.RequestException):
+                    if requests.get(f"{url}/health", timeout=5).ok:
+                        break
+                time.sleep(1)
+            else:
+                raise ValueError(f"`vllm serve` ended: {_last_error(log)}")
+            yield url
+        finally:
+            server.terminate()
+
+
+def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
+    """Starts a program, whose output goes to a file."""
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"There is no program `{command[0]}`. {remedy}")
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key}
+    environment.pop("PYTHONPATH", None)  # of another environment than the program's
+    sys.stderr.write(f"`{' '.join(command)}` runs, and prints to {log}\n")
+    with log.open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _last_error(log: Path) -> str:
+    """The last line with an error of Python, or else the last line."""
+    lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
+    errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
+    return f"{[*lines[-1:], *errors][-1].rstrip('.')} (see {log})."
