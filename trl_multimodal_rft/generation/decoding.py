@@ -93,8 +93,7 @@ def decode(
     finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
     groups = 1 if layout is None else layout.n_prompts
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
-    is_cpu, logits = device.type == "cpu", logits.float()
-    generator = torch.default_generator if is_cpu else torch.get_device_module(device).default_generators[device.index]
+    (get_state, set_state), logits = _random_state(device), logits.float()
     processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
     with decoded_by(model, layout), getattr(model, "_optimize_model_for_decode", nullcontext)():
         while True:
@@ -107,7 +106,7 @@ def decode(
             _draw(scores, cast(bool, config.do_sample), token)
             n += 1
             if every > 1:
-                states.append(generator.get_state())
+                states.append(get_state())
             if n == stop or (n - start) % every == 0:
                 left = finished.numel()
                 if ends is not None:
@@ -115,7 +114,7 @@ def decode(
                     left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
                 if ends is not None and left == 0:
                     if surplus := n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max()):
-                        generator.set_state(states[-1 - surplus])
+                        set_state(states[-1 - surplus])
                         n -= surplus
                         if keeps:
                             cache.crop(-surplus)
@@ -185,3 +184,11 @@ def _as_sum(
         return process
     bias = process(input_ids, cast(torch.FloatTensor, torch.zeros_like(logits[:1])))
     return lambda _, scores: scores + bias
+
+
+def _random_state(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    """What reads and sets the random state of a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
+    module = torch.get_device_module(device)
+    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
