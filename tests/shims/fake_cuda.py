@@ -225,7 +225,7 @@ def _backward_of_flash_attention(gradient, *rest, scale=None, window_size_left=N
 def _dense_flash_attention(query, key, value, dropout_p=0.0, is_causal=False, *rest, scale=None):
     states = (query, key, value)
     assert query.size(-1) == key.size(-1) == value.size(-1) <= 256 and query.size(-1) % 8 == 0
-    assert query.size(1) == key.size(1) and all(each.stride(-1) == 1 for each in states)
+    assert query.size(1) % key.size(1) == 0 and all(each.stride(-1) == 1 for each in states)  # grouped queries, too
     with one_kernel("attention"):
         (query, key, value), _ = _on_host(states, ())
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
