@@ -2,6 +2,7 @@
 """Errors in a constructor's arguments give one line with the remedy, before a model loads."""
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -305,6 +306,14 @@ def test_model_without_its_processor(tmp_path, rows):
     load("qwen2_5_vl")[1].tokenizer.save_pretrained(folder)
     with pytest.raises(OSError, match=r"has none of processor_config.json, preprocessor_config.json. Save that of"):
         TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+
+
+def test_the_template_of_a_tokenizers_config(tmp_path):
+    shutil.copytree(saved("qwen2_5_vl"), tmp_path / "model")
+    template = (tmp_path / "model" / "chat_template.jinja").rename(tmp_path / "template").read_text()
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    assert load_processor(str(tmp_path / "model")).chat_template == template
 
 
 def test_errors_of_a_tokenizer_stay(tmp_path):

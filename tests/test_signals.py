@@ -141,7 +141,7 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
     os.close(its_end)
     try:
         printed = b""
-        while printed.count(b"'loss'") < 2:
+        while printed.count(b"step ") < 3:
             printed += os.read(terminal, 1 << 16)
         os.close(terminal)
         assert process.wait(PATIENCE) == 0

@@ -20,7 +20,14 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
     with loading_errors(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
+    adopt_template(processor)
     return processor
+
+
+def adopt_template(processor: Processor) -> None:
+    """Gives a processor without a chat template that of its tokenizer, whose config alone may hold it."""
+    if isinstance(processor, ProcessorMixin) and processor.chat_template is None:
+        processor.chat_template = getattr(tokenizer_of(processor), "chat_template", None)
 
 
 def check_processor(processor: Processor | None) -> None:

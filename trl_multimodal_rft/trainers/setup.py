@@ -41,7 +41,7 @@ from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
 from ..data.rows.unread import check_columns, lists_columns
-from ..encoding.processors import check_processor, load_processor, tokenizer_of
+from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
@@ -379,6 +379,7 @@ def load_parts(
         processing_class = load_processor(name, revision, args.trust_remote_code)
         source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         source["pretrained_model_name_or_path"] = name
+    adopt_template(processing_class)
     reason = training_obstacle(model, processing_class, max_completion_length)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
