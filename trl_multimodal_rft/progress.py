@@ -3,16 +3,13 @@
 
 import os
 import sys
+from importlib import import_module
 
 from tqdm.auto import tqdm
 
 
 def in_notebook() -> bool:
-    if "IPython" not in sys.modules:
-        return False
-    from transformers.utils import is_in_notebook
-
-    return is_in_notebook()
+    return "IPython" in sys.modules and import_module("transformers.utils").is_in_notebook()
 
 
 def is_watched() -> bool:

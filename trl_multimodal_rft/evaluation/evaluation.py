@@ -106,12 +106,8 @@ class Evaluation:
         batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
         records: list[dict[str, Any]] = []
         functions, correct = [*self.reward_funcs.values(), *self.toolbox.tools], []
-        with (
-            kept_random_state(),
-            evaluation_mode(self.policy.model),
-            reward_loop(functions) as self.loop,
-            progress_bar(n, "evaluate", disable=args.disable_tqdm) as bar,
-        ):
+        bar = progress_bar(n, "evaluate", disable=args.disable_tqdm)
+        with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
             for first in range(0, len(batches), ranks):
                 batch_index = first + self.accelerator.process_index
                 if batch_index < len(batches):

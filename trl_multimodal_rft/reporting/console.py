@@ -188,27 +188,20 @@ class CompactLogCallback(TrainerCallback):
             self._print(state, "", times=self._pace(state))
 
     def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: DataLoader | None = None,
-        **_: EventPart,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart
     ):
         if "eval" not in self._bars:
-            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            loader = parts.get("eval_dataloader")
+            total = len(loader) if isinstance(loader, DataLoader) and has_length(loader) else None
             self._bars["eval"] = progress_bar(total, "evaluate", "batch", disable=args.disable_tqdm)
         self._bars["eval"].update()
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        self._since = time.perf_counter()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._since = time.perf_counter()
         if "eval" in self._bars:
             self._bars.pop("eval").close()
 
-    on_predict = on_evaluate
+    on_save = on_predict = on_evaluate
 
     def on_log(
         self,
