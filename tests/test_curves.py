@@ -244,7 +244,7 @@ def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
     def slow(figure, path):
         clock[0] += 2
 
-    monkeypatch.setattr(curves, "_save", slow)
+    monkeypatch.setattr(curves, "save_figure", slow)
     callback, times = TrainingCurvesCallback(), []
     state = TrainerState(is_world_process_zero=True, max_steps=30)
 
@@ -274,14 +274,14 @@ def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
 def test_a_write_that_breaks_leaves_the_old_picture(tmp_path):
     """The disk is full after 10 kB."""
     path = tmp_path / "curves.png"
-    curves._save(figure_of([{"step": 1, "reward": 0.5}]), path)
+    curves.save_figure(figure_of([{"step": 1, "reward": 0.5}]), path)
     old = path.read_bytes()
     assert len(old) > 15_000
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            curves._save(figure_of([{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0}]), path)
+            curves.save_figure(figure_of([{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0}]), path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == old

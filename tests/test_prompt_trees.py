@@ -218,7 +218,7 @@ def test_updates_equal_those_of_separate_prompts(kind, options, separate):
 
 def test_micro_batches_keep_prompts_together_that_share_a_clip(separate):
     options = {**BATCH, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 1}
-    rows = clip_rows([0, 4, 1, 5, 2, 6, 3, 7])
+    rows = clip_rows((0, 4, 1, 5, 2, 6, 3, 7))
     ours = run(counting("grpo"), "qwen2_5_vl", rows, **options)
     with separate():
         expected = run(counting("grpo"), "qwen2_5_vl", rows, **options)

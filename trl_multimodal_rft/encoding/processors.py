@@ -26,7 +26,7 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
 
 def adopt_template(processor: Processor) -> None:
     """Gives a processor without a chat template that of its tokenizer, whose config alone may hold it."""
-    if isinstance(processor, ProcessorMixin) and processor.chat_template is None:
+    if isinstance(processor, ProcessorMixin) and getattr(processor, "chat_template", None) is None:
         processor.chat_template = getattr(tokenizer_of(processor), "chat_template", None)
 
 
