@@ -87,7 +87,7 @@ dpo_adapter = partial(
 )
 
 
-def resumed(train, folder, **options):
+def resumed_with(train, folder, **options):
     """Compares a run whose rows are shuffled with one that resumes before its last step."""
     options |= {"optim": "adamw_torch", "learning_rate": 0.01, "train_sampling_strategy": "random", "max_steps": 4}
     straight = train(folder / "straight", save_strategy="steps", save_steps=3, **options)
@@ -97,7 +97,7 @@ def resumed(train, folder, **options):
 
 def dpo_resumed(folder):
     """The reference follows the policy, and views are random."""
-    return resumed(dpo_pairs, folder, moves=True, sync_ref_model=True, ref_model_sync_steps=1)
+    return resumed_with(dpo_pairs, folder, moves=True, sync_ref_model=True, ref_model_sync_steps=1)
 
 
 def dpo_skipped(folder):
@@ -128,7 +128,7 @@ def reward_pairs(folder, checkpoint=None, **options):
 
 
 reward_parts = partial(reward_pairs, max_tokens_per_microbatch=60)
-reward_resumed = partial(resumed, reward_pairs)
+reward_resumed = partial(resumed_with, reward_pairs)
 
 
 def rewarded_by_models(folder):
