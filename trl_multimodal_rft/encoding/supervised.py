@@ -57,7 +57,8 @@ class PreferencePair(EncodedPrompt):
 
     def example(self, row: Row) -> tuple[Sequence, list[int], list[int]]:
         """The messages of its row's prompt, and the ids of the prompt and of the preferred completion."""
-        return _with_prompt(row)["prompt"], self.input_ids.tolist(), self.chosen
+        chat = [] if row.get("chosen") is None else _with_prompt(row)["prompt"]  # tokenized rows have none
+        return chat, self.input_ids.tolist(), self.chosen
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """The prompt with each completion behind it, in which the completion is learned."""

@@ -138,6 +138,8 @@ def decode(
             logits = model(**step, return_dict=True).logits[:, -1].float()
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
+        if in_step and layout is not None and n == start + 1:  # no forward came before, which a surplus one repeats
+            layout.advance()
         while in_step and _most(0, device):
             model(**step)
     if not config.return_dict_in_generate:

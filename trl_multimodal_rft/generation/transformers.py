@@ -172,7 +172,8 @@ def generate_completions(
         past = _prefilled_prefixes(model, unwrapped_model, unique, device, pad_token_id)
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
     index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model, room > 0), None
-    if not shares or order != [i * len(unique) // len(order) for i in range(len(order))]:
+    size, rest = divmod(len(order), len(unique))
+    if not shares or rest or order != [i // size for i in range(len(order))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
         mask, logits, index = mask[index], logits[index], torch.arange(len(order), device=device)
     if shares:
