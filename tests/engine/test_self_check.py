@@ -11,6 +11,7 @@ from helpers.trainer_utils import Recording, audio_rows, by_key, image_rows, mov
 from transformers import AutoProcessor
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.checks import run_checks
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 
 
@@ -29,9 +30,10 @@ def assert_exact(check):
 # Engines that sample from the policy
 
 
-def test_grpo_samples_from_the_policy(tmp_path):
+def test_grpo_samples_from_the_policy(tmp_path, monkeypatch):
     trainer = grpo(tmp_path, temperature=0.7, generation_kwargs={"logit_bias": {60: 2.0}})
-    printed, trainer.accelerator.print = [], lambda check: printed.append(str(check))
+    printed: list[str] = []
+    monkeypatch.setattr(run_checks, "write", printed.append)
     trainer.train()
     assert_exact(trainer.checks.self_check)
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
