@@ -94,7 +94,7 @@ def test_preferences(tmp_path):
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics.keys() == {"accuracy_before", "reward_accuracy", "accuracy_grpo", "accuracy_dpo"}
     assert f"{metrics['accuracy_before']:.1%} before, {metrics['accuracy_grpo']:.1%} after GRPO" in output
-    assert "| reward " in output and "'rewards/margins':" in output
+    assert "\nrewards: reward_model " in output and "'rewards/margins':" in output
     folders = (tmp_path / name for name in (".", "before", "grpo", "reward_model"))
     assert all((folder / "model.safetensors").exists() for folder in folders)
 

@@ -75,6 +75,7 @@ def checkpoint(family: str, side: str | None = None) -> str:
 def _loader(family: str):
     def load():
         folder = saved(family)
+        ALL_FAMILIES[family].build()  # leaves one random state, whoever wrote the folder
         return ALL_FAMILIES[family].model_class.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
 
     return load

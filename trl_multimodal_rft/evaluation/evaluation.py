@@ -105,7 +105,7 @@ class Evaluation:
         size = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
         records: list[dict[str, Any]] = []
-        functions, correct = [*self.reward_funcs.values(), *self.toolbox.tools], []
+        functions, answers, correct = [*self.reward_funcs.values(), *self.toolbox.tools], 0, 0
         bar = progress_bar(n, "evaluate", disable=args.disable_tqdm)
         with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
             for first in range(0, len(batches), ranks):
@@ -113,8 +113,9 @@ class Evaluation:
                 if batch_index < len(batches):
                     answered = self._answer_batch(batch_index, batches[batch_index])
                     records += answered
-                    correct += [each for record in answered for each in record["correct"] if each is not None]
-                    bar.set_postfix_str(f"accuracy {mean(correct):.1%}" if correct else "", refresh=False)
+                    judged = [each for record in answered for each in record["correct"] if each is not None]
+                    answers, correct = answers + len(judged), correct + sum(judged)
+                    bar.set_postfix_str(f"accuracy {correct / answers:.1%}" if answers else "", refresh=False)
                 elif self.policy.is_collective:  # the first batch once more, which the other ranks' calls wait for
                     counted = len(self.logged)
                     self._answer_batch(batch_index, batches[0])
