@@ -19,6 +19,7 @@ from trl.models.utils import _ForwardRedirection
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
+from .forward.contexts import by_context, context_rows
 from .forward.divergence import Target
 from .forward.inputs import encode_once
 from .forward.layout import CompletionBatch, States, split_samples
@@ -120,6 +121,7 @@ class PolicyForward:
         """
         if not self.fallbacks.packing:
             return False
+        prompts, lengths = by_context(prompts, lengths)
         padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
         slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
         packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
@@ -129,6 +131,7 @@ class PolicyForward:
 
     def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
         """Prompt tokens of the packed rows of completions, given their lengths."""
+        prompts, lengths = by_context(prompts, lengths)
         bins = [range(len(prompts))]
         if self.max_tokens is not None:
             bins = split_by_tokens(prompts, lengths, self.max_tokens)
@@ -177,11 +180,17 @@ class PolicyForward:
         [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores; the completions of a larger
         group are forwarded in chunks behind their prompt, see [`~forward.split_groups.KeptPrompt`], or, where that
         isn't possible, each chunk with its prompt. Where only some `rows` matter, or have tokens in padded parts, the
-        others aren't forwarded, and their scores are 0; dummy prompts take the place of their media.
+        others aren't forwarded, and their scores are 0; dummy prompts take the place of their media. A completion
+        whose context was rewritten is forwarded as a row for each context.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        contexts = context_rows(prompts, completion_ids.size(1), completion_ids.device)
+        if contexts is not None:
+            prompts, target = contexts.prompts, None if target is None else target.map(contexts.cut)
+            completion_ids, completion_mask = contexts.cut(completion_ids), contexts.cut(completion_mask)
+            rows = None if rows is None else contexts.rows_of(rows)
         completions, n = CompletionBatch(prompts, completion_ids, completion_mask), len(prompts)
         # What the parts depend on; reading it makes the host wait
         lengths = None if self.max_tokens is None else completion_mask.sum(1).tolist()
@@ -219,7 +228,8 @@ class PolicyForward:
         scores = self._in_parts(score, model, models, completions, lengths, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
-        return scores if rows is None else scores.spread(rows, n)
+        scores = scores if rows is None else scores.spread(rows, n)
+        return scores if contexts is None else scores.rearranged(contexts.joined)
 
     def _in_parts(
         self,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..encoding.conversations import Conversation
+from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring
@@ -98,7 +98,8 @@ class EngineCheck:
             return False
         mask = mask * ~sampled.isnan()
         for i, prompt in enumerate(completions[0]):
-            mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else None] = 0
+            first = prompt.ends[0] if isinstance(prompt, Contexts) else None
+            mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else first] = 0
         row = [int(mask.sum(1).argmax())]
         if not self.accelerator.reduce(mask[row].sum(), reduction="sum").item():
             return False

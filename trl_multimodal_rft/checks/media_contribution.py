@@ -8,7 +8,6 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..data.reading.refs import MediaError
-from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
@@ -81,8 +80,8 @@ def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[
     """Completions of a few prompts, one of each, with each kind of their media."""
     chosen: list[tuple[int, str]] = []
     for rows in group_by_prompt(prompts).values():
-        # A conversation has media of tools
-        plain = [row for row in rows if mask[row].any() and not isinstance(prompts[row], Conversation)]
+        # Others have media of tools
+        plain = [row for row in rows if mask[row].any() and len(prompts[row].parts) == 1]
         chosen += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
         if len({row for row, _ in chosen}) == _PROMPTS:
             break

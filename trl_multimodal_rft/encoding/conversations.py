@@ -2,7 +2,7 @@
 """Conversations with tools, whose results continue a completion as rendered by the chat template."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -50,6 +50,39 @@ class Conversation(EncodedPrompt):
     def field_after(self, name: str, n: int, fill: int) -> torch.Tensor:
         given = self.later.token_fields.get(name, torch.zeros_like(self.later.input_ids))[:n]
         return torch.cat([given, given.new_full((n - len(given),), fill)])
+
+
+@dataclass(eq=False, kw_only=True)
+class Contexts(EncodedPrompt):
+    """
+    A prompt and the contexts that replaced it in the course of one completion, such as those with the last few
+    screenshots alone. The inherited fields are those of the first.
+    """
+
+    prompts: list[EncodedPrompt]
+    ends: list[int]  # of each, the index in the completion behind the tokens that follow it
+
+    @classmethod
+    def of(cls, prompts: list[EncodedPrompt], ends: list[int]) -> "Contexts":
+        inherited: dict[str, Any] = {spec.name: getattr(prompts[0], spec.name) for spec in fields(EncodedPrompt)}
+        inherited["modalities"] = frozenset[str]().union(*(prompt.modalities for prompt in prompts))
+        return cls(**inherited, prompts=prompts, ends=ends)
+
+    @property
+    def shared(self) -> EncodedPrompt:
+        return self.prompts[0].shared
+
+    @property
+    def parts(self) -> list[EncodedPrompt]:
+        return [part for context in self.prompts for part in context.parts]
+
+    @property
+    def contexts(self) -> list[EncodedPrompt]:
+        return self.prompts
+
+    def lengths_behind(self, n: int) -> list[int]:
+        ends = [min(end, n) for end in self.ends]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def encode_turn(

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Joins the media and token fields of prompts for one forward, and compares prompts."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,6 +35,29 @@ def same_prompt(a: Any, b: Any) -> bool:
     if type(a).__eq__ is object.__eq__:
         return type(a) is type(b)
     return type(a) is type(b) and a == b
+
+
+def content_digest(value: Any) -> str:
+    """A hash of messages and their media, equal where [`same_prompt`] finds them equal."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, MediaRef):
+            value = [value.modality, value.stored, value.options]
+        if isinstance(value, dict):
+            value = [pair for key in sorted(value) for pair in (key, value[key])]
+        if isinstance(value, (list, tuple)):
+            digest.update(f"[{len(value)}".encode())
+            for item in value:
+                add(item)
+        elif isinstance(value, (np.ndarray, torch.Tensor, PIL.Image.Image)):
+            array = np.asarray(value)
+            digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        else:
+            digest.update(value if isinstance(value, bytes) else f"{type(value).__name__}:{value}".encode())
+
+    add(value)
+    return digest.hexdigest()
 
 
 def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:

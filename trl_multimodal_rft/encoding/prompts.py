@@ -111,6 +111,15 @@ class EncodedPrompt:
         """The prompt and, if tools returned media, what follows it up to the last result."""
         return [self]
 
+    @property
+    def contexts(self) -> list["EncodedPrompt"]:
+        """What the model reads before each part of a completion: the prompt, unless a context was rewritten since."""
+        return [self]
+
+    def lengths_behind(self, n: int) -> list[int]:
+        """How many tokens of a completion of `n` follow each context."""
+        return [n]
+
     def part(self, span: slice) -> "EncodedPrompt":
         """
         Some of the tokens, with the media if these start in them.

@@ -46,6 +46,9 @@ class EvaluationConfig:
             by the length of the completion alone.
         max_tool_media (`int`, *optional*):
             Maximum media that tools return in a completion. By default the trainer's, if there is one.
+        max_context_media (`int`, *optional*):
+            Maximum media that the policy reads at a time while it calls tools. By default the trainer's, if there is
+            one.
         ablate (`str`, *optional*):
             `"audio"`, `"image"` or `"video"`: rows with such a medium are answered again without it, to measure how
             much it contributes to the accuracy. A replacement of the same duration and size takes its place.
@@ -93,6 +96,7 @@ class EvaluationConfig:
     group_by: str | None = None
     max_tool_calling_iterations: int | None = None
     max_tool_media: int | None = None
+    max_context_media: int | None = None
     ablate: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["ablate"]]})
     ablate_with: str = "blank"
     confidence: float = 0.95

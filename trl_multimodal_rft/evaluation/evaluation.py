@@ -324,16 +324,18 @@ class Evaluation:
             ]
         branches = Branches()
 
-        def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt]], _: list[int]):
+        def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt | None]], _: list[int]):
             branches.continuations = turns
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)
         limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
+        limits["max_context_media"] = args.max_context_media
         loop = policy.tool_loop(
             encoder=self.encoder,
             tools=[self.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)],
             complete=complete,
+            environments=rollout.source.environments,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,
             loop=self.loop,

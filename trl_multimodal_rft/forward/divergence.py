@@ -58,13 +58,14 @@ class Target:
 
     def rows(self, index: slice | Sequence[int]) -> "Target":
         """That of some completions."""
-        return self._of_tensors(lambda value: rows_of(value, index))
+        return self.map(lambda value: rows_of(value, index))
 
     def padded(self, n: int) -> "Target":
         """With `n` further completions, of which nothing is compared."""
-        return self._of_tensors(lambda value: torch.cat([value, value.new_zeros(n, *value.shape[1:])]))
+        return self.map(lambda value: torch.cat([value, value.new_zeros(n, *value.shape[1:])]))
 
-    def _of_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
+        """Applies a function to each tensor with a row per completion."""
         hidden, ids, logps = (None if each is None else function(each) for each in (self.hidden, self.ids, self.logps))
         return replace(self, mask=function(self.mask), hidden=hidden, ids=ids, logps=logps)
 

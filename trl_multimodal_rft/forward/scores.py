@@ -66,7 +66,11 @@ class Scores:
             index = to_device(torch.tensor(indices, dtype=torch.long), values.device)
             return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(indices)])
 
-        chosen = {name: spread(value) for name, value in self.tensors(per_completion=True).items()}
+        return self.rearranged(spread)
+
+    def rearranged(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Scores":
+        """Applies a differentiable function to each tensor with a row per completion."""
+        chosen = {name: function(value) for name, value in self.tensors(per_completion=True).items()}
         scores = Scores(**chosen, **self.tensors(per_completion=False))
         scores.deferred = self.deferred
         return scores

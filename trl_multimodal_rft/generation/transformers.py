@@ -44,9 +44,9 @@ class Branches:
     [`generate_completions`] fills it, and takes the cache out of it.
     """
 
-    # For each prompt to complete next, the index of the completion that it continues, and what was appended to that;
-    # `None` at first
-    continuations: list[tuple[int, EncodedPrompt]] | None = None
+    # For each prompt to complete next, the index of the completion that it continues, and what was appended to that,
+    # `None` where the context was rewritten; `None` at first
+    continuations: list[tuple[int, EncodedPrompt | None]] | None = None
     obstacle: str | None = None  # why the latest prompts were prefilled instead
 
     # The cache, what its mask `(B, N)` is of, and what each completion has in it
@@ -92,7 +92,7 @@ class Branches:
         for prompt, (parent, turn) in zip(prompts, self.continuations, strict=True):
             row, before, ids = held[parent]
             n = len(before) + len(ids)
-            rests.append(replace(prompt.part(slice(n, None)), media=turn.media))
+            rests.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
             rows.append(row)
         cache.layers = [layer.whole() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers]
         index = torch.tensor(rows, device=mask.device)
@@ -101,7 +101,9 @@ class Branches:
 
     def _branch_obstacle(self, model: PreTrainedModel, held: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
         """Why the cache isn't that of the prompts' first tokens."""
-        for prompt, (parent, _) in zip(prompts, self.continuations or (), strict=True):
+        for prompt, (parent, turn) in zip(prompts, self.continuations or (), strict=True):
+            if turn is None:
+                return "contexts were rewritten"
             if parent not in held:
                 return "other completions were continued since"
             _, before, ids = held[parent]

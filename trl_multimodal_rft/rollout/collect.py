@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from ..data.reading.refs import MediaRef, iter_refs
-from ..encoding.conversations import Conversation
+from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media
@@ -81,21 +81,26 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
     """
     found: dict[int, EncodedPrompt] = {}
 
-    def under_view(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
+    def under_view(row: int, prompt: EncodedPrompt, shown: Sequence[Any]) -> EncodedPrompt:
+        if isinstance(prompt, Contexts):
+            every = zip(prompt.prompts, [shown[row], *rollout.source.contexts[row]], strict=True)
+            each = [under_view(row, own, [*shown[:row], messages, *shown[row + 1 :]]) for own, messages in every]
+            same = all(own is other for own, other in zip(prompt.prompts, each, strict=True))
+            return prompt if same else Contexts.of(each, prompt.ends)
         if isinstance(prompt, Conversation):
-            return continued(prompt, under_view(row, prompt.prompt))
+            return continued(prompt, under_view(row, prompt.prompt, shown))
         if not any(view.applies_to(kind) for kind in prompt.modalities):
             return prompt
         if id(prompt) not in found:
             found[id(prompt)] = encoder.encode(
-                rollout.source.messages[row],
+                shown[row],
                 rollout.source.row_indices[row],
-                view_of_row(view, rollout.source.messages, rollout.source.row_indices, row),
+                view_of_row(view, shown, rollout.source.row_indices, row),
                 **template_tools(toolbox, rollout.source.environments, row),
             )
         return found[id(prompt)]
 
-    prompts = [under_view(row, prompt) for row, prompt in enumerate(rollout.prompts)]
+    prompts = [under_view(row, prompt, rollout.source.messages) for row, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
     return prompts
 
@@ -198,7 +203,7 @@ def complete(
         if rollout.tool_mask is not None:
             rollout.tool_mask = rollout.tool_mask * ended[:, None].to(device)
     rollout.completion_mask = mask.to(device)
-    prompts = torch.tensor([len(prompt) for prompt in rollout.prompts])
+    prompts = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     in_loss = rollout.loss_mask.sum(1).cpu()
     table = torch.stack([prompts, lengths, ended.long(), in_loss], dim=1).to(device)
     prompts, lengths, ended, in_loss = accelerator.gather(table).cpu().unbind(1)

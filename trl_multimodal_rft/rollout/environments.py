@@ -15,7 +15,7 @@ from ..data.rows.columns import blocks_to_refs
 
 
 # Methods of environments that aren't tools
-_NO_TOOLS = ("reset", "get_reward")
+_NO_TOOLS = ("reset", "get_reward", "get_context")
 
 # Where an environment makes the prompt
 _NO_PROMPT = [{"role": "user", "content": ""}]

@@ -9,14 +9,14 @@ import torch
 from accelerate import Accelerator
 from datasets import IterableDataset
 
-from ..encoding.conversations import Conversation
+from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
 from .rollout import PARTS, Rollout, join_rollouts, require
 
 
 # Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
-SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout, *PARTS)
+SAVED_CLASSES = (EncodedPrompt, Contexts, Conversation, frozenset, Rollout, *PARTS)
 
 
 # Optimizer steps after which a replayed group isn't used any more

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from ..forward.contexts import by_context
 from ..forward.partition import micro_batch_order, packed_length
 from .rollout import Rollout, join_rollouts
 
@@ -35,7 +36,8 @@ def arranged(
         if may_move:
             rollout, metrics["packing/moved_mb"] = _exchanged(rollout, args.num_generations, accelerator)
     if steps > 1:
-        lengths = rollout.completion_mask.sum(1).tolist()
+        later = [sum(map(len, prompt.contexts[1:])) for prompt in rollout.prompts]
+        lengths = [n + more for n, more in zip(rollout.completion_mask.sum(1).tolist(), later, strict=True)]
         rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, generator))
     return rollout, metrics
 
@@ -58,7 +60,7 @@ def forwarded_length(rollout: Rollout) -> int:
     """Tokens that the update forwards of completions and their prompts."""
     lengths = rollout.completion_mask.sum(1).tolist()
     rows = range(len(rollout)) if rollout.rows_to_score is None else rollout.rows_to_score
-    prompts, lengths = [rollout.prompts[i] for i in rows], [lengths[i] for i in rows]
+    prompts, lengths = by_context([rollout.prompts[i] for i in rows], [lengths[i] for i in rows])
     return packed_length(prompts, lengths) if rollout.packed else sum(map(len, prompts)) + sum(lengths)
 
 

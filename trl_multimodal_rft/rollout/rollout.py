@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 import torch.nn.functional as F
 
-from ..encoding.conversations import Conversation
+from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.inputs import left_pad
 from ..forward.layout import rows_of, to_device
@@ -76,6 +76,14 @@ class Flight(_Part):
     early_rewards: EarlyRewards | None = None  # by functions that only wait
 
 
+class Turn(NamedTuple):
+    """Tokens of a completion that were sampled in one turn."""
+
+    start: int
+    stop: int
+    state: str  # a digest of the prompt, or of the results, that it answers; equal for equal ones
+
+
 @dataclass(eq=False)
 class Source(_Part):
     """What completions were sampled from, and their texts, which rewards, logs and checks read, and no loss."""
@@ -88,6 +96,9 @@ class Source(_Part):
     batch_index: int | None = None  # in the run, of a batch that the loader of training yielded
     ids: list[list[int]] = field(default_factory=list)  # of each completion, without padding
     completions: list[Any] = field(default_factory=list)  # texts, or messages
+    turns: list[list[Turn]] = field(default_factory=list)  # of each completion, where tools are called
+    # Of each completion, the messages that replaced its prompt's, where tools are called
+    contexts: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
     flight: Flight | None = None
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
@@ -277,6 +288,8 @@ class Rollout(_Part):
 
         def copied(prompt: EncodedPrompt) -> EncodedPrompt:
             fresh: dict[str, Any] = {"mask_cache": {}} if on_device else {"mask_cache": {}, "on_device": {}}
+            if isinstance(prompt, Contexts):
+                return replace(prompt, prompts=[*map(copied, prompt.prompts)], **fresh)
             if isinstance(prompt, Conversation):
                 return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))

@@ -200,7 +200,7 @@ def packing_metrics(
     Over all ranks, the share of prompt tokens that micro-batches needn't forward, since completions share a prompt,
     and of completions that aren't forwarded for lack of a gradient.
     """
-    repeated = [sum(map(len, each.prompts)) for each in micro_batches]
+    repeated = [sum(len(context) for prompt in each.prompts for context in prompt.contexts) for each in micro_batches]
     forwarded = [
         policy.n_prompt_tokens(model, each.prompts, each.completion_mask.sum(1).tolist()) if each.packed else n
         for each, n in zip(micro_batches, repeated, strict=True)

@@ -1,8 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Several turns: tools are called, and their results, media included, are appended to the completion."""
+"""
+Several turns: tools are called, and their results, media included, are appended to the completion, or are a part of a
+context that replaces what the model has read so far.
+"""
 
 import asyncio
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +22,15 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
-from ..encoding.conversations import conversation, encode_prefix, encode_turn, normalize_tool_calls
+from ..encoding.conversations import Contexts, conversation, encode_prefix, encode_turn, normalize_tool_calls
+from ..encoding.join import content_digest
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
 from .environments import Environments
 from .prompt_encoder import PromptEncoder
-from .rollout import Rollout
+from .rollout import Rollout, Turn
 
 
 logger = get_logger(__name__)
@@ -40,15 +45,20 @@ _DEEPEST = 100  # levels of a call's arguments
 class Trajectory:
     """One completion while tools are called in it."""
 
-    prompt: EncodedPrompt  # its prompt
+    prompt: EncodedPrompt  # its prompt, or the context that replaced it last
     ids: list[int]  # its ids
     messages: list[dict[str, Any]]  # the assistant's message, calls included, and the tools' results
     history: list[dict[str, Any]]  # the conversation, as the chat template is to write it
     logps: list[float | None] | None  # log-probabilities of an engine
     mask: list[int]  # 0 on what tools returned
-    # What tools returned, with its places in the completion
+    # What tools returned since the context was rewritten, with its places behind that
     turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
-    whole: EncodedPrompt | None = None  # all of it up to the last result
+    whole: EncodedPrompt | None = None  # the context and all behind it, up to the last result
+    # Messages of the contexts, each with the index in `messages` behind those that it holds
+    contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
+    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score the tokens behind them with
+    ends: list[int] = field(default_factory=list)  # of each, the index of the first token that follows another
+    sampled: list[Turn] = field(default_factory=list)
     # How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -60,6 +70,24 @@ class Trajectory:
     @property
     def media(self) -> list[EncodedPrompt]:
         return [turn for _, turn in self.turns if turn.media]
+
+    @property
+    def start(self) -> int:
+        """Index of the first token that follows the context."""
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each context, the indices of the first token that follows it and of the next context's first."""
+        return [*zip([0, *self.ends], [*self.ends, len(self.ids)], strict=True)]
+
+    def replace_context(self, messages: list[dict[str, Any]], encoded: EncodedPrompt, model: PreTrainedModel) -> None:
+        """Lets another context, which holds all messages so far in its way, precede what follows."""
+        self.closed.append(scored_prompt(model, self))
+        self.ends.append(len(self.ids))
+        self.contexts.append((messages, len(self.messages)))
+        self.prompt.decoded = ()  # the engine has processed it
+        self.prompt, self.history, self.turns, self.whole = encoded, [*messages], [], None
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
         """Extends the completion."""
@@ -74,18 +102,20 @@ class ToolLoop:
     """Calls tools and samples the next turn, until no completion ends with a call."""
 
     encoder: PromptEncoder  # of the prompts, whose rules results follow; unless it says otherwise, control tokens fail
-    # Samples what follows prompts: takes the prompts, for each the index of its completion and the last result, and
-    # the tokens left for each; returns ids and log-probabilities, if any
+    # Samples what follows prompts: takes the prompts, for each the index of its completion and the last result, if the
+    # prompt is no other context, and the tokens left for each; returns ids and log-probabilities, if any
     complete: Callable[
-        [list[EncodedPrompt], list[tuple[int, EncodedPrompt]], list[int]],
+        [list[EncodedPrompt], list[tuple[int, EncodedPrompt | None]], list[int]],
         tuple[list[list[int]], list[list[float | None]] | None],
     ]
     tools: Sequence[dict[str, Callable]]  # each completion's tools, by name
     max_length: int  # tokens of a completion at most, results included
     max_turns: float  # how often a completion's calls are answered at most
     max_media: int | None  # media in a completion at most
+    max_context_media: int | None  # media in a context at most; those before are left out of it
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
+    environments: Sequence[Any] | None = None  # each completion's, which may rewrite contexts
     # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
     engine_length: int | None = None
     # Whether a condition holds on any rank, where ranks must sample equally often
@@ -116,25 +146,75 @@ class ToolLoop:
     def _answer(self, index: int, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit."""
         results = self._call_tools(index, trajectory)
-        turn, results = self._encode_results(trajectory, results)
+        messages = self._rewritten(index, trajectory, results)
+        if messages is None:
+            encoded, results = self._encode_results(trajectory, results)
+            n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
+        else:
+            messages, encoded, results = self._encode_context(index, trajectory, messages, results)
+            n_before = n_added = 0
         limits = [getattr(self._text_config, "max_position_embeddings", None), self.engine_length]
-        length = len(trajectory.ids) + len(turn)
-        if length > self.max_length or any(n is not None and len(trajectory.prompt) + length >= n for n in limits):
+        fits = len(trajectory.ids) + max(n_added, 1) <= self.max_length
+        if not fits or any(n is not None and n_before + len(encoded) >= n for n in limits):
             trajectory.counts["length"] += 1
             return False
         n_media = sum(1 for message in [*trajectory.messages, *results] for _ in iter_refs(message))
         if self.max_media is not None and n_media > self.max_media:
             trajectory.counts["media"] += 1
             return False
-        trajectory.turns.append((len(trajectory.ids), turn))
-        trajectory.history += [normalize_tool_calls(results), *results]
         trajectory.messages += results
-        trajectory.append(turn.input_ids.tolist(), None, sampled=False)
+        if messages is not None:
+            trajectory.replace_context(messages, encoded, self.encoder.model)
+            return True
+        trajectory.turns.append((len(trajectory.ids) - trajectory.start, encoded))
+        trajectory.history += [normalize_tool_calls(results), *results]
+        trajectory.append(encoded.input_ids.tolist(), None, sampled=False)
         engine_positions = {} if self.engine_length is None else {"processor": self.encoder.processor}
+        ids = trajectory.ids[trajectory.start :]
         trajectory.whole = encode_prefix(
-            trajectory.prompt, trajectory.ids, trajectory.turns, self.encoder.model, **engine_positions
+            trajectory.prompt, ids, trajectory.turns, self.encoder.model, **engine_positions
         )
         return True
+
+    def _rewritten(
+        self, index: int, trajectory: Trajectory, results: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """Messages to go on with after results: the environment's, or the last media's; `None` for those so far."""
+        messages, environment = (
+            [*self._conversation(trajectory), *results],
+            self.environments and self.environments[index],
+        )
+        given = environment.get_context(messages) if hasattr(environment, "get_context") else None
+        if given is not None:
+            messages = _read_messages(given, self._row(index, trajectory), self.encoder.media_rules)
+        most = self.max_context_media
+        n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
+        if n_surplus > 0:
+            return _without_first_media(messages, n_surplus)
+        return None if given is None else messages
+
+    def _conversation(self, trajectory: Trajectory) -> list[dict[str, Any]]:
+        """Messages of the context, and those since, without control tokens that the policy has sampled as text."""
+        context, n = trajectory.contexts[-1]
+        return [*context, *checked_texts(trajectory.messages[n:], self.encoder.processor, "strip", "")]
+
+    def _row(self, index: int, trajectory: Trajectory) -> int:
+        return index if trajectory.prompt.row is None else trajectory.prompt.row
+
+    def _encode_context(
+        self, index: int, trajectory: Trajectory, messages: list[dict[str, Any]], results: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], EncodedPrompt, list[dict[str, Any]]]:
+        """Messages of a context and their encoding; an error stands for results that can't be encoded."""
+        tools: dict[str, Any] = {}
+        if self.environments is not None:
+            tools["tools"] = [*self.tools[index].values()] or None
+        row = self._row(index, trajectory)
+        try:
+            return messages, self.encoder.encode(messages, row, **tools), results
+        except MediaError as error:
+            failed = self._failed(trajectory, results, error)
+            messages = self._rewritten(index, trajectory, failed) or [*self._conversation(trajectory), *failed]
+            return messages, self.encoder.encode(messages, row, **tools), failed
 
     def _call_tools(self, index: int, trajectory: Trajectory) -> list[dict[str, Any]]:
         """What the tools of a completion return, as messages in the order of the calls."""
@@ -156,7 +236,7 @@ class ToolLoop:
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
-        row = index if trajectory.prompt.row is None else trajectory.prompt.row
+        row = self._row(index, trajectory)
         messages = []
         for name, result in results:
             failed, content = isinstance(result, Exception), _content(name, result, row, self.encoder.media_rules)
@@ -195,13 +275,19 @@ class ToolLoop:
             turn = encode_turn(trajectory.history, results, self.encoder.processor, self.encoder.model, **options)
             self._check_joins(trajectory, turn)
         except MediaError as error:
-            with_media = [message for message in results if next(iter_refs(message), None) is not None]
-            failed = with_media or results  # texts that hold placeholders
-            trajectory.counts["failures"] += len(failed)
-            content = self._failure(error)
-            results = [{**message, "content": content} if message in failed else message for message in results]
+            results = self._failed(trajectory, results, error)
             turn = encode_turn(trajectory.history, results, self.encoder.processor, self.encoder.model, **options)
         return turn, results
+
+    def _failed(
+        self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
+    ) -> list[dict[str, Any]]:
+        """Results with an error message in place of those that can't be encoded."""
+        with_media = [message for message in results if next(iter_refs(message), None) is not None]
+        failed = with_media or results  # texts that hold placeholders
+        trajectory.counts["failures"] += len(failed)
+        content = self._failure(error)
+        return [{**message, "content": content} if message in failed else message for message in results]
 
     def _check_joins(self, trajectory: Trajectory, turn: EncodedPrompt) -> None:
         """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
@@ -218,11 +304,16 @@ class ToolLoop:
     def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt, indices: list[int]) -> None:
         """Samples what follows the results; a rank without any samples once, for the collectives of the others."""
         wholes = [trajectory.whole or trajectory.prompt for trajectory in trajectories] or [idle]
-        asked = [(place, trajectory.turns[-1][1]) for place, trajectory in zip(indices, trajectories, strict=True)]
+        last = [trajectory.turns[-1][1] if trajectory.turns else None for trajectory in trajectories]
+        asked = [*zip(indices, last, strict=True)]
         room = [self.max_length - len(trajectory.ids) for trajectory in trajectories]
         ids, logps = self.complete(wholes, asked, [max(n, 1) for n in room] or [1])
         for i, trajectory in enumerate(trajectories):
-            new, before = ids[i][: room[i]], trajectory.prompt.input_ids.tolist() + trajectory.ids
+            new = ids[i][: room[i]]
+            before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
+            results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(trajectory.messages))
+            n, state = len(trajectory.ids), content_digest([message["content"] for message in results])
+            trajectory.sampled.append(Turn(n, n + len(new), state))
             trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
                 trajectory.messages.append(parse_assistant_turn(self.tokenizer, new, before, self.tools[indices[i]]))
@@ -287,7 +378,16 @@ def run_turns(
     """Continues completions, whose `first` turns are given as messages, until none ends with a call."""
     every = [None] * len(ids) if logps is None else logps
     trajectories = [
-        Trajectory(prompt, sampled, [message], list(history), each_logps, [1] * len(sampled))
+        Trajectory(
+            prompt,
+            sampled,
+            [message],
+            list(history),
+            each_logps,
+            [1] * len(sampled),
+            contexts=[(history, 0)],
+            sampled=[Turn(0, len(sampled), content_digest(history))],
+        )
         for prompt, sampled, message, history, each_logps in zip(
             rollout.prompts, ids, first, rollout.source.messages, every, strict=True
         )
@@ -297,12 +397,52 @@ def run_turns(
 
 
 def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:
-    """Prompts to score trajectories with: those in which tools returned media hold these media as well."""
+    """
+    Prompts to score trajectories with: those in which tools returned media hold these media as well, those whose
+    context was rewritten all contexts.
+    """
+    scored = [(scored_prompt(model, each), each) for each in trajectories]
     return [
-        conversation(each.prompt, each.turns, each.whole, _is_causal(model, each.prompt, each.whole))
-        if each.whole is not None and each.media
-        else each.prompt
-        for each in trajectories
+        Contexts.of([*each.closed, last], [*each.ends, len(each.ids)]) if each.closed else last
+        for last, each in scored
+    ]
+
+
+def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
+    """What to score the tokens behind the context of a trajectory with."""
+    if trajectory.whole is None or not trajectory.media:
+        return trajectory.prompt
+    is_causal = _is_causal(model, trajectory.prompt, trajectory.whole)
+    return conversation(trajectory.prompt, trajectory.turns, trajectory.whole, is_causal)
+
+
+def _read_messages(messages: Any, row: int, rules: MediaRules) -> list[dict[str, Any]]:
+    """Messages of an environment, whose new media become references."""
+    rules, path = replace(rules, media_dir=None), f"{FROM_TOOL}'get_context'"
+
+    def read(block: dict[str, Any]) -> list[dict[str, Any]]:
+        return [block] if next(iter_refs(block), None) is not None else blocks_to_refs([block], path, row, rules)
+
+    return [
+        {**message, "content": [part for block in message["content"] for part in read(block)]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """Messages without their first `n` media."""
+    dropped = {id(ref) for ref in itertools.islice(iter_refs(messages), n)}
+
+    def stays(block: Any) -> bool:
+        return all(id(ref) not in dropped for ref in iter_refs(block))
+
+    return [
+        {**message, "content": [block for block in message["content"] if stays(block)] or ""}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
     ]
 
 

@@ -271,22 +271,24 @@ def continue_after_tools(
     """
 
     def sample(
-        prompts: list[EncodedPrompt], continuations: list[tuple[int, EncodedPrompt]], room: list[int]
+        prompts: list[EncodedPrompt], continuations: list[tuple[int, EncodedPrompt | None]], room: list[int]
     ) -> Samples:
         branches.continuations = continuations
         return sampler(run.wrapped(), prompts, step=run.step, room=room, branches=branches)
 
     tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
     first = first_turns(rollout, samples[0], run.prompts.processor, run.toolbox)
-    loop = make_loop(tools, complete=sample)
+    loop = make_loop(tools, complete=sample, environments=rollout.source.environments)
     trajectories = run_turns(rollout, *samples, first, loop)
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [each.messages for each in trajectories]
+    rollout.source.turns = [each.sampled for each in trajectories]
+    rollout.source.contexts = [[messages for messages, _ in each.contexts[1:]] for each in trajectories]
     ids, mask = [each.ids for each in trajectories], [each.mask for each in trajectories]
     logps = None if samples[1] is None else [each.logps or [] for each in trajectories]
-    if sampler.samples_policy and any(each.turns for each in trajectories):
+    if sampler.samples_policy and any(len(each.sampled) > 1 for each in trajectories):
         why = branches.obstacle
         mode = f"prefills the conversation again: {why}" if why else "continues from its cache"
         if mode != run.mode_after_tools:
@@ -296,7 +298,9 @@ def continue_after_tools(
         called = torch.tensor([0 in each for each in mask], device=run.accelerator.device)
         flight.versions[called, 1] = require(rollout.source.batch_index)
     if run.is_training:
-        run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
+        contexts = [context for prompt in rollout.prompts for context in prompt.contexts]
+        behind = [each.ids[start:stop] for each in trajectories for start, stop in each.spans]
+        run.checks.on_tool_media(run.model(), contexts, behind, sampler.is_engine)
     counts = sum((each.counts for each in trajectories), Counter())
     counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
     *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)

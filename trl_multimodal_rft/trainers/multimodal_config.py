@@ -214,6 +214,11 @@ class SamplingArguments(MediaArguments):
             Most images, sounds and videos that tools may return within a completion. A result with more ends it as
             one does that is longer than the completion may be: it is left out, and nothing follows the call. `None`
             allows any number.
+        max_context_media (`int`, *optional*):
+            Most images, sounds and videos that the policy reads at a time while it calls tools, such as the last
+            screenshots of an agent. Before a turn that would follow more of them, the conversation so far without its
+            first media, prompt included, becomes the context of what follows. Each token is scored in the context in
+            which it was sampled, and a completion counts once, whatever its contexts. `None` keeps all.
 
         > Parameters that control the model
 
@@ -271,6 +276,7 @@ class SamplingArguments(MediaArguments):
     packing: Literal["prefix", "padded"] = "prefix"
     keep_groups_together: bool = True
     max_tool_media: Annotated[int | None, "[0, inf]"] = None
+    max_context_media: Annotated[int | None, "[0, inf]"] = None
     disable_dropout: bool | None = None
     offload_during_generation: bool = False
     vllm_engine_kwargs: dict | str | None = None

@@ -238,6 +238,7 @@ class Run:
             "encoder": self.prompts,
             "tools": tools,
             "max_media": args.max_tool_media,
+            "max_context_media": args.max_context_media,
             "ends": self.ends,
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
