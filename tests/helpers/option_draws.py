@@ -140,7 +140,7 @@ NOT_DRAWN = {
     *("audio_overlong", "ignored_media_columns", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
     "rejected_view",  # see test_dpo.py
-    *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
+    *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
     *("log_multimodal", "teacher_model_server_url"),
     *("max_staleness", "vllm_server_base_url"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),

@@ -3,7 +3,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,27 +37,28 @@ def same_prompt(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def content_digest(value: Any) -> str:
+def content_digest(messages: Sequence[dict[str, Any]]) -> str:
     """A hash of messages and their media, equal where [`same_prompt`] finds them equal."""
     digest = hashlib.blake2b(digest_size=16)
-
-    def add(value: Any) -> None:
-        if isinstance(value, MediaRef):
-            value = [value.modality, value.stored, value.options]
-        if isinstance(value, dict):
-            value = [pair for key in sorted(value) for pair in (key, value[key])]
-        if isinstance(value, (list, tuple)):
-            digest.update(f"[{len(value)}".encode())
-            for item in value:
-                add(item)
-        elif isinstance(value, (np.ndarray, torch.Tensor, PIL.Image.Image)):
-            array = np.asarray(value)
-            digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-        else:
-            digest.update(value if isinstance(value, bytes) else f"{type(value).__name__}:{value}".encode())
-
-    add(value)
+    for part in _content(messages):
+        digest.update(part)
     return digest.hexdigest()
+
+
+def _content(value: Any) -> Iterator[bytes]:
+    if isinstance(value, MediaRef):
+        value = [value.modality, value.stored, value.options]
+    if isinstance(value, dict):
+        value = [pair for key in sorted(value) for pair in (key, value[key])]
+    if isinstance(value, (list, tuple)):
+        yield f"[{len(value)}".encode()
+        for item in value:
+            yield from _content(item)
+    elif isinstance(value, (np.ndarray, torch.Tensor, PIL.Image.Image)):
+        array = np.asarray(value)
+        yield f"{array.dtype}{array.shape}".encode() + array.tobytes()
+    else:
+        yield value if isinstance(value, bytes) else f"{type(value).__name__}:{value}".encode()
 
 
 def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:

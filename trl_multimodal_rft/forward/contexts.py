@@ -21,11 +21,11 @@ class ContextRows:
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the completions' tokens, `(N, C, ...)`, as those of the rows', `(M, L, ...)`, 0 on padding."""
-        return _taken(values, self._cut)
+        return _values_at(values, self._cut)
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """The reverse of [`cut`]."""
-        return _taken(values, self._joined)
+        return _values_at(values, self._joined)
 
     def rows_of(self, completions: Sequence[int]) -> list[int]:
         """The rows of some completions."""
@@ -63,6 +63,6 @@ def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tupl
     return [context for context, _ in pairs], [n for _, n in pairs]
 
 
-def _taken(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _values_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     flat = values.flatten(0, 1)
     return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[index]

@@ -112,9 +112,9 @@ class ToolLoop:
     max_length: int  # tokens of a completion at most, results included
     max_turns: float  # how often a completion's calls are answered at most
     max_media: int | None  # media in a completion at most
-    max_context_media: int | None  # media in a context at most; those before are left out of it
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
+    max_context_media: int | None = None  # media in a context at most; those before are left out of it
     environments: Sequence[Any] | None = None  # each completion's, which may rewrite contexts
     # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
     engine_length: int | None = None
@@ -312,7 +312,7 @@ class ToolLoop:
             new = ids[i][: room[i]]
             before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
             results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(trajectory.messages))
-            n, state = len(trajectory.ids), content_digest([message["content"] for message in results])
+            n, state = len(trajectory.ids), content_digest([*results])
             trajectory.sampled.append(Turn(n, n + len(new), state))
             trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
@@ -416,7 +416,7 @@ def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedProm
     return conversation(trajectory.prompt, trajectory.turns, trajectory.whole, is_causal)
 
 
-def _read_messages(messages: Any, row: int, rules: MediaRules) -> list[dict[str, Any]]:
+def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
     """Messages of an environment, whose new media become references."""
     rules, path = replace(rules, media_dir=None), f"{FROM_TOOL}'get_context'"
 
@@ -435,7 +435,7 @@ def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[st
     """Messages without their first `n` media."""
     dropped = {id(ref) for ref in itertools.islice(iter_refs(messages), n)}
 
-    def stays(block: Any) -> bool:
+    def stays(block: dict[str, Any]) -> bool:
         return all(id(ref) not in dropped for ref in iter_refs(block))
 
     return [

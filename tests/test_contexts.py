@@ -1,0 +1,216 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Contexts that are rewritten in a completion: scores equal the model's forward of each as its processor has it."""
+
+import functools
+
+import pytest
+import torch
+from helpers.chats import image
+from helpers.families import encode
+from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
+from helpers.resumed_runs import Recording as RecordsTraining
+from helpers.tools import Scripted, call, shows, talking
+from helpers.trainer_utils import Recording, audio_rows, image_rows, make_trainer, norm, relative_difference, run
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.encoding.conversations import Contexts, Conversation
+
+
+class Recorded(Recording, MultimodalGRPOTrainer):
+    pass
+
+
+TEXT = {"type": "text", "text": "Is there a cat?"}
+SHOWN = [[image(56, 84, 0), TEXT], [TEXT], [image(84, 56, 1), image(56, 56, 2)], [TEXT, image(56, 56, 3)]]
+# The update is the gradient
+LONG = {"max_completion_length": 1500, "max_steps": 1, "self_check": True, "learning_rate": 1.0}
+
+
+@functools.cache
+def train(family="qwen3_vl", most=1, **options):
+    objects = {**talking(family), "tools": [shows(*SHOWN)]}
+    rows = audio_rows() if family == "qwen2_5_omni" else image_rows()
+    return run(Recorded, family, rows, objects=objects, sampler=Scripted, max_context_media=most, **LONG, **options)
+
+
+def n_media(messages) -> int:
+    return sum(block["type"] != "text" for message in messages for block in message["content"] or () if block != TEXT)
+
+
+def without_first(messages, n):
+    """Returns messages without their first media."""
+    kept = []
+    for message in messages:
+        content = []
+        for block in message["content"]:
+            is_medium = block["type"] != "text"
+            content += [] if is_medium and n > 0 else [block]
+            n -= is_medium
+        kept.append({**message, "content": content})
+    return kept
+
+
+def contexts(row, index, most):
+    """
+    Returns the contexts of a completion as messages, each with the texts behind it: what was sampled, and, as long as
+    no medium is too many, what tools returned.
+    """
+    own = [{"type": kind, kind: row[kind]} for kind in ("image", "audio") if row.get(kind) is not None]
+    own = [{**each, "audio": each["audio"]["array"]} if each["type"] == "audio" else each for each in own]
+    messages = [{"role": "user", "content": [*own, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+    found, behind = [], []
+    for n in range(Scripted.turns[index]):
+        function = {"name": "show", "arguments": {"number": n}}
+        asked = {"role": "assistant", "content": [], "tool_calls": [{"type": "function", "function": function}]}
+        result = {"role": "tool", "name": "show", "content": SHOWN[n]}
+        behind += [{"role": "assistant", "content": [{"type": "text", "text": call(number=n)}]}, result]
+        surplus = n_media([*messages, *behind]) - most
+        if surplus > 0:
+            found.append((messages, behind[:-1]))
+            whole = [*messages, *behind[:-2], asked, result]
+            messages, behind = without_first(whole, surplus), []
+    answer = {"role": "assistant", "content": [{"type": "text", "text": f"The answer is {index} cat"}]}
+    return [*found, (messages, [*behind, answer])]
+
+
+def truth(model, processor, row, index, most) -> tuple[torch.Tensor, list[int]]:
+    """Returns log-probabilities of a completion, and its ids, from the processor and the model."""
+    logps, ids = [], []
+    for messages, behind in contexts(row, index, most):
+        start = encode(processor, messages)["input_ids"].size(1)
+        inputs = encode(processor, [*messages, *behind])
+        inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        tokens = inputs["input_ids"][0]
+        # What the template writes behind the end of the last turn wasn't sampled
+        end = int((tokens == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")).nonzero()[-1]) + 1
+        scores = model(**inputs).logits[0, start - 1 : end - 1].log_softmax(-1)
+        logps.append(scores.gather(-1, tokens[start:end, None])[:, 0])
+        ids += tokens[start:end].tolist()
+    return torch.cat(logps), ids
+
+
+CASES = [
+    ("qwen3_vl", 1),
+    pytest.param("qwen3_vl", 2, marks=pytest.mark.slow),
+    pytest.param("qwen3_vl", 0, marks=pytest.mark.slow),
+    pytest.param("qwen2_5_omni", 1, marks=pytest.mark.slow),
+    pytest.param("llava", 1, marks=pytest.mark.slow),
+    pytest.param("gemma3", 1, marks=pytest.mark.slow),
+    pytest.param("qwen3_5", 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "most"), CASES)
+def test_each_token_is_scored_in_its_context(family, most):
+    """Also the update is that of plain forwards of each context in float64, by the formula of the loss."""
+    packed, padded = (train(family, most, packing=packing) for packing in ("prefix", "padded"))
+    draw, moment = packed.trainer.draws[0], packed.trainer.micro_batches[0]
+    assert draw.batch.packed and not padded.trainer.draws[0].batch.packed
+    assert {len(prompt.contexts) for prompt in draw.batch.prompts} == ({1, 2, 3} if most == 2 else {1, 2, 3, 4})
+    model, processor = (talking(family)[name] for name in ("model", "processing_class"))
+    model, loss = model.double(), 0
+    in_loss = draw.batch["completion_mask"].bool() & draw.batch["tool_mask"].bool()
+    for i, advantage in enumerate(draw.batch["advantages"].tolist()):
+        mask = draw.batch["completion_mask"][i].bool()
+        logps, ids = truth(model, processor, draw.rows[i], i, most)
+        assert ids == draw.batch["completion_ids"][i][mask].tolist()
+        for result in (packed, padded):
+            assert (result.trainer.micro_batches[0].logps[i][mask] - logps).abs().max() <= 1e-4
+        # GRPO's gradient at a ratio of 1; a completion counts by its tokens, as `loss_type="dapo"` has it
+        loss = loss - advantage * logps[in_loss[i][mask]].sum() / in_loss.sum()
+    loss.backward()
+    gradients = {name: -p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for result in (packed, padded):
+        update = {name: result.update[name].double() for name in gradients}
+        assert norm(update) > 1e-3 and relative_difference(gradients, update) <= 1e-4
+    assert moment.gradient[~in_loss].abs().max() == 0
+
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "cpgd"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_completion_counts_as_one_in_every_loss(loss):
+    """A budget of tokens, which splits completions by contexts, leaves each loss and its update as they are."""
+    whole, parts = (train(loss_type=loss, max_tokens_per_microbatch=n) for n in (None, 200))
+    assert norm(whole.update) > 1e-4 and relative_difference(whole.update, parts.update) <= 1e-4
+    a, b = (result.trainer.micro_batches[0] for result in (whole, parts))
+    assert (a.loss - b.loss).abs() <= 1e-5 and a.logps.shape == b.logps.shape == a.batch["completion_ids"].shape
+
+
+PICTURE = image(56, 56, 9)
+
+
+class Album:
+    """Shows pictures, and keeps what was said apart from the last one."""
+
+    def reset(self, image, **row):
+        self.n = 0
+
+    def show(self, number: int) -> list:
+        """
+        Shows something.
+
+        Args:
+            number: Which one.
+
+        Returns:
+            It.
+        """
+        self.n += 1
+        return SHOWN[number]
+
+    def get_context(self, messages):
+        Album.given = messages
+        if self.n < 2:
+            return None
+        return [messages[0], {"role": "user", "content": [{"type": "text", "text": f"Seen: {self.n}"}, PICTURE]}]
+
+    def get_reward(self) -> float:
+        return float(self.n)
+
+
+def test_environments_rewrite_contexts():
+    objects = {**talking("qwen3_vl"), "environment_factory": Album}
+    result = run(Recorded, "qwen3_vl", image_rows(), reward=None, objects=objects, sampler=Scripted, **LONG)
+    batch = result.trainer.draws[0].batch
+    assert [len(prompt.contexts) for prompt in batch.prompts] == [max(n, 1) for n in Scripted.turns]
+    assert isinstance(batch.prompts[2].contexts[0], Conversation)  # the first result was appended
+    processor = talking("qwen3_vl")["processing_class"]
+    rewritten = batch.source.contexts[4]
+    assert [messages[1]["content"][0]["text"] for messages in rewritten] == ["Seen: 2", "Seen: 3", "Seen: 4"]
+    texts = [processor.decode(context.input_ids) for context in batch.prompts[4].contexts]
+    assert all(f"Seen: {n}" in text for n, text in enumerate(texts[1:], start=2))
+    assert norm(result.update) > 1e-3
+    # Each turn is known by what it answers
+    turns = batch.source.turns
+    assert [len(each) for each in turns] == [n + 1 for n in Scripted.turns]
+    assert len({each[0].state for each in turns}) == 2  # a prompt of each group
+    assert len({each[1].state for each in turns if len(each) > 1}) == 1
+    for each, ids, mask in zip(turns, batch["completion_ids"], batch["tool_mask"], strict=True):
+        for turn in each:
+            assert mask[turn.start : turn.stop].all() and ids[turn.stop - 1] == processor.tokenizer.eos_token_id
+
+
+class Resumed(RecordsTraining, MultimodalGRPOTrainer):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {**REPLAY, "reward": few_live}], ids=["reused", "replayed"])
+def test_runs_resume_between_contexts(options, tmp_path):
+    def make(folder, **more):
+        objects = {**talking("qwen3_vl"), "tools": [shows(*SHOWN)]}
+        own = {"max_completion_length": 1500, "max_steps": 5, "max_context_media": 1, **options, **more}
+        settings = {"objects": objects, "sampler": Scripted, **REUSED, **own}
+        return make_trainer(Resumed, "qwen3_vl", image_rows(5), folder, **settings)
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert any(isinstance(each, Contexts) for batch in straight._buffered_inputs for each in batch.prompts)
+    for step in (1, 2, 3):
+        resumed = make(tmp_path / f"{step}", save_strategy="no")
+        resumed.train(resume_from_checkpoint=checkpoint(straight, step))
+        assert resumed.trained_on == straight.trained_on[step * straight.args.gradient_accumulation_steps :]
+        assert same_weights(straight, resumed)
