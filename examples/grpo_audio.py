@@ -37,7 +37,7 @@ from tasks import leading_answer_reward, spoken_digits
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.scripts.commands import grpo
 from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 

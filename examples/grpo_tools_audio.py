@@ -47,9 +47,10 @@ from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_d
 
 from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaRef
-from trl_multimodal_rft.scripts.grpo import ARGUMENTS  # noqa: F401
+from trl_multimodal_rft.scripts.commands import grpo
 
 
+ARGUMENTS = grpo.ARGUMENTS
 DEMO = {
     **TOOL_DEMO_ARGUMENTS,
     "output_dir": "outputs/grpo_tools_audio",

@@ -34,7 +34,7 @@ from tasks import leading_answer_reward, moving_digits
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.scripts.commands import grpo
 
 
 DEMO = {

@@ -50,7 +50,7 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts import dpo
+from trl_multimodal_rft.scripts.commands import dpo
 from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 

@@ -43,7 +43,7 @@ from tasks import spoken_digits
 from trl_multimodal_rft import MultimodalSFTTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts import sft
+from trl_multimodal_rft.scripts.commands import sft
 
 
 DEMO = {

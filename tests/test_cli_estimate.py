@@ -21,7 +21,7 @@ from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.scripts.arguments import parse as parse_script
-from trl_multimodal_rft.scripts.grpo import ARGUMENTS
+from trl_multimodal_rft.scripts.commands import grpo
 from trl_multimodal_rft.scripts.options import Parser
 
 
@@ -388,7 +388,7 @@ def test_suggested_config_fits_and_is_read(folder, small_tile, tmp_path, capsys)
 
     argv = ["--config", str(path), "--dataset_name", "d", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
     argv += ["--bf16", "False", "--report_to", "none"]
-    _, config, model_args = parse_script(ARGUMENTS, argv)
+    _, config, model_args = parse_script(grpo.ARGUMENTS, argv)
     assert config.max_tokens_per_microbatch == little["max_tokens_per_microbatch"] and config.learning_rate == 1e-5
     assert model_args.use_peft and model_args.lora_target_modules == "all-linear"
 

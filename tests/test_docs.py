@@ -58,8 +58,9 @@ from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts import distillation, filter, grpo
+from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.commands import distillation, grpo
 
 
 ROOT = Path(__file__).parents[1]

@@ -669,16 +669,20 @@ def run_script(options: list[str]) -> None:
     evaluate_script.main(*parse(evaluate_script.ARGUMENTS, options))
 
 
-def test_a_folder_of_one_split_is_that_of_training(spoken, tmp_path, capsys):
-    options = [*spoken[2], str(saved("qwen2_audio")), "--reward_funcs", "accuracy_reward"]
-    file = tmp_path / "data" / "test.parquet"
-    line = "The rows are those of 'train', which training may have used.\n"
-    for words, is_said in ((["--dataset_name", str(file)], True), ([], False)):
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_rows_of_one_split_are_read_and_said_to_be_those_of_training_by_their_name(split, spoken, tmp_path, capsys):
+    options = [*spoken[2], str(saved("qwen2_audio")), "--reward_funcs", "accuracy_reward", "--max_rows", "1"]
+    file = (tmp_path / "data" / "test.parquet").rename(tmp_path / "data" / f"{split}.parquet")
+    for words in (["--dataset_name", str(file)], []):
         run_script([*options, *words])
-        assert (line in capsys.readouterr().out) == is_said
-    file.rename(file.with_name("train.parquet"))
-    run_script(options)
-    assert line in capsys.readouterr().out
+        said = "The rows are those of 'train', which training may have used.\n" in capsys.readouterr().out
+        assert said == (split == "train") and written(tmp_path / "results")[0]["settings"]["split"] == split
+
+
+def test_a_server_is_asked_by_one_process(monkeypatch):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(ValueError, match="`--benchmark lmms:mmstar` asks a server from one process; launch a single"):
+        run_script(["--benchmark", "lmms:mmstar", "--model_name_or_path", "m"])
 
 
 def test_the_script_prints_per_cent_with_intervals_and_answers(spoken, tmp_path, capsys):

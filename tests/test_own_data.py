@@ -18,8 +18,9 @@ from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
-from trl_multimodal_rft.scripts import distillation, dpo, evaluate, filter, grpo, ppo, reward, rloo, sft
+from trl_multimodal_rft.scripts import evaluate, filter, ppo
 from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.commands import SCRIPTS, distillation, dpo, grpo, reward, rloo, sft
 
 
 MODEL = str(saved("qwen2_audio"))
@@ -46,6 +47,10 @@ def write(path: str = "rows.jsonl", n: int = 4, **columns) -> None:
     Path(path).write_text("\n".join(lines) + "\n")
 
 
+def name_of(script):
+    return next(name for name, each in SCRIPTS.items() if each is script)
+
+
 def command(script, *words):
     given = ["--model_name_or_path", MODEL, "--dtype", "float32", "--dataset_name", "rows.jsonl"]
     if script in (grpo, rloo, ppo):
@@ -60,9 +65,7 @@ def command(script, *words):
     script.main(*parse(script.ARGUMENTS, [*given, *words]))
 
 
-@pytest.mark.parametrize(
-    "script", [grpo, *COMPLETED, evaluate, filter], ids=lambda each: each.__name__.rpartition(".")[2]
-)
+@pytest.mark.parametrize("script", [grpo, *COMPLETED, evaluate, filter], ids=name_of)
 def test_relative_paths_start_from_the_folder(script, folder):
     write(audio="{i}.wav", **COMPLETED.get(script, {}))
     more = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
@@ -94,7 +97,7 @@ def test_check_starts_relative_paths_from_the_folder(folder, capsys):
 MESSAGES = [{"role": "user", "content": "What do you hear?"}]
 
 
-@pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=lambda script: script.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=name_of)
 @pytest.mark.parametrize("written", [json.dumps, repr])
 def test_text_of_messages(script, written, folder):
     more = {"completion": "A bird."} if script is sft else {}
@@ -121,7 +124,7 @@ ANSWERED = {
 }
 
 
-@pytest.mark.parametrize("script", [grpo, rloo, ppo, distillation, evaluate, filter], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("script", [grpo, rloo, ppo, distillation, evaluate, filter], ids=name_of)
 @pytest.mark.parametrize("form", ANSWERED)
 def test_prompts_that_hold_their_answer(script, form, folder):
     """The rows of other tools, renamed."""
@@ -142,7 +145,7 @@ WITHOUT_TEXT = {
 }
 
 
-@pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=name_of)
 @pytest.mark.parametrize("form", WITHOUT_TEXT)
 def test_blocks_without_their_text(script, form, folder):
     """The model would get the sound alone, or less than the row says."""

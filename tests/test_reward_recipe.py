@@ -16,8 +16,8 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
 from trl_multimodal_rft.rewards.named import load_reward_recipe
 from trl_multimodal_rft.rewards.recipe import combine_rewards
-from trl_multimodal_rft.scripts import grpo
 from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.commands import grpo
 from trl_multimodal_rft.scripts.preflight import check_run
 
 

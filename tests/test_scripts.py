@@ -22,8 +22,9 @@ from trl import TrlParser
 from trl_multimodal_rft.cli import launch, main
 from trl_multimodal_rft.data.reading.refs import Encoded
 from trl_multimodal_rft.data.rows.features import undecoded
-from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts import evaluate, filter, ppo
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
+from trl_multimodal_rft.scripts.commands import grpo, rloo, sft
 from trl_multimodal_rft.scripts.inputs import load_split, with_prompts
 from trl_multimodal_rft.scripts.option_table import options
 from trl_multimodal_rft.scripts.options import launched_parser
@@ -90,7 +91,7 @@ def test_config_file_is_read_as_the_command_line_would_be(tmp_path, monkeypatch)
     assert (config.temperature, config.reward_weights, config.reward_clip_range) == (1.0, [1.0, 0.5], [-1.0, 1.0])
     assert (config.bf16, config.use_cpu, config.self_check, config.report_to) == (False, True, False, [])
     assert (config.vllm_engine_kwargs, config.delta, config.beta) == ({"max_num_seqs": 4}, None, 1e-3)
-    assert config.debug == [] and config.epsilon == grpo.MultimodalGRPOConfig.epsilon
+    assert config.debug == [] and config.epsilon == grpo.ARGUMENTS[1].epsilon
     assert not config.shuffle_dataset and script_args.datasets[0].path == "rows"
     assert (model_args.model_name_or_path, model_args.model_revision) == ("a/b", "main")
     assert os.environ.pop("TRL_MULTIMODAL_RFT_OF_A_TEST") == "1"

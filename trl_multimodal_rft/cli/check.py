@@ -129,11 +129,12 @@ class RowChecker(torch.utils.data.Dataset):
                 raise
         checked.tokens = len(encoded)
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
+        columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:
             for medium in (medium for media in decoded.media.values() for medium in media):
                 digest.update(np.asarray(medium).tobytes())
-            named = (ref.column for ref in refs if ref.modality == "audio")
-            for column, sound in zip(named, decoded.media.get("audio", ()), strict=False):
+            for sound in decoded.media.get("audio", ()):
+                column = next(columns)
                 if np.abs(sound).max() < _SILENCE:
                     checked.silent = checked.silent or column
             for frames in decoded.media.get("video", ()):

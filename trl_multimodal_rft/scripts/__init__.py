@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scripts that `trl-multimodal-rft` launches: one module per command, with `ARGUMENTS` and `main`."""
+"""Scripts that `trl-multimodal-rft` launches, by the names of commands."""

@@ -13,7 +13,7 @@ from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
-from ..data.rows.load import is_single
+from ..data.rows.load import only_split
 from ..data.rows.pairs import judge_rows
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
 from ..evaluation.result import gains, summary
@@ -228,10 +228,12 @@ def main(
     check_plot(evaluation_args.plot)
     accelerator, train = Accelerator(), script_args.dataset_train_split
     split, name, layout = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
-    is_one = layout is None and name is not None and is_single(name, script_args.dataset_config, train)
-    split = train if is_one and split == "test" else split  # there are no held-out rows
+    only = only_split(name, script_args.dataset_config) if layout is None and name is not None else None
+    split = only if only is not None and split == "test" else split
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
-    if is_harness(evaluation_args.benchmark):
+    if is_harness(layout):
+        if accelerator.num_processes > 1:
+            raise ValueError(f"`--benchmark {layout}` asks a server from one process; launch a single one.")
         result = evaluate_with_harness(harness_args, script_args, evaluation_args, config, model_args)
     elif not evaluation_args.pairs:
         _, result = evaluate_by_name(*arguments)
@@ -246,6 +248,6 @@ def main(
     if evaluation_args.plot is not None and accelerator.is_main_process:
         save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(summary(result))
-    if (is_one and "[" not in split) or (split == train and layout is None):
+    if layout is None and "[" not in split and train in (split, only):
         accelerator.print(f"The rows are those of {train!r}, which training may have used.")
     accelerator.end_training()

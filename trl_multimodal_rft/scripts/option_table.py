@@ -25,7 +25,6 @@ from ..rollout.tools import TOOLS
 
 FILE = Path(__file__).with_name("options.json")
 PAGE = FILE.parents[2] / "docs" / "generated" / "options.md"
-SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
 _ABOUT = """
 Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
 TRL's configs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.
@@ -37,10 +36,10 @@ _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script"
 def collect() -> dict[str, Any]:
     """Collects the options of all launched commands."""
     rows: dict[str, dict[str, Any]] = {}
-    for script in SCRIPTS:
-        for option in options(importlib.import_module(f"{__package__}.{script}").ARGUMENTS):
+    for name, script in importlib.import_module(f"{__package__}.commands").SCRIPTS.items():
+        for option in options(script.ARGUMENTS):
             row = rows.setdefault(json.dumps(option), {**option, "commands": []})
-            row["commands"].append(script)
+            row["commands"].append(name)
     return {
         "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
         "rewards": [*REWARD_NAMES],

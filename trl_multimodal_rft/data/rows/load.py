@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
+from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from ...paths import local_path
@@ -36,16 +37,22 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
     return rows
 
 
-def is_single(name: str, config: str | None, split: str) -> bool:
-    """Whether a file or folder is one split, of any name or of this one."""
+def only_split(name: str, config: str | None) -> str | None:
+    """The split of a file or folder that has no other, by the names that `datasets` reads as splits."""
     path = local_path(name)
-    if path is None or path.is_file():
-        return path is not None
+    if path is None:
+        return None
+    if path.is_file():
+        words = re.split("[^a-z]+", path.stem.lower())
+        return next((str(split) for split, names in SPLIT_KEYWORDS.items() if {*names} & {*words}), "train")
     with reading(f"the dataset {name!r}"):
-        if is_saved(path):
-            saved = datasets.load_from_disk(path)
-            return not isinstance(saved, dict) or [*saved] == [split]
-        return datasets.get_dataset_split_names(str(path), config) == [split]
+        if not is_saved(path):
+            splits = datasets.get_dataset_split_names(str(path), config)
+        elif isinstance(saved := datasets.load_from_disk(path), dict):
+            splits = [*saved]
+        else:
+            splits = [str(saved.split or "train")]
+    return splits[0] if len(splits) == 1 else None
 
 
 @contextmanager
