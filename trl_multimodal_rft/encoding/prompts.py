@@ -117,7 +117,16 @@ class EncodedPrompt:
         return [self]
 
     def lengths_behind(self, n: int) -> list[int]:
-        """How many tokens of a completion of `n` follow each context."""
+        """
+        Splits a completion by contexts.
+
+        Args:
+            n (`int`):
+                Tokens of the completion.
+
+        Returns:
+            `list[int]`: How many of them follow each context.
+        """
         return [n]
 
     def part(self, span: slice) -> "EncodedPrompt":
