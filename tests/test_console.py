@@ -230,7 +230,17 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "n"), [("max_steps: 3\n", 3), ("", 8), ("- a\n", 8), ("max_steps: [", 8), ("max_steps", 8), ("b: 1", 8)]
+    ("text", "n"),
+    [
+        ("max_steps: 3\n", 3),
+        ("max_steps: -1", -1),
+        ("{max_steps: 9}", 9),
+        ("", 8),
+        ("- a\n", 8),
+        ("max_steps: [", 8),
+        ("max_steps", 8),
+        ("b: 1", 8),
+    ],
 )
 def test_resumed_run_keeps_its_steps_if_its_file_has_them(text, n, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
