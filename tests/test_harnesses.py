@@ -1,6 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Benchmarks of lmms-eval and EvalScope: readers of what a real run of each wrote, without entries
-that nothing reads, and refused command lines."""
+"""Benchmarks of lmms-eval and EvalScope: readers of what a real run of each wrote, and refused command lines."""
 
 import json
 import re
