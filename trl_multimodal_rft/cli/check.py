@@ -133,8 +133,7 @@ class RowChecker(torch.utils.data.Dataset):
         for _, decoded in encoded.decoded:
             for medium in (medium for media in decoded.media.values() for medium in media):
                 digest.update(np.asarray(medium).tobytes())
-            for sound in decoded.media.get("audio", ()):
-                column = next(columns)
+            for sound, column in zip(decoded.media.get("audio", ()), columns, strict=False):
                 if np.abs(sound).max() < _SILENCE:
                     checked.silent = checked.silent or column
             for frames in decoded.media.get("video", ()):
