@@ -20,7 +20,7 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
 from trl_multimodal_rft.scripts import evaluate, filter, ppo
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import SCRIPTS, distillation, dpo, grpo, reward, rloo, sft
+from trl_multimodal_rft.scripts.commands import Script, distillation, dpo, grpo, reward, rloo, sft
 
 
 MODEL = str(saved("qwen2_audio"))
@@ -48,7 +48,7 @@ def write(path: str = "rows.jsonl", n: int = 4, **columns) -> None:
 
 
 def name_of(script):
-    return next(name for name, each in SCRIPTS.items() if each is script)
+    return script.name if isinstance(script, Script) else script.__name__.rpartition(".")[2]
 
 
 def command(script, *words):

@@ -22,7 +22,7 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from trl_multimodal_rft.cli import estimate, main
 from trl_multimodal_rft.rollout.tools import TOOLS
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import SCRIPTS
+from trl_multimodal_rft.scripts.commands import script_of
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.options import launched_parser, options_of
 from trl_multimodal_rft.spelling import split_settings
@@ -231,7 +231,7 @@ def arguments(name, **changes):
     values = {key: value if isinstance(value, list) else [value] for key, value in changes.items() if key in known}
     words = [word for key, value in values.items() for word in (f"--{key}", *map(str, value))]
     argv = ["--config", name, *words]
-    script = SCRIPTS[command]
+    script = script_of(command)
     return parser.parse_with_config(argv).accelerate_config, parse(script.ARGUMENTS, argv)
 
 

@@ -9,7 +9,7 @@ from .errors import leave
 
 if __name__ == "__main__":
     try:
-        script = importlib.import_module(f"{__package__}.commands").SCRIPTS[sys.argv[1]]
+        script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
         script.main(*importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:]))
     except KeyboardInterrupt:
         sys.exit(130)

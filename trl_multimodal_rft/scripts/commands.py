@@ -1,40 +1,45 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What each launched command runs: a module, or a trainer with its arguments."""
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
+from typing import Any
 
 from trl import ModelConfig
 
 from .. import trainers
-from ..trainers.checkpoints import CheckpointMixin
-from ..trainers.configs import TrainerConfig
-from . import evaluate, filter, ppo
 from .arguments import DistillationScriptArguments, RLScriptArguments, RunArguments, SFTScriptArguments
 from .training import run
 
 
 @dataclass(frozen=True)
 class Script:
-    """`main` takes an instance of each class in `ARGUMENTS`."""
+    """Trains with a trainer, which is imported when it is asked for. `main` takes one of each class in `ARGUMENTS`."""
 
-    ARGUMENTS: tuple[type, ...]
-    main: Callable[..., None]
+    name: str
+    arguments: type
+    prefix: str  # of the names of the trainer and its config
+
+    @property
+    def ARGUMENTS(self) -> tuple[type, ...]:
+        return self.arguments, getattr(trainers, f"{self.prefix}Config"), ModelConfig
+
+    def main(self, script_args: RunArguments, training_args: Any, model_args: ModelConfig) -> None:
+        """Trains and saves a model."""
+        run(self.name, getattr(trainers, f"{self.prefix}Trainer"), script_args, training_args, model_args)
 
 
-def _script(name: str, arguments: type, config: type[TrainerConfig], trainer_class: type[CheckpointMixin]) -> Script:
-    return Script((arguments, config, ModelConfig), partial(run, name, trainer_class))
+grpo = Script("grpo", RLScriptArguments, "MultimodalGRPO")
+rloo = Script("rloo", RLScriptArguments, "MultimodalRLOO")
+distillation = Script("distillation", DistillationScriptArguments, "MultimodalDistillation")
+sft = Script("sft", SFTScriptArguments, "MultimodalSFT")
+dpo = Script("dpo", RunArguments, "MultimodalDPO")
+reward = Script("reward", RunArguments, "MultimodalReward")
+
+_SCRIPTS = {script.name: script for script in (grpo, rloo, distillation, sft, dpo, reward)}
 
 
-grpo = _script("grpo", RLScriptArguments, trainers.MultimodalGRPOConfig, trainers.MultimodalGRPOTrainer)
-rloo = _script("rloo", RLScriptArguments, trainers.MultimodalRLOOConfig, trainers.MultimodalRLOOTrainer)
-sft = _script("sft", SFTScriptArguments, trainers.MultimodalSFTConfig, trainers.MultimodalSFTTrainer)
-dpo = _script("dpo", RunArguments, trainers.MultimodalDPOConfig, trainers.MultimodalDPOTrainer)
-reward = _script("reward", RunArguments, trainers.MultimodalRewardConfig, trainers.MultimodalRewardTrainer)
-_pair = trainers.MultimodalDistillationConfig, trainers.MultimodalDistillationTrainer
-distillation = _script("distillation", DistillationScriptArguments, *_pair)
-
-SCRIPTS: dict[str, Script | ModuleType] = {"grpo": grpo, "rloo": rloo, "ppo": ppo, "distillation": distillation}
-SCRIPTS |= {"sft": sft, "dpo": dpo, "reward": reward, "evaluate": evaluate, "filter": filter}
+def script_of(name: str) -> Script | ModuleType:
+    """What a command runs, by its name."""
+    return _SCRIPTS.get(name) or importlib.import_module(f".{name}", __package__)

@@ -25,6 +25,7 @@ from ..rollout.tools import TOOLS
 
 FILE = Path(__file__).with_name("options.json")
 PAGE = FILE.parents[2] / "docs" / "generated" / "options.md"
+SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
 _ABOUT = """
 Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
 TRL's configs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.
@@ -36,10 +37,10 @@ _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script"
 def collect() -> dict[str, Any]:
     """Collects the options of all launched commands."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, script in importlib.import_module(f"{__package__}.commands").SCRIPTS.items():
-        for option in options(script.ARGUMENTS):
+    for script in SCRIPTS:
+        for option in options(importlib.import_module(f"{__package__}.commands").script_of(script).ARGUMENTS):
             row = rows.setdefault(json.dumps(option), {**option, "commands": []})
-            row["commands"].append(name)
+            row["commands"].append(script)
     return {
         "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
         "rewards": [*REWARD_NAMES],
