@@ -1,19 +1,31 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Contexts that are rewritten in a completion: scores equal the model's forward of each as its processor has it."""
 
+import copy
 import functools
 
 import pytest
 import torch
 from helpers.chats import image
 from helpers.families import encode
-from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
-from helpers.resumed_runs import Recording as RecordsTraining
 from helpers.tools import Scripted, call, shows, talking
-from helpers.trainer_utils import Recording, audio_rows, image_rows, make_trainer, norm, relative_difference, run
+from helpers.trainer_utils import (
+    Recording,
+    audio_rows,
+    image_rows,
+    length_and_sum,
+    logged,
+    make_trainer,
+    norm,
+    relative_difference,
+    run,
+)
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.encoding.conversations import Contexts, Conversation
+from trl_multimodal_rft.encoding.conversations import Conversation
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
+from trl_multimodal_rft.rollout.rollout import Turn
+from trl_multimodal_rft.rollout.samplers import Sampler
 
 
 class Recorded(Recording, MultimodalGRPOTrainer):
@@ -27,10 +39,10 @@ LONG = {"max_completion_length": 1500, "max_steps": 1, "self_check": True, "lear
 
 
 @functools.cache
-def train(family="qwen3_vl", most=1, **options):
+def train(family="qwen3_vl", most=1, trainer=Recorded, **options):
     objects = {**talking(family), "tools": [shows(*SHOWN)]}
     rows = audio_rows() if family == "qwen2_5_omni" else image_rows()
-    return run(Recorded, family, rows, objects=objects, sampler=Scripted, max_context_media=most, **LONG, **options)
+    return run(trainer, family, rows, objects=objects, sampler=Scripted, max_context_media=most, **LONG, **options)
 
 
 def n_media(messages) -> int:
@@ -139,6 +151,16 @@ def test_a_completion_counts_as_one_in_every_loss(loss):
     assert (a.loss - b.loss).abs() <= 1e-5 and a.logps.shape == b.logps.shape == a.batch["completion_ids"].shape
 
 
+@pytest.mark.slow
+def test_contexts_of_completions_without_a_gradient_are_not_forwarded():
+    def reward(completion_ids, **kwargs):
+        return [1.0] * 4 + [float(i % 2) for i in range(4)]
+
+    every, some = (train(trainer=trainer, reward=reward) for trainer in (Recorded, MultimodalGRPOTrainer))
+    assert (logged(every, "packing/skipped_frac"), logged(some, "packing/skipped_frac")) == ([0], [0.5])
+    assert norm(every.update) > 1e-3 and relative_difference(every.update, some.update) <= 1e-4
+
+
 PICTURE = image(56, 56, 9)
 
 
@@ -193,24 +215,114 @@ def test_environments_rewrite_contexts():
             assert mask[turn.start : turn.stop].all() and ids[turn.stop - 1] == processor.tokenizer.eos_token_id
 
 
-class Resumed(RecordsTraining, MultimodalGRPOTrainer):
-    pass
+class EveryOther(Album):
+    """Shows a picture to every other completion of a group, whose context that rewrites."""
+
+    made = 0
+
+    def __init__(self):
+        self.place = EveryOther.made
+        EveryOther.made += 1
+
+    def show(self, number: int) -> list:
+        """
+        Shows something.
+
+        Args:
+            number: Which one.
+
+        Returns:
+            It.
+        """
+        self.n += 1
+        return [TEXT, *SHOWN[0][:1]] if self.place % 2 else [TEXT]
+
+    def get_context(self, messages):
+        return None
+
+
+class Engine(Sampler):
+    """Takes decoded media, as vLLM does, and lists the rows of prompts that come without."""
+
+    is_engine, max_length = True, 4096
+
+    def __call__(self, model, prompts, *, step, config=None, room=None, branches=None):
+        self.turn = 0 if room is None else self.turn + 1
+        self.lost = [prompt.row for prompt in prompts if prompt.modalities and not prompt.decoded]
+        text = call(number=self.turn) if self.turn < 2 else "The cat"
+        ids = [[*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id] for _ in prompts]
+        assert not self.lost
+        return ids, [[-1.0] * len(each) for each in ids]
+
+
+def test_an_engine_gets_the_media_of_a_prompt_that_others_no_longer_read(tmp_path):
+    EveryOther.made, engine = 0, Engine()
+    objects = {**talking("qwen3_vl"), "environment_factory": EveryOther, "sampler": engine}
+    options = {**LONG, "self_check": False, "max_context_media": 1, "reward": None, "objects": objects}
+    trainer = make_trainer(Recorded, "qwen3_vl", image_rows(), tmp_path, **options)
+    engine.tokenizer = trainer.processing_class.tokenizer
+    trainer.train()
+    prompts = trainer.draws[0].batch.prompts
+    assert [len(prompt.contexts) for prompt in prompts] == [1, 3] * 4
+    assert all(part.decoded == () for prompt in prompts for part in (prompt, *prompt.parts))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {**REPLAY, "reward": few_live}], ids=["reused", "replayed"])
-def test_runs_resume_between_contexts(options, tmp_path):
-    def make(folder, **more):
-        objects = {**talking("qwen3_vl"), "tools": [shows(*SHOWN)]}
-        own = {"max_completion_length": 1500, "max_steps": 5, "max_context_media": 1, **options, **more}
-        settings = {"objects": objects, "sampler": Scripted, **REUSED, **own}
-        return make_trainer(Resumed, "qwen3_vl", image_rows(5), folder, **settings)
+def test_views_replace_the_media_of_each_context():
+    rollout = train(loss_view="blank(kl_coef=0.1)").trainer.micro_batches[0].batch.rollout
+    for prompt, view in zip(rollout.prompts, rollout.view.prompts, strict=True):
+        for own, other in zip(prompt.contexts, view.contexts, strict=True):
+            assert own.input_ids.tolist() == other.input_ids.tolist() and bool(own.modalities) == (own is not other)
 
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert any(isinstance(each, Contexts) for batch in straight._buffered_inputs for each in batch.prompts)
-    for step in (1, 2, 3):
-        resumed = make(tmp_path / f"{step}", save_strategy="no")
-        resumed.train(resume_from_checkpoint=checkpoint(straight, step))
-        assert resumed.trained_on == straight.trained_on[step * straight.args.gradient_accumulation_steps :]
-        assert same_weights(straight, resumed)
+
+@pytest.mark.slow
+def test_evaluation_reads_the_last_media(tmp_path):
+    objects, n_images = {**talking("qwen3_vl"), "tools": [shows(*SHOWN)]}, []
+
+    class Counting(Scripted):
+        def __call__(self, model, prompts, **options):
+            n_images.extend(len(prompt.media.get("image_grid_thw", ())) for prompt in prompts)
+            return super().__call__(model, prompts, **options)
+
+    trainer = make_trainer(Recorded, "qwen3_vl", image_rows(), tmp_path, objects=objects, sampler=Counting, **LONG)
+    for most in (None, 2):
+        args = EvaluationConfig(max_completion_length=1500, max_context_media=most)
+        evaluate_trainer(trainer, image_rows(), length_and_sum, args)
+        assert max(n_images) == 2 if most else max(n_images) > 2
+        n_images.clear()
+
+
+def test_control_tokens_of_results_stay_as_the_run_allows_them():
+    """What the policy wrote is text of another role in a new context, and has none."""
+    token = "<|im_start|>"
+
+    class Starting(Scripted):
+        turns = (2,)
+
+        def encoded(self, text):
+            return super().encoded(f"{token}Look. {text}")
+
+    objects = {**talking("qwen3_vl"), "tools": [shows([{"type": "text", "text": token}], SHOWN[0])]}
+    options = {**LONG, "max_context_media": 1, "special_tokens_in_text": "allow", "self_check": False}
+    result = run(Recorded, "qwen3_vl", image_rows(), objects=objects, sampler=Starting, **options)
+    (messages,) = result.trainer.draws[0].batch.source.contexts[0]
+    assert [token in str(message["content"]) for message in messages[1:]] == [False, True, False, False]
+
+
+MESSAGES = [
+    [{"role": "user", "content": ["a", "bstr:c", "d"]}],
+    [{"role": "user", "content": ["astr:b", "c", "d"]}],
+    [{"role": "user", "content": [["a"], "b"]}],
+    [{"role": "user", "content": ["a", ["b"]]}],
+    [{"role": "user", "content": b"1"}],
+    [{"role": "user", "content": "1"}],
+    [{"role": "user", "content": 1}],
+    [{"role": "user", "content": image(28, 56)["image"]}],
+    [{"role": "user", "content": image(56, 28)["image"]}],
+]
+
+
+def test_states_differ_with_what_was_answered():
+    assert len({Turn(0, 1, messages).state for messages in MESSAGES}) == len(MESSAGES)
+    again = [Turn(2, 3, copy.deepcopy(messages)).state for messages in MESSAGES]
+    assert again == [Turn(0, 1, messages).state for messages in MESSAGES]

@@ -29,7 +29,7 @@ from helpers.trainer_utils import (
 )
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.encoding.conversations import Conversation
+from trl_multimodal_rft.encoding.conversations import Contexts, Conversation
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.generation import transformers as generation
 
@@ -354,16 +354,17 @@ class Resumed(RecordsTraining, MultimodalGRPOTrainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {**REPLAY, "reward": few_live}], ids=["reused", "replayed"])
-def test_runs_resume_inside_a_batch_of_conversations(options, tmp_path):
+@pytest.mark.parametrize(("most", "kind"), [(None, Conversation), (1, Contexts)])
+def test_runs_resume_inside_a_batch_of_conversations(most, kind, options, tmp_path):
     def make(folder, **more):
         objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
-        own = {"max_completion_length": 1500, "max_steps": 5, **options, **more}
+        own = {"max_completion_length": 1500, "max_steps": 5, "max_context_media": most, **options, **more}
         given = {"objects": objects, "sampler": Scripted, **REUSED, **own}
         return make_trainer(Resumed, "qwen3_vl", image_rows(5), folder, **given)
 
     straight = make(tmp_path / "straight")
     straight.train()
-    assert any(isinstance(each, Conversation) for batch in straight._buffered_inputs for each in batch.prompts)
+    assert any(isinstance(each, kind) for batch in straight._buffered_inputs for each in batch.prompts)
     for step in (1, 2, 3):
         resumed = make(tmp_path / f"{step}", save_strategy="no")
         resumed.train(resume_from_checkpoint=checkpoint(straight, step))

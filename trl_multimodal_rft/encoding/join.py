@@ -38,10 +38,10 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 
 def content_digest(messages: Sequence[dict[str, Any]]) -> str:
-    """A hash of messages and their media, equal where [`same_prompt`] finds them equal."""
+    """A hash of messages and of their media as they are stored, equal for equal values of the same types."""
     digest = hashlib.blake2b(digest_size=16)
     for part in _content(messages):
-        digest.update(part)
+        digest.update(len(part).to_bytes(8) + part)
     return digest.hexdigest()
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..encoding.conversations import Contexts, Conversation
+from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
 from ..forward.inputs import left_pad
 from ..forward.layout import rows_of, to_device
@@ -81,7 +82,12 @@ class Turn(NamedTuple):
 
     start: int
     stop: int
-    state: str  # a digest of the prompt, or of the results, that it answers; equal for equal ones
+    messages: list[dict[str, Any]]  # the prompt, or the results, that it answers
+
+    @property
+    def state(self) -> str:
+        """A digest of what it answers, equal for equal messages and media."""
+        return content_digest(self.messages)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,6 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import Contexts, conversation, encode_prefix, encode_turn, normalize_tool_calls
-from ..encoding.join import content_digest
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
@@ -86,7 +85,6 @@ class Trajectory:
         self.closed.append(scored_prompt(model, self))
         self.ends.append(len(self.ids))
         self.contexts.append((messages, len(self.messages)))
-        self.prompt.decoded = ()  # the engine has processed it
         self.prompt, self.history, self.turns, self.whole = encoded, [*messages], [], None
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
@@ -180,14 +178,14 @@ class ToolLoop:
         self, index: int, trajectory: Trajectory, results: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
         """Messages to go on with after results: the environment's, or the last media's; `None` for those so far."""
-        messages, environment = (
-            [*self._conversation(trajectory), *results],
-            self.environments and self.environments[index],
-        )
-        given = environment.get_context(messages) if hasattr(environment, "get_context") else None
+        environment = None if self.environments is None else self.environments[index]
+        rewrite, most = getattr(environment, "get_context", None), self.max_context_media
+        if rewrite is None and most is None:
+            return None
+        messages = [*self._conversation(trajectory), *results]
+        given = None if rewrite is None else rewrite(messages)
         if given is not None:
             messages = _read_messages(given, self._row(index, trajectory), self.encoder.media_rules)
-        most = self.max_context_media
         n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
         if n_surplus > 0:
             return _without_first_media(messages, n_surplus)
@@ -196,7 +194,10 @@ class ToolLoop:
     def _conversation(self, trajectory: Trajectory) -> list[dict[str, Any]]:
         """Messages of the context, and those since, without control tokens that the policy has sampled as text."""
         context, n = trajectory.contexts[-1]
-        return [*context, *checked_texts(trajectory.messages[n:], self.encoder.processor, "strip", "")]
+        return context + [
+            checked_texts(message, self.encoder.processor, "strip", "") if message["role"] == "assistant" else message
+            for message in trajectory.messages[n:]
+        ]
 
     def _row(self, index: int, trajectory: Trajectory) -> int:
         return index if trajectory.prompt.row is None else trajectory.prompt.row
@@ -312,8 +313,8 @@ class ToolLoop:
             new = ids[i][: room[i]]
             before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
             results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(trajectory.messages))
-            n, state = len(trajectory.ids), content_digest([*results])
-            trajectory.sampled.append(Turn(n, n + len(new), state))
+            n = len(trajectory.ids)
+            trajectory.sampled.append(Turn(n, n + len(new), [*results][::-1]))
             trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
                 trajectory.messages.append(parse_assistant_turn(self.tokenizer, new, before, self.tools[indices[i]]))
@@ -386,7 +387,7 @@ def run_turns(
             each_logps,
             [1] * len(sampled),
             contexts=[(history, 0)],
-            sampled=[Turn(0, len(sampled), content_digest(history))],
+            sampled=[Turn(0, len(sampled), history)],
         )
         for prompt, sampled, message, history, each_logps in zip(
             rollout.prompts, ids, first, rollout.source.messages, every, strict=True

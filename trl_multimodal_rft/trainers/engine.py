@@ -280,8 +280,8 @@ def continue_after_tools(
     first = first_turns(rollout, samples[0], run.prompts.processor, run.toolbox)
     loop = make_loop(tools, complete=sample, environments=rollout.source.environments)
     trajectories = run_turns(rollout, *samples, first, loop)
-    for each in trajectories:
-        each.prompt.decoded = ()  # the engine has processed the last turn
+    for part in (part for each in trajectories for prompt in (each.prompt, *each.closed) for part in prompt.parts):
+        part.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.encoder.model, trajectories)
     rollout.source.completions = [each.messages for each in trajectories]
     rollout.source.turns = [each.sampled for each in trajectories]
