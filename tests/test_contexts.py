@@ -215,6 +215,25 @@ def test_environments_rewrite_contexts():
             assert mask[turn.start : turn.stop].all() and ids[turn.stop - 1] == processor.tokenizer.eos_token_id
 
 
+class Forgetful(Album):
+    """Returns no messages."""
+
+    def get_context(self, messages):
+        return Forgetful._chosen(messages)
+
+
+@pytest.mark.parametrize(
+    "chosen", [lambda _: [], lambda _: "Go on.", lambda given: given[:2], lambda _: [{"content": "Go on."}]]
+)
+def test_contexts_without_a_message_to_answer(chosen):
+    Forgetful._chosen = staticmethod(chosen)
+    objects = {**talking("qwen3_vl"), "environment_factory": Forgetful}
+    with pytest.raises(
+        ValueError, match="^row 6: `get_context` returned .*, which the assistant can't answer; return"
+    ):
+        run(Recorded, "qwen3_vl", image_rows(), reward=None, objects=objects, sampler=Scripted, **LONG)
+
+
 class EveryOther(Album):
     """Shows a picture to every other completion of a group, whose context that rewrites."""
 

@@ -101,13 +101,16 @@ class TalkingTrainer(MultimodalGRPOTrainer):
         super().__init__(*args, processing_class=with_turns_of_tools(processing_class), **kwargs)
 
 
-def conversations(folder):
+def conversations(folder, **more):
     """Only one of two ranks calls tools."""
     objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
-    options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}}
+    options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}, **more}
     return train(
         folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, sampler=Talking, **options
     )[1]
+
+
+rewritten_contexts = functools.partial(conversations, max_context_media=1)
 
 
 def asynchronous(folder):

@@ -167,7 +167,8 @@ def test_processes_skip_the_same_rows(two, one):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "scenario"), [("ddp", "conversations"), ("fsdp2", "conversations")])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("scenario", ["conversations", "rewritten_contexts"])
 def test_conversations_train_as_in_one_process(two, one):
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])

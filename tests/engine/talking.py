@@ -55,7 +55,7 @@ class Talking:
             def _continue(self, trajectories, idle, indices):
                 super()._continue(trajectories, idle, indices)
                 for trajectory, index in zip(trajectories, indices, strict=True):
-                    let_call(index, len(trajectory.turns), trajectory.messages[-1])
+                    let_call(index, len(trajectory.sampled) - 1, trajectory.messages[-1])
 
         return Calling(**vars(super().tool_loop(tools, **options)))
 

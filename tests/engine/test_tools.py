@@ -2,6 +2,7 @@
 """Tools that see, hear and show, with vLLM: the engine samples each turn after the full conversation so far."""
 
 import pytest
+import torch
 from helpers import engine_runs
 from helpers.chats import image
 from helpers.tools import talking
@@ -65,6 +66,21 @@ def test_images(tmp_path):
     own, other = (trainer.difference(*conversation, 0.0, media) for media in (None, images(seed=50)))
     moved, called = (own - other).abs(), conversation[-1].tolist().index(False)
     assert moved[:called].max() <= 1e-4 and moved[called:].max() > 1e-3
+
+
+class Rewriting(TalkingGRPO):
+    def difference(self, *conversation):
+        return torch.zeros(1)  # there is no whole one; the self-check compares each context
+
+
+def test_contexts_with_the_last_image(tmp_path):
+    """Results are appended until one shows images."""
+    options = {"max_tool_media": 4, "max_context_media": 1}
+    trainer = make(Rewriting, talking("qwen2_5_vl"), image_rows(), images()[1:], tmp_path, **options)
+    trainer.train()
+    assert [len(prompt.contexts) for _, prompt, *_ in trainer.conversations[-8:]] == [1, 1, 2, 2, 1, 1, 2, 1]
+    check = trainer.checks.self_check
+    assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated, check.engine_conversation))
 
 
 def test_sounds_up_to_the_engines_limit(tmp_path):

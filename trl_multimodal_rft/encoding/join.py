@@ -45,7 +45,7 @@ def content_digest(messages: Sequence[dict[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _content(value: Any) -> Iterator[bytes]:
+def _content(value: Sequence | dict | MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image) -> Iterator[bytes]:
     if isinstance(value, MediaRef):
         value = [value.modality, value.stored, value.options]
     if isinstance(value, dict):

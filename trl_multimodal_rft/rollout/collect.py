@@ -81,7 +81,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
     """
     found: dict[int, EncodedPrompt] = {}
 
-    def under_view(row: int, prompt: EncodedPrompt, shown: Sequence[Any]) -> EncodedPrompt:
+    def under_view(row: int, prompt: EncodedPrompt, shown: list[list[dict[str, Any]]]) -> EncodedPrompt:
         if isinstance(prompt, Contexts):
             every = zip(prompt.prompts, [shown[row], *rollout.source.contexts[row]], strict=True)
             each = [under_view(row, own, [*shown[:row], messages, *shown[row + 1 :]]) for own, messages in every]

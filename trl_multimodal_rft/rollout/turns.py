@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import is_conversational
 from trl.chat_template_utils import parse_response
 
-from ..data.reading.refs import MediaError, iter_refs
+from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
@@ -419,6 +419,12 @@ def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedProm
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
     """Messages of an environment, whose new media become references."""
+    are_messages = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not (are_messages and messages) or messages[-1].get("role") in (None, "assistant"):
+        raise ValueError(
+            f"row {row}: `get_context` returned {shortened(messages)}, which the assistant can't answer; return "
+            "messages that end with the user's or a tool's, or `None` to keep those so far."
+        )
     rules, path = replace(rules, media_dir=None), f"{FROM_TOOL}'get_context'"
 
     def read(block: dict[str, Any]) -> list[dict[str, Any]]:

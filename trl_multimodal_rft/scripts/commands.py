@@ -4,11 +4,11 @@
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from trl import ModelConfig
 
 from .. import trainers
+from ..trainers.configs import TrainerConfig
 from .arguments import DistillationScriptArguments, RLScriptArguments, RunArguments, SFTScriptArguments
 from .training import run
 
@@ -25,7 +25,7 @@ class Script:
     def ARGUMENTS(self) -> tuple[type, ...]:
         return self.arguments, getattr(trainers, f"{self.prefix}Config"), ModelConfig
 
-    def main(self, script_args: RunArguments, training_args: Any, model_args: ModelConfig) -> None:
+    def main(self, script_args: RunArguments, training_args: TrainerConfig, model_args: ModelConfig) -> None:
         """Trains and saves a model."""
         run(self.name, getattr(trainers, f"{self.prefix}Trainer"), script_args, training_args, model_args)
 
