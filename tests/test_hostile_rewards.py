@@ -77,6 +77,15 @@ def cpu_seconds(function, text, solution):
     return time.process_time() - start
 
 
+def check_time(function, solution, text, tenth=None):
+    """A text takes in proportion to another of a tenth of its length, if any; three times that for busy machines."""
+    for _ in range(3):
+        seconds = [cpu_seconds(function, part, solution) for part in (tenth, text) if part is not None]
+        if seconds[-1] < 30 * max([0.01, *seconds[:-1]]):
+            return
+    raise AssertionError((ascii(text[:20]), seconds))
+
+
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 500), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READY)
 def test_hostile_completions_have_rewards_in_linear_time(name, seeds):
@@ -84,14 +93,10 @@ def test_hostile_completions_have_rewards_in_linear_time(name, seeds):
         pytest.importorskip("jiwer")
     function, references = with_references(name)
     for seed in seeds:
-        lengths = (10_000, 100_000) if seed >= 60 and seed % 2 else [(1, 10, 100, 1000)[seed // 2 % 4]]
-        texts, solution = [hostile(seed, length) for length in lengths], references[seed % len(references)]
-        seconds = [cpu_seconds(function, text, solution) for text in texts]
-        if seconds[-1] > 0.3:  # perhaps by other processes' use of caches
-            seconds = [min(cpu_seconds(function, text, solution) for _ in range(3)) for text in texts]
-        assert seconds[-1] < min(1, 30 * max(seconds[0], 0.01)), (seed, seconds)
+        lengths = (100_000, 10_000) if seed >= 60 and seed % 2 else [(1, 10, 100, 1000)[seed // 2 % 4]]
+        check_time(function, references[seed % len(references)], *(hostile(seed, length) for length in lengths))
     for text in KNOWN:
-        assert any(cpu_seconds(function, text, references[0]) < 1 for _ in range(2)), ascii(text[:20])
+        check_time(function, references[0], text, text[: len(text) // 10])
 
 
 # Scores
