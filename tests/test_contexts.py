@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from helpers.ahead import Ahead as AskedAhead
 from helpers.chats import image
 from helpers.families import encode
 from helpers.tools import Scripted, call, shows, talking
@@ -22,6 +23,7 @@ from helpers.trainer_utils import (
 )
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.conversations import Conversation
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rollout.rollout import Turn
@@ -138,17 +140,82 @@ def test_each_token_is_scored_in_its_context(family, most):
     assert moment.gradient[~in_loss].abs().max() == 0
 
 
-LOSSES = ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "cpgd"]
+@functools.cache
+def plain_gradients() -> list[tuple[dict[str, torch.Tensor], int]]:
+    """Gradient of the sum of log-probabilities that were sampled, in float64, of each completion, and its tokens."""
+    batch, rows = train().trainer.draws[0].batch, train().trainer.draws[0].rows
+    model, processor = (talking("qwen3_vl")[name] for name in ("model", "processing_class"))
+    found, model = [], model.double()
+    for i, row in enumerate(rows):
+        sampled = batch["tool_mask"][i][batch["completion_mask"][i].bool()].bool()
+        model.zero_grad()
+        truth(model, processor, row, i, 1)[0][sampled].sum().backward()
+        found.append(
+            ({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, int(sampled.sum()))
+        )
+    return found
+
+
+# What each paper's loss multiplies a token's advantage by where policy and sampler are equal: of `n` completions, of
+# this one's tokens, and of all
+WEIGHTS = {
+    "grpo": lambda n, tokens, total: 1 / (n * tokens),
+    "sapo": lambda n, tokens, total: 1 / (n * tokens),
+    "gmpo": lambda n, tokens, total: 1 / (n * tokens),
+    "luspo": lambda n, tokens, total: 1 / n,
+    "dr_grpo": lambda n, tokens, total: 1 / (n * LONG["max_completion_length"]),
+    "cispo": lambda n, tokens, total: 0.2 / total,  # the ratio's bound, `epsilon_high`
+    **dict.fromkeys(["dapo", "bnpo", "vespo", "cpgd", "dual_clip"], lambda n, tokens, total: 1 / total),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_completion_counts_as_one_in_every_loss(loss):
-    """A budget of tokens, which splits completions by contexts, leaves each loss and its update as they are."""
+    """Each loss' gradient is that of plain forwards of each context, and a budget, which splits by contexts, too."""
     whole, parts = (train(loss_type=loss, max_tokens_per_microbatch=n) for n in (None, 200))
-    assert norm(whole.update) > 1e-4 and relative_difference(whole.update, parts.update) <= 1e-4
+    found, gradient = plain_gradients(), {}
+    total = sum(tokens for _, tokens in found)
+    advantages = whole.trainer.draws[0].batch["advantages"].tolist()
+    for advantage, (gradients, tokens) in zip(advantages, found, strict=True):
+        weight = WEIGHTS[loss](len(found), tokens, total) * advantage
+        for name, each in gradients.items():
+            gradient[name] = gradient.get(name, 0) + weight * each
+    for result in (whole, parts):
+        update = {name: result.update[name].double() for name in gradient}
+        assert norm(update) > 1e-4 and relative_difference(gradient, update) <= 1e-4
     a, b = (result.trainer.micro_batches[0] for result in (whole, parts))
     assert (a.loss - b.loss).abs() <= 1e-5 and a.logps.shape == b.logps.shape == a.batch["completion_ids"].shape
+
+
+class Short(Scripted):
+    turns = (1, 2, 3, 4)
+
+
+class Ahead(AskedAhead, Short):
+    """Has the first turns from a server, whose requests are a group each."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer, send=self.send)
+        self.turn, self.scripts, self.n = 1, {}, 8
+
+    def send(self, request, salt, turn, attempt):
+        ids = self.encoded(call(number=0))
+        return [(ids, [-1.0] * len(ids))] * request.count
+
+
+@pytest.mark.slow
+def test_contexts_behind_turns_that_were_asked_for_ahead(tmp_path):
+    options = {**LONG, "self_check": False, "max_context_media": 1, "vllm_importance_sampling_correction": False}
+    now, later = ({**options, "objects": {**talking("qwen3_vl"), "tools": [shows(*SHOWN)]}} for _ in range(2))
+    now = run(Recorded, "qwen3_vl", image_rows(), sampler=Short, **now)
+    ahead = make_trainer(Recorded, "qwen3_vl", image_rows(), tmp_path, **later)
+    ahead.sampler = Ahead(ahead)
+    ahead.train()
+    first, second = (trainer.micro_batches[0] for trainer in (now.trainer, ahead))
+    assert [len(prompt.contexts) for prompt in second.batch.prompts] == [2, 2, 3, 4] * 2
+    assert torch.equal(first.batch["completion_ids"], second.batch["completion_ids"])
+    assert (first.logps - second.logps).abs().max() <= 1e-5
 
 
 @pytest.mark.slow
