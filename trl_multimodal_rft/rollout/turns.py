@@ -314,9 +314,9 @@ class ToolLoop:
             before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
             results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(trajectory.messages))
             n = len(trajectory.ids)
-            trajectory.sampled.append(Turn(n, n + len(new), [*results][::-1]))
             trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
+                trajectory.sampled.append(Turn(n, n + len(new), [*results][::-1]))
                 trajectory.messages.append(parse_assistant_turn(self.tokenizer, new, before, self.tools[indices[i]]))
 
 
