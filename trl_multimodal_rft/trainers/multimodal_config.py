@@ -37,7 +37,7 @@ else:
 
 
 @help_from_docstring
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class MediaArguments(CheckedKeywords, _Config):
     r"""
     Arguments about media and checkpoints, for a TRL config to inherit.
@@ -191,7 +191,7 @@ class MediaArguments(CheckedKeywords, _Config):
 
 
 @help_from_docstring
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class SamplingArguments(MediaArguments):
     r"""
     Arguments about sampling and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
@@ -344,7 +344,7 @@ class SamplingArguments(MediaArguments):
 
 
 @help_from_docstring
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class MultimodalArguments(SamplingArguments):
     r"""
     Arguments about prompts with rewards, for a TRL config to inherit, in addition to those of [`SamplingArguments`].
