@@ -348,7 +348,7 @@ def _divergence(options: dict[str, Any]) -> str:
     if estimator is None:
         parts.append("in the reward")  # of RLOO, without a choice
     else:
-        parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if options['kl_in_reward'] else 'loss'}"]
+        parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if estimator == 'k1' else 'loss'}"]
     if options.get("kl_target") is not None:
         parts.append(f"adaptive, `kl_target={options['kl_target']}`{_cited('kl_target')}")
     return ", ".join(parts)

@@ -199,7 +199,7 @@ class CheckpointMixin(Trainer):
             (folders,) = broadcast_object_list([folders])
         passed_over = []
         for folder in folders:
-            verifies = self.args.checkpoint_manifest and self.args.should_save
+            verifies = self.args.should_save
             found = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if verifies else [])))
             if not found:
                 for warning in resume_warnings(folder, self._fingerprints()) if verifies else ():
@@ -212,7 +212,7 @@ class CheckpointMixin(Trainer):
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *passed_over]))
         raise ValueError(
             f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
-            "`output_dir`), or from what is left with `checkpoint_manifest=False`."
+            "`output_dir`), or delete its manifest.json to resume from what is left."
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
@@ -405,10 +405,9 @@ class CheckpointMixin(Trainer):
         shards, process = writes_shards(self.accelerator), self.accelerator.process_index
         if shards and process == 0:
             check_shards(folder)
-        if args.checkpoint_manifest:
-            measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
-            if args.should_save:
-                write_manifest(folder, args.save_only_model, self._fingerprints(), measured)
+        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        if args.should_save:
+            write_manifest(folder, args.save_only_model, self._fingerprints(), measured)
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
