@@ -61,10 +61,7 @@ OVERRIDDEN_SFT = {
 
 # Methods that the DPO trainer overrides
 DPO = "trl.trainer.dpo_trainer:DPOTrainer."
-OVERRIDDEN_DPO = {
-    path.replace(SFT, DPO): given for path, given in OVERRIDDEN_SFT.items() if not path.endswith(".compute_loss")
-}
-OVERRIDDEN_DPO[DPO + "_compute_loss"] = "self model inputs return_outputs"
+OVERRIDDEN_DPO = {path.replace(SFT, DPO): given for path, given in OVERRIDDEN_SFT.items()}
 OVERRIDDEN_DPO[DPO + "compute_ref_log_probs"] = "self model inputs"
 
 # Methods that the trainer of reward models overrides
