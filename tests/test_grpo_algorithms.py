@@ -36,7 +36,7 @@ def constant(completion_ids, **kwargs):
 # Advantages
 
 
-KL_IN_REWARD = {"beta": 0.5, "kl_in_reward": True}
+KL_IN_REWARD = {"beta": 0.5, "kl_estimator": "k1"}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_loss_may_be_overridden_in_the_way_of_trl(family, rows, packing):
 
 def test_coefficient_that_subclasses_read_is_that_of_the_config():
     """This holds wherever the KL divergence enters."""
-    for options in ({}, {"kl_in_reward": True}, {"kl_estimator": "k2"}, {"kl_target": 0.1}):
+    for options in ({}, {"kl_estimator": "k1"}, {"kl_estimator": "k2"}, {"kl_target": 0.1}):
         trainer = ours(beta=0.1, max_steps=1, **options).trainer
         assert trainer.beta == 0.1
         assert (trainer.kl_coef == 0.1) == ("kl_target" not in options)
@@ -206,7 +206,7 @@ def test_terms_need_no_second_forward(options):
     [
         ({}, 0.03),
         pytest.param({"kl_estimator": "k2"}, 10.0, marks=pytest.mark.slow),
-        ({"kl_in_reward": True, "loss_type": "cpgd"}, 0.25),
+        ({"kl_estimator": "k1", "loss_type": "cpgd"}, 0.25),
     ],
     ids=["k3", "k2", "in the reward"],
 )
@@ -286,7 +286,7 @@ class Scoring(Recorded):
         ("batch", "rollout", False, {}),
         ("batch", "current", True, {"loss_type": "cpgd(drift_coef=0.5, drift_clamp=0.05)"}),
         ("sequence", "current", True, {"loss_type": "dual_clip"}),
-        ("sequence", "rollout", False, {"advantage_estimator": "reinforce", "kl_in_reward": False}),
+        ("sequence", "rollout", False, {"advantage_estimator": "reinforce"}),
         ("micro_batch", "rollout", True, {}),
         pytest.param("batch", "rollout", False, {"loss_type": "gmpo"}, marks=pytest.mark.slow),
     ],
@@ -351,8 +351,8 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
         ({**CURRENT, "entropy_source": "current(scope='sequence')"}, [0, 0], [0, 0]),
         ({**CURRENT, "entropy_source": "current(scope='micro_batch')"}, [0, 0], [0, 0]),
         ({"beta": 0.1}, [0, 0], [0, 0]),
-        ({"beta": 0.1, "kl_in_reward": True}, [1, 1], [0, 0]),
-        ({"beta": 0.1, "kl_in_reward": True, **ROLLOUT}, [1, 1], [0, 0]),
+        ({"beta": 0.1, "kl_estimator": "k1"}, [1, 1], [0, 0]),
+        ({"beta": 0.1, "kl_estimator": "k1", **ROLLOUT}, [1, 1], [0, 0]),
         ({"advantage_estimator": lambda rewards, **_: rewards}, [1, 1], [0, 0]),
         ({"replay_buffer_size": 4}, [1, 1], [0, 0]),
         # A rollout for two optimizer steps: the first one's scores are the old ones
@@ -362,7 +362,7 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
         ({**MISALIGNED, **ROLLOUT}, [2, 0], [2, 0]),
         ({**MISALIGNED, **ROLLOUT, "entropy_source": "rollout(scope='sequence')"}, [0, 0], [2, 0]),
         ({**MISALIGNED, **CURRENT}, [2, 2], [2, 0]),
-        ({**MISALIGNED, "beta": 0.1, "kl_in_reward": True}, [2, 0], [2, 0]),
+        ({**MISALIGNED, "beta": 0.1, "kl_estimator": "k1"}, [2, 0], [2, 0]),
         ({**MISALIGNED, "dynamic_sampling": 4}, [2, 0], [2, 0]),
     ],
 )

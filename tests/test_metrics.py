@@ -77,7 +77,7 @@ def supervised():
 
 PPO = ["policy_loss", "ratio/mean", "ratio/max", "approx_kl", "value_loss", "value_clip_ratio", "entropy"]
 CLIPPED = [f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")]
-IN_LOSS = {"beta": 0.1, "kl_in_reward": False}
+IN_LOSS = {"beta": 0.1, "kl_estimator": "k3"}
 
 
 @pytest.mark.parametrize(

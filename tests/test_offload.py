@@ -86,7 +86,7 @@ def assert_same(plain, ours) -> None:
         ("grpo", {"beta": 0.1}),
         ("grpo", {"optim": "sgd"}),
         ("rloo", {"beta": 0.1}),
-        ("ppo", {"beta": 0.1, "ema_decay": 0.9, "kl_in_reward": True}),
+        ("ppo", {"beta": 0.1, "ema_decay": 0.9, "kl_estimator": "k1"}),
         ("ppo", {"shared_trunk": True}),
     ],
 )

@@ -144,7 +144,7 @@ PAIRS = {
 }
 CASES = {
     "audio": ("qwen2_audio", audio_rows, {**PAIRS, **RATES}),
-    "images, KL in the loss": (FAMILY, image_rows, {"beta": 0.5, "kl_in_reward": False, "vf_coef": 0.5, **RATES}),
+    "images, KL in the loss": (FAMILY, image_rows, {"beta": 0.5, "kl_estimator": "k3", "vf_coef": 0.5, **RATES}),
     "video, one completion per prompt": (FAMILY, video_rows, {"num_generations": 1, "learning_rate": 0.03}),
     "text, sampled": ("qwen2_audio", text_rows, FREE),
     "audio, a copy of the policy": ("qwen2_audio", audio_rows, {"value_learning_rate": 0.3, "beta": 0.5}),
@@ -275,7 +275,7 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
 
 def test_coefficient_adapts_once_for_each_rollout_and_not_while_the_policy_is_frozen():
     """The policy is frozen in the first of four rollouts, and in the first epoch of the second."""
-    adaptive = {"beta": 0.1, "kl_in_reward": False, "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
+    adaptive = {"beta": 0.1, "kl_estimator": "k3", "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
     result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 8})
     assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2)])
 
@@ -657,7 +657,7 @@ class BrokenReference(Ours):
 )
 def test_loss_of_a_frozen_policy_does_not_count(options):
     """A non-finite loss doesn't, either."""
-    options = {"beta": 0.1, "kl_in_reward": False, "freezing_actor_steps": 2, **options}
+    options = {"beta": 0.1, "kl_estimator": "k3", "freezing_actor_steps": 2, **options}
     results = []
     for broken in (True, False):
         trainer_class = type("Reference", (BrokenReference,), {"broken": broken})

@@ -95,7 +95,7 @@ def test_config_refuses(options, message):
         ({"num_ppo_epochs": 3, "num_iterations": 3}, {"num_iterations": 3}),
         ({"num_generations": 1}, {"num_generations": 1}),
         ({"beta": 0.1}, {"kl_estimator": "k1", "kl_in_reward": True}),
-        ({"beta": 0.1, "kl_in_reward": False}, {"kl_estimator": "k3", "kl_in_reward": False}),
+        ({"beta": 0.1, "kl_estimator": "k3"}, {"kl_estimator": "k3", "kl_in_reward": False}),
         ({"advantage_estimator": "gae(gamma=0, lam=1)"}, {"advantage_estimator": "gae(gamma=0, lam=1)"}),
         ({"cliprange_value": None, "value_lr_scheduler_type": "linear(warmup_steps=0)", "max_skipped_updates": 0}, {}),
         ({"value_lr_scheduler_type": "cosine"}, {}),

@@ -762,7 +762,7 @@ def logps_of(model, each):
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_adaptive_coefficient(in_reward, tmp_path):
     """The coefficient adapts once per rollout, whatever the number of updates on it."""
-    config, epochs = {"beta": 0.1, "kl_in_reward": in_reward}, 1 if in_reward else 3
+    config, epochs = {"beta": 0.1, "kl_estimator": "k1" if in_reward else "k3"}, 1 if in_reward else 3
     arguments = {"ref": reference_of("image"), "kl_target": 1e-6, "kl_horizon": 40, "max_epochs": epochs}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, **arguments)
     # Far above the target, so it changes by 20 % of 8 in 40 samples in each of two updates

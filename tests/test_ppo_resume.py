@@ -62,7 +62,7 @@ CASES = {
     "adapter on a shared trunk": image_case({"objects": {"peft_config": LORA}, "shared_trunk": True}, [5]),
     "replay, dynamic sampling": image_case({**REPLAY, "reward": few_live, "max_steps": 10}, [2, 6], ["replay/frac"]),
     "one completion of a prompt": audio_case({"num_generations": 1, "max_steps": 6}, [3], n_rows=17),
-    "divergence in the loss": image_case({"kl_in_reward": False, "kl_estimator": "k2"}, [3]),
+    "divergence in the loss": image_case({"kl_estimator": "k2"}, [3]),
     "synchronised reference": image_case(
         {"kl_target": None, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}, [3]
     ),

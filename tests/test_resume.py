@@ -221,10 +221,10 @@ def test_checkpoint_holds_media_once_per_prompt(straight):
 
 def test_checkpoint_without_state_resumes_with_new_completions(straight, tmp_path, caplog):
     uninterrupted = straight("several epochs")
-    shutil.copytree(checkpoint(uninterrupted, 6), tmp_path / "checkpoint-6")
-    (tmp_path / "checkpoint-6" / "rollout_state_0.pt").unlink()
+    missing = shutil.ignore_patterns("rollout_state_0.pt", "manifest.json")
+    shutil.copytree(checkpoint(uninterrupted, 6), tmp_path / "checkpoint-6", ignore=missing)
     with caplog.at_level(logging.WARNING):
-        trainer = CASES["several epochs"].resume(tmp_path / "checkpoint-6", tmp_path, checkpoint_manifest=False)
+        trainer = CASES["several epochs"].resume(tmp_path / "checkpoint-6", tmp_path)
     assert "has no state of the rollouts" in caplog.text
     assert trainer.trained_on != rest(uninterrupted, 6)
 
@@ -232,11 +232,11 @@ def test_checkpoint_without_state_resumes_with_new_completions(straight, tmp_pat
 def test_reference_that_follows_the_policy_must_be_there(straight, tmp_path):
     case = CASES["synchronised reference"]
     folder = tmp_path / "checkpoint-3"
-    shutil.copytree(checkpoint(straight("synchronised reference"), 3), folder)
-    shutil.rmtree(folder / "ref_model")
+    missing = shutil.ignore_patterns("ref_model", "manifest.json")
+    shutil.copytree(checkpoint(straight("synchronised reference"), 3), folder, ignore=missing)
     with pytest.raises(ValueError, match="checkpoint-3 has no folder 'ref_model' with a reference that follows"):
-        case.resume(folder, tmp_path, checkpoint_manifest=False)
-    case.resume(folder, tmp_path, checkpoint_manifest=False, sync_ref_model=False)
+        case.resume(folder, tmp_path)
+    case.resume(folder, tmp_path, sync_ref_model=False)
 
 
 class Foreign:
@@ -250,11 +250,12 @@ class Foreign:
 
 
 def test_code_in_the_file_is_not_run(straight, tmp_path):
-    shutil.copytree(checkpoint(straight("several epochs"), 6), tmp_path / "checkpoint-6")
+    missing = shutil.ignore_patterns("manifest.json")
+    shutil.copytree(checkpoint(straight("several epochs"), 6), tmp_path / "checkpoint-6", ignore=missing)
     file = tmp_path / "checkpoint-6" / "rollout_state_0.pt"
     torch.save({**torch.load(file, weights_only=False), "foreign": Foreign(tmp_path / "made")}, file)
     with pytest.raises(pickle.UnpicklingError, match="mkdir"):
-        CASES["several epochs"].resume(tmp_path / "checkpoint-6", tmp_path, checkpoint_manifest=False)
+        CASES["several epochs"].resume(tmp_path / "checkpoint-6", tmp_path)
     assert not (tmp_path / "made").exists()
     torch.load(file, weights_only=False)
     assert (tmp_path / "made").exists()

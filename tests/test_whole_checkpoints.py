@@ -203,13 +203,14 @@ def test_a_checkpoint_of_the_model_only_is_logged(tmp_path, caplog):
     assert trainer.state.global_step == 2
 
 
-def test_it_can_be_turned_off(output):
+def test_a_run_resumes_from_what_is_left_without_the_manifest(output):
     shutil.rmtree(output / "checkpoint-3")
     (output / "checkpoint-2" / "rng_state.pth").unlink()
-    trainer = make(output, checkpoint_manifest=False)
+    (output / "checkpoint-2" / "manifest.json").unlink()
+    trainer = make(output)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == STEPS
-    assert not (output / "checkpoint-3" / "manifest.json").exists()
+    assert (output / "checkpoint-3" / "manifest.json").exists()
 
 
 def test_all_files_are_listed_and_what_is_added_is_not(tmp_path):

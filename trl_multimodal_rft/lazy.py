@@ -20,4 +20,4 @@ def lazy_names(package: str, modules: dict[str, str]) -> tuple[Callable, Callabl
                 raise
             raise ImportError(unfit) from error
 
-    return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), list(modules)
+    return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), sorted(modules)

@@ -8,7 +8,7 @@ import warnings
 from functools import lru_cache
 from importlib.metadata import distributions, version
 
-from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 
 # What the tests run, see docs/install.md; pyproject.toml has the lower bounds, so that newer versions install
@@ -61,10 +61,7 @@ OVERRIDDEN_SFT = {
 
 # Methods that the DPO trainer overrides
 DPO = "trl.trainer.dpo_trainer:DPOTrainer."
-OVERRIDDEN_DPO = {
-    path.replace(SFT, DPO): given for path, given in OVERRIDDEN_SFT.items() if not path.endswith(".compute_loss")
-}
-OVERRIDDEN_DPO[DPO + "_compute_loss"] = "self model inputs return_outputs"
+OVERRIDDEN_DPO = {path.replace(SFT, DPO): given for path, given in OVERRIDDEN_SFT.items()}
 OVERRIDDEN_DPO[DPO + "compute_ref_log_probs"] = "self model inputs"
 
 # Methods that the trainer of reward models overrides
@@ -194,16 +191,17 @@ def check_versions() -> None:
     Raises:
         ImportError: If one is too old, or is newer and lacks what this package uses.
     """
-    installed = {name: version(name) for name in TESTED}
-    untested = [name for name, found in installed.items() if not SpecifierSet(TESTED[name]).contains(found, True)]
+    installed = {name: Version(version(name)) for name in TESTED}
+    lowest, end = ({name: Version(re.findall(r"[\d.]+", each)[i]) for name, each in TESTED.items()} for i in (0, 1))
+    old = {name: "is too old" for name, each in installed.items() if each < lowest[name]}
+    # What precedes a release counts as that release
+    untested = [name for name, each in installed.items() if name in old or Version(each.base_version) >= end[name]]
     if not untested:
         return
-    floors = {name: TESTED[name].split(",")[0] for name in untested}
-    wrong = {name: "is too old" for name in untested if not SpecifierSet(floors[name]).contains(installed[name], True)}
-    wrong = wrong or {name: "lacks " + ", ".join(parts) for name, parts in missing_parts().items()}
+    wrong = old or {name: "lacks " + ", ".join(parts) for name, parts in missing_parts().items()}
     if wrong:
         found = "; ".join(f"{name} {installed[name]} {what}" for name, what in wrong.items())
-        pins = " ".join(f'"{name}{TESTED[name]}"' for name in {**wrong, **floors})
+        pins = " ".join(f'"{name}{TESTED[name]}"' for name in dict.fromkeys([*wrong, *untested]))
         own = f"trl-multimodal-rft {version('trl-multimodal-rft')}"
         raise ImportError(f"{found}. {own} was tested with other versions: run `pip install {pins}`, or update it.")
     found = ", ".join(f"{name} {installed[name]}" for name in untested)

@@ -153,7 +153,7 @@ def lora_image(folder: Path) -> dict:
 
 def ppo_image(folder: Path) -> dict:
     """Checks the last checkpoint of each save, and the complete upload at the end."""
-    common = {"hub_model_id": "someone/ppo", "ema_decay": 0.5, "num_ppo_epochs": 1, "kl_in_reward": None, "beta": 0.05}
+    common = {"hub_model_id": "someone/ppo", "ema_decay": 0.5, "num_ppo_epochs": 1, "beta": 0.05}
     options = {**PUSHED, **common, "hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 2}
     with warnings() as warned:
         trainer = make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", image_rows(16), folder / "out", **options)

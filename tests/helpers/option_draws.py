@@ -77,7 +77,6 @@ VALUES = {
     "freezing_actor_steps": [0, 1],
     "kl_estimator": [None, "k1", "k2", "k3"],
     "kl_horizon": [10000, 50],
-    "kl_in_reward": [None, True, False],
     "kl_target": [None, 0.01],
     "loss_add_tail": [True, False],
     "loss_top_k": [0, 5],
@@ -122,7 +121,6 @@ OWN_VALUES = {
 # Options that change no update, drawn separately for each run
 NEUTRAL = {
     "balance_ranks": [False, True],  # one process has nothing to exchange, see tests/distributed for two
-    "checkpoint_manifest": [True, False],
     "max_logged_media": [8, None],
     "max_skipped_updates": [5, 0],
     "media_contribution_steps": [10, 1, 0],
@@ -150,7 +148,7 @@ NOT_DRAWN = {
 # Options that are refused, or have no effect, unless another has one of these values
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
 CRITIC += ["value_learning_rate", "value_lr_scheduler_type"]
-KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
+KL = ["kl_estimator", "kl_target", "kl_horizon", "sync_ref_model"]
 NEEDS = {
     **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae", "gae(gamma=0.9, lam=0.5)"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),

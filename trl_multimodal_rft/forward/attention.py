@@ -190,7 +190,7 @@ def _prefix_attention(
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
     branches = []
-    if takes_varlen and layout.has_sequences(with_prompts):
+    if takes_varlen and (with_prompts or any(start != parent for start, _, parent, _ in layout.segments)):
         branches = [_varlen_attention(base, query, row_states, shared_states, layout, window, with_prompts, options)]
         if with_prompts:
             return branches[0][None], None

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.exporters.utils import precompute_export_inputs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..families import family_of
@@ -124,6 +123,8 @@ def _add_precomputed(
 @torch.no_grad()
 def _precomputed(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
     """Arguments that follow from the tensors that an encoder gets, computed on the host."""
+    from transformers.exporters.utils import precompute_export_inputs
+
     sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZES, "merge_sizes")}
     inputs: dict[str, torch.Tensor | int] = {**sizes}
     if "feature_lens" in sizes:

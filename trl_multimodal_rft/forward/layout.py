@@ -107,10 +107,6 @@ class PrefixLayout:
         """Positions in the row of what each segment, by its start, shares."""
         return _before(self.segments)
 
-    def has_sequences(self, with_prompts: bool) -> bool:
-        """Whether the row holds branches, or prompts that count as sequences."""
-        return with_prompts or any(start != parent for start, _, parent, _ in self.segments)
-
     def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
         """
         The branches, and the prompts or not, as `S` sequences of variable length for a kernel, cached for all layers.

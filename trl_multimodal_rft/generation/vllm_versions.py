@@ -3,7 +3,6 @@
 
 from importlib.metadata import packages_distributions, version
 
-from packaging.requirements import Requirement
 from trl.import_utils import is_vllm_available
 
 
@@ -15,6 +14,8 @@ def engine_obstacle() -> str | None:
     remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"
+    from packaging.requirements import Requirement
+
     # The distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
     if Requirement(SUPPORTED).specifier.contains(installed, prereleases=True):

@@ -4,6 +4,7 @@
 from argparse import Namespace
 from typing import Any
 
+from ..algorithms.advantages import as_estimator
 from ..spelling import spelled
 from ..trainers.ppo_config import MultimodalPPOConfig
 
@@ -49,8 +50,10 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
         discounts = {"gamma": "gamma", "lam": "lambd"} if passed["advantage_estimator"] == "gae" else {}
         settings = {name: float(passed[theirs]) for name, theirs in discounts.items() if theirs in passed}
         options["advantage_estimator"] = spelled(passed["advantage_estimator"], settings)
+    uses_k3 = passed.get("use_kl_estimator_k3")
     if passed.get("use_kl_loss"):
-        options["kl_in_reward"] = False
-    if passed.get("use_kl_estimator_k3"):
-        options["kl_estimator"] = "k3"
+        named = options.get("advantage_estimator", "gae")
+        options["kl_estimator"] = "k3" if uses_k3 else as_estimator(named).kl_in_loss
+    elif uses_k3:
+        raise ValueError("`use_kl_estimator_k3` in the reward gives a biased gradient; pass `use_kl_loss`, too.")
     return MultimodalPPOConfig(**options)

@@ -22,7 +22,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import is_rich_available
-from trl import GRPOConfig, RLOOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.reading.decoding import load_image, read_audio, require_module
@@ -35,6 +34,7 @@ from .hub import PRIVATE
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+    from trl import GRPOConfig, RLOOConfig
 
 
 logger = get_logger(__name__)
@@ -283,7 +283,7 @@ class MediaLogCallback(TrainerCallback):
     def __init__(
         self,
         log: MediaLog,
-        args: GRPOConfig | RLOOConfig,
+        args: "GRPOConfig | RLOOConfig",
         handler: CallbackHandler,
         tables: Mapping[str, Any],
         columns: Collection[str],

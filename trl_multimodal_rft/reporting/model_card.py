@@ -134,11 +134,6 @@ def base_metadata(name: str) -> dict[str, str]:
     return {key: value for key, value in known.items() if isinstance(value, str)}
 
 
-def task_of(kinds: set[str]) -> str | None:
-    """Task of a model on the Hub, `None` for text alone."""
-    return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
-
-
 @dataclass
 class CardNotes:
     """What a run has read so far, for its model card."""
@@ -244,7 +239,8 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     model_class, scores = type(base).__name__, is_reward_model([type(base).__name__])
-    data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task_of(kinds)
+    task = _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None  # of the Hub, none for text alone
+    data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     named = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if named else None
@@ -348,7 +344,7 @@ def _divergence(options: dict[str, Any]) -> str:
     if estimator is None:
         parts.append("in the reward")  # of RLOO, without a choice
     else:
-        parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if options['kl_in_reward'] else 'loss'}"]
+        parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if estimator == 'k1' else 'loss'}"]
     if options.get("kl_target") is not None:
         parts.append(f"adaptive, `kl_target={options['kl_target']}`{_cited('kl_target')}")
     return ", ".join(parts)

@@ -1,44 +1,47 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Reward functions with the signature of TRL's: `f(completions, **columns) -> list[float | None]`."""
 
-from .answers import accuracy_reward, boxed_format_reward, format_reward
-from .bonuses import length_reward, tool_curiosity_reward
-from .choices import choice_reward
-from .grounding import (
-    box_iou_reward,
-    counting_reward,
-    detection_reward,
-    point_in_box_reward,
-    regression_reward,
-    temporal_iou_reward,
-)
-from .judge import JudgeReward
-from .model import RewardModel
-from .preference import preference_reward
-from .recipe import apply_recipe
-from .remote import RemoteReward
-from .transcripts import cer_reward, ocr_reward, wer_reward
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
 
 
-__all__ = [
-    "JudgeReward",
-    "RemoteReward",
-    "RewardModel",
-    "accuracy_reward",
-    "apply_recipe",
-    "box_iou_reward",
-    "boxed_format_reward",
-    "cer_reward",
-    "choice_reward",
-    "counting_reward",
-    "detection_reward",
-    "format_reward",
-    "length_reward",
-    "ocr_reward",
-    "point_in_box_reward",
-    "preference_reward",
-    "regression_reward",
-    "temporal_iou_reward",
-    "tool_curiosity_reward",
-    "wer_reward",
-]
+if TYPE_CHECKING:
+    from .answers import accuracy_reward, boxed_format_reward, format_reward
+    from .bonuses import length_reward, tool_curiosity_reward
+    from .choices import choice_reward
+    from .grounding import (
+        box_iou_reward,
+        counting_reward,
+        detection_reward,
+        point_in_box_reward,
+        regression_reward,
+        temporal_iou_reward,
+    )
+    from .judge import JudgeReward
+    from .model import RewardModel
+    from .preference import preference_reward
+    from .recipe import apply_recipe
+    from .remote import RemoteReward
+    from .transcripts import cer_reward, ocr_reward, wer_reward
+
+_NAMES = {
+    "answers": ("accuracy_reward", "boxed_format_reward", "format_reward"),
+    "bonuses": ("length_reward", "tool_curiosity_reward"),
+    "choices": ("choice_reward",),
+    "grounding": (
+        "box_iou_reward",
+        "counting_reward",
+        "detection_reward",
+        "point_in_box_reward",
+        "regression_reward",
+        "temporal_iou_reward",
+    ),
+    "judge": ("JudgeReward",),
+    "model": ("RewardModel",),
+    "preference": ("preference_reward",),
+    "recipe": ("apply_recipe",),
+    "remote": ("RemoteReward",),
+    "transcripts": ("cer_reward", "ocr_reward", "wer_reward"),
+}
+__getattr__, __dir__, __all__ = lazy_names(__name__, {name: each for each, names in _NAMES.items() for name in names})

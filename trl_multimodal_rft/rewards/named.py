@@ -25,14 +25,10 @@ def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cac
 
 
 # Names of this package take precedence over TRL's
-_FUNCTIONS: dict[str, Callable] = {
-    name: getattr(rewards, name) for name in rewards.__all__ if name.endswith("_reward")
-}
+_FUNCTIONS = tuple(name for name in rewards.__all__ if name.endswith("_reward"))
 _OF_TRL = ("reasoning_accuracy_reward", "think_format_reward")
 # Called with the settings, even without any
-_FACTORIES: dict[str, Callable] = {
-    each.__name__: each for each in (get_soft_overlong_punishment, rewards.JudgeReward, rewards.RemoteReward)
-}
+_FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_OF_TRL, *_FACTORIES)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -76,15 +72,15 @@ def check_reads(functions: Sequence[Any], columns: Collection[str]) -> None:
     for each in functions:
         if inspect.isfunction(plain := getattr(each, "func", each)):
             check_signature(each, get_callable_name(each), [*CALLED_WITH, "group_ids", "media_rules", *columns])
-        if plain in _FUNCTIONS.values():
+        if (name := getattr(plain, "__name__", None)) in _FUNCTIONS and plain is getattr(rewards, name):
             each(**empty)
 
 
 def _load(name: str) -> Callable:
     name, settings = split_settings(name)
     if name in _FACTORIES:
-        return _made(_FACTORIES[name], name, settings or {})
-    function = _FUNCTIONS.get(name)
+        return _made(getattr(rewards, name, get_soft_overlong_punishment), name, settings or {})
+    function = getattr(rewards, name) if name in _FUNCTIONS else None
     if function is None:
         path = f"trl.rewards.{name}" if name in _OF_TRL else name
         function = load_dotted(path, "reward function", REWARD_NAMES, "my_rewards.brief")

@@ -13,7 +13,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
@@ -47,7 +49,7 @@ from ..rollout.score import (
     score_with_view,
     without_gradient,
 )
-from ..rollout.stream import RowStream, named_dataset
+from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
@@ -265,7 +267,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
         args, run = self.args, self._run
-        parts = self.generation_config, self.generation_kwargs, self._dist
+        parts = self.generation_config, self.generation_kwargs, DistributedBackend(self.accelerator)
         batching = getattr(self, "continuous_batching_config", None)
         self._transformers_sampler = transformers_sampler(run, *parts, batching, placeholders)
         self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
@@ -302,8 +304,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     # Rows and prompts
 
-    def get_train_dataloader(self):
-        """A loader of rows with encoded prompts, by generation batches."""
+    def _train_loader(self) -> DataLoader:
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
@@ -314,8 +315,7 @@ class MultimodalTrainer(CheckpointMixin):
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = named_dataset(self.eval_dataset, eval_dataset)
+    def _eval_loader(self, dataset: Any, is_new: bool) -> DataLoader:
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
     @property

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_peft_model
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -205,6 +204,8 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
         # On other processes, transformers may leave out what it loads
         first = accelerator.is_main_process
         state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
         return

@@ -14,6 +14,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -33,7 +34,7 @@ from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
 from ..rollout.ranks import any_rank
-from ..rollout.stream import RowStream
+from ..rollout.stream import RowStream, named_dataset
 from .arguments import check_keywords
 from .checkpoint_files import (
     PARTIAL,
@@ -88,6 +89,8 @@ class CheckpointMixin(Trainer):
     reward_func_names: Any = ()
     _metrics: Any
     _stream: RowStream
+    _train_loader: Callable[[], DataLoader]
+    _eval_loader: Callable[..., DataLoader]
     card_notes: CardNotes
     _name: Any  # these two are TRL's, for a card
     _paper: Any
@@ -199,10 +202,9 @@ class CheckpointMixin(Trainer):
             (folders,) = broadcast_object_list([folders])
         passed_over = []
         for folder in folders:
-            verifies = self.args.checkpoint_manifest and self.args.should_save
-            found = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if verifies else [])))
+            found = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if self.args.should_save else [])))
             if not found:
-                for warning in resume_warnings(folder, self._fingerprints()) if verifies else ():
+                for warning in resume_warnings(folder, self._fingerprints()) if self.args.should_save else ():
                     logger.warning(warning)
                 return folder
             passed_over.append(f"{folder} isn't whole: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.")
@@ -212,12 +214,19 @@ class CheckpointMixin(Trainer):
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *passed_over]))
         raise ValueError(
             f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
-            "`output_dir`), or from what is left with `checkpoint_manifest=False`."
+            "`output_dir`), or delete its manifest.json to resume from what is left."
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
         return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
+
+    def get_train_dataloader(self):
+        return self._train_loader()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        return self._eval_loader(dataset, is_new=dataset is eval_dataset)
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
@@ -405,10 +414,9 @@ class CheckpointMixin(Trainer):
         shards, process = writes_shards(self.accelerator), self.accelerator.process_index
         if shards and process == 0:
             check_shards(folder)
-        if args.checkpoint_manifest:
-            measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
-            if args.should_save:
-                write_manifest(folder, args.save_only_model, self._fingerprints(), measured)
+        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        if args.should_save:
+            write_manifest(folder, args.save_only_model, self._fingerprints(), measured)
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""

@@ -15,7 +15,6 @@ from trl import DPOTrainer
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
 from ..checks.media_contribution import is_due, media_contribution
-from ..checks.sequences import check_pairs
 from ..data.rows.unread import lists_columns
 from ..forward.scores import Scores
 from ..models.modes import evaluation_mode
@@ -24,7 +23,7 @@ from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
-from .reading import CompletionTrainer, load_for_reading
+from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .setup import load_reference, no_warning_about_init_kwargs, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
@@ -213,11 +212,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         return self._policy.score(model, *completions, packed=packed, compute_aux_loss=compute_aux_loss)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> torch.Tensor:
-        if return_outputs:
-            raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
-        if self.args.self_check and self.model.training:
-            self.checks.on_rows(check_pairs, model, inputs["sequences"], self.args.packing == "prefix")
+    def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._measure_contribution(model, inputs)
         if not all(name in inputs for name in self._reference):
             is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
@@ -238,13 +233,10 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             log_sum_sq_probs=both.log_sum_sq_probs,
             aux_loss=both.aux_loss,
         )
-        # Typed as GRPO's by the mixins
-        loss = super()._compute_loss(lambda **kwargs: outputs, _as_rows(inputs), False)  # pyrefly: ignore
+        loss = self._loss_of_trl(outputs, _as_rows(inputs))
         if self._rejected.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
-        if scores.deferred is None:
-            return loss
-        return self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)
+        return loss, scores
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """

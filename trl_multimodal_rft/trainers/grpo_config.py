@@ -16,10 +16,6 @@ from .arguments import Needs, check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_range, check_sampling
 
 
-# Estimators without a critic whose KL divergence belongs to the reward, and those with k2 in the loss
-_IN_REWARD = [name for name, own in ESTIMATORS.items() if own.kl_in_reward and own.needs != "critic"]
-_K2_IN_LOSS = [name for name, own in ESTIMATORS.items() if own.kl_in_loss == "k2"]
-
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
 
@@ -58,11 +54,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the KL divergence from the reference, whose coefficient is `beta`
 
         kl_estimator (`str`, *optional*):
-            `"k1"`, `"k2"` or `"k3"`. Defaults to `"k1"` in the reward, to `"k2"` in the loss for
-            `"reinforce_baseline"`, and to `"k3"` in the loss otherwise, in TRL's form (see `use_bias_correction_kl`).
-        kl_in_reward (`bool`, *optional*):
-            Whether the divergence is subtracted from the rewards instead of added to the loss. Defaults to `True` for
-            `"reinforce"` and `"rloo"`, and to `False` otherwise.
+            `"k1"` is subtracted from the rewards, `"k2"` and `"k3"` are added to the loss: each has the divergence's
+            gradient only there. Defaults to `"k1"` for `"reinforce"` and `"rloo"`, `"k2"` for `"reinforce_baseline"`,
+            and else `"k3"`, in TRL's form (see `use_bias_correction_kl`).
         kl_target (`float`, *optional*):
             Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts
             at `beta`. `None` keeps the coefficient.
@@ -117,20 +111,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = field(
-        default=None,
-        metadata={
-            "help": "Estimator of the KL divergence. Defaults to 'k1' in the reward, to 'k2' in the loss for "
-            f"{' and '.join(map(repr, _K2_IN_LOSS))}, and to 'k3' in the loss otherwise.",
-        },
-    )
-    kl_in_reward: Annotated[bool | None, Needs("beta")] = field(
-        default=None,
-        metadata={
-            "help": "Whether the KL divergence is subtracted from the rewards instead of added to the loss. Defaults "
-            f"to True for {' and '.join(map(repr, _IN_REWARD))}.",
-        },
-    )
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = None
     kl_target: Annotated[float | None, "(0, inf]", Needs("beta")] = None
     kl_horizon: Annotated[int, "(0, inf]"] = 10000
     entropy_source: str = "rollout"
@@ -231,7 +212,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 raise ValueError(
                     "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
                     "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
-                    "`reward_clip_range`, `kl_in_reward` and `contrast_view`, which change their sum."
+                    "`reward_clip_range`, `kl_estimator='k1'` and `contrast_view`, which change their sum."
                 )
 
     def _check_kl(self) -> None:
@@ -240,22 +221,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         if self.kl_in_reward and callable(self.advantage_estimator):
             raise ValueError(
                 "A function as `advantage_estimator` gets `old_logps` and `ref_logps` to subtract the KL divergence "
-                "itself; remove `kl_in_reward`."
+                "itself; remove `kl_estimator='k1'`."
             )
-        if self.kl_in_reward is None:
-            self.kl_in_reward = self.estimator.kl_in_reward
         if self.kl_estimator is None:
-            self.kl_estimator = "k1" if self.kl_in_reward else self.estimator.kl_in_loss
-        if self.kl_in_reward and self.kl_estimator != "k1":
-            raise ValueError(
-                f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of "
-                "the KL divergence. Use 'k1', or `kl_in_reward=False`."
-            )
-        if not self.kl_in_reward and self.kl_estimator == "k1":
-            raise ValueError(
-                "`kl_estimator='k1'` in the loss has a gradient of 0 on average, so it would regularize nothing. Use "
-                "'k2' or 'k3', or `kl_in_reward=True`."
-            )
+            self.kl_estimator = "k1" if self.estimator.kl_in_reward else self.estimator.kl_in_loss
 
     def _check_loss(self) -> None:
         # TRL checks them only after sampling
@@ -278,7 +247,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             raise ValueError(
                 f"`importance_sampling_level='sequence'` takes one advantage per completion, but `advantage_estimator="
                 f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"
-                f"{', or `kl_in_reward=False`' if penalized else ''}."
+                + (", or `kl_estimator='k3'`." if penalized else ".")
             )
         # TRL's constructor checks it only where it makes the engine
         wanted = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
@@ -358,6 +327,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     @property
     def compares_groups(self) -> bool:
         return self.estimator.needs == "group"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL divergence is subtracted from the rewards, instead of added to the loss."""
+        return self.kl_estimator == "k1"
 
     @property
     def _corrects(self) -> bool:

@@ -37,7 +37,7 @@ else:
 
 
 @help_from_docstring
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class MediaArguments(CheckedKeywords, _Config):
     r"""
     Arguments about media and checkpoints, for a TRL config to inherit.
@@ -114,9 +114,6 @@ class MediaArguments(CheckedKeywords, _Config):
 
         > Parameters that control the checkpoints
 
-        checkpoint_manifest (`bool`, *optional*, defaults to `True`):
-            Whether checkpoints list sizes and checksums of their files, which are verified before a run resumes from
-            them. Costs reading the files once more.
 
     Raises:
         ValueError: If arguments are out of range. The message names them and the remedy.
@@ -138,7 +135,6 @@ class MediaArguments(CheckedKeywords, _Config):
     max_frames: int | None = None
     use_audio_in_video: bool = False
     max_skipped_updates: Annotated[int, "[0, inf]"] = 5
-    checkpoint_manifest: bool = True
 
     def __post_init__(self):
         # TRL's defaults have the deprecated names, which transformers would warn of; older versions have no others
@@ -191,7 +187,7 @@ class MediaArguments(CheckedKeywords, _Config):
 
 
 @help_from_docstring
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class SamplingArguments(MediaArguments):
     r"""
     Arguments about sampling and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
@@ -344,7 +340,7 @@ class SamplingArguments(MediaArguments):
 
 
 @help_from_docstring
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class MultimodalArguments(SamplingArguments):
     r"""
     Arguments about prompts with rewards, for a TRL config to inherit, in addition to those of [`SamplingArguments`].

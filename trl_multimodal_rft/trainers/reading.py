@@ -5,11 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ..checks.run_checks import Checks
+from ..checks.sequences import check_pairs
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
@@ -19,11 +24,12 @@ from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
+from ..forward.scores import Scores
 from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes
-from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
+from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
@@ -34,6 +40,9 @@ from .signatures import EvalRows, Model, Processor
 
 logger = get_logger(__name__)
 
+Batch = dict[str, Any]
+NumItems = torch.Tensor | int | None
+
 
 class CompletionTrainer(CheckpointMixin):
     """
@@ -42,8 +51,12 @@ class CompletionTrainer(CheckpointMixin):
     """
 
     data_collator: Any
+    # The loss of a micro-batch and the scores that it is of, by model, rows, and the learned tokens of the update
+    _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
     _unseen: set[str]  # datasets whose columns are checked with their first batch
     _warned_of_positions = False
+    _needs_plain_rows = False  # whether TRL forwards them
+    _keeps_outputs = False  # whether scores are what `compute_metrics` gets
     # For the evaluator and the model card
     environment_factories = tools = None
     use_vllm = False
@@ -56,11 +69,12 @@ class CompletionTrainer(CheckpointMixin):
         columns: Sequence[str] | None,
         packs: bool,
         outputs: tuple[str, ...],
+        check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
         Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
         if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
-        reward models have none.
+        reward models have none. `check` is that of the first rows.
         """
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
@@ -90,9 +104,9 @@ class CompletionTrainer(CheckpointMixin):
         fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
-        self.checks = Checks(self._policy, self.accelerator)
+        self.checks, self._check_rows, self._packs = Checks(self._policy, self.accelerator), check, packs
 
-    def get_train_dataloader(self):
+    def _train_loader(self) -> DataLoader:
         args, ranks = self.args, (self.accelerator.num_processes, self.accelerator.process_index)
         order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
         return self._stream.train_loader(
@@ -104,12 +118,37 @@ class CompletionTrainer(CheckpointMixin):
             collate_fn=partial(self._collate, split="train"),
         )
 
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = named_dataset(self.eval_dataset, eval_dataset)
-        if dataset is eval_dataset:  # given to `evaluate`
+    def _eval_loader(self, dataset: Any, is_new: bool) -> DataLoader:
+        if is_new:  # given to `evaluate`
             dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: NumItems = None,
+    ) -> Any:
+        if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
+            return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
+        if self.args.self_check and self.model.training:
+            self.checks.on_rows(self._check_rows, model, inputs["sequences"], self._packs)
+        loss, scores = self._loss(model, inputs, num_items_in_batch)
+        if scores.deferred is not None:
+            # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
+            divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
+            loss = self._backward_by_parts(model, loss, scores.deferred, divisor)
+        return (loss, SequenceClassifierOutput(logits=scores.values)) if return_outputs else loss
+
+    def _loss_of_trl(self, outputs: Any, rows: Batch) -> torch.Tensor:
+        """TRL's loss, and metrics, of what a model would return for padded rows."""
+        return super().compute_loss(lambda **kwargs: outputs, rows)
+
+    def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """A micro-batch for TRL's own forward, whose outputs are all kept."""
+        raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """A micro-batch. Notes what the model card says of it."""

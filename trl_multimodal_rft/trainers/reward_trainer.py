@@ -25,7 +25,7 @@ from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
-from .reading import CompletionTrainer, load_for_reading
+from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .reward_config import MultimodalRewardConfig
 from .setup import no_warning_about_init_kwargs, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -95,6 +95,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             }"""),
     }
 
+    _keeps_outputs = True
+
     def __init__(
         self,
         model: Model,
@@ -136,7 +138,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self.processing_class = self.callback_handler.processing_class = processing_class
         self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
         columns = [*COLUMNS, *COMPARISON] if args.remove_unused_columns else None
-        self._start_reading(datasets, columns, packs=args.packing == "prefix", outputs=())
+        check = partial(check_pairs, rewards=True)
+        self._start_reading(datasets, columns, packs=args.packing == "prefix", outputs=(), check=check)
         self._check_adapter()
         self._complete_parts()
 
@@ -170,31 +173,16 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     # Update
 
-    def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
+    def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         completions, packed = completions_to_score(self._policy, inputs, self.args)
-        return self._policy.rewards(model, completions, packed=packed)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, SequenceClassifierOutput]:
-        if self.args.self_check and self.model.training:
-            check = partial(check_pairs, rewards=True)
-            self.checks.on_rows(check, model, inputs["sequences"], self.args.packing == "prefix")
-        scores, margin, tie = self._score(model, inputs), inputs["margin"], inputs["tie"]
-        outputs = SequenceClassifierOutput(logits=scores.values)
+        scores, margin, tie = self._policy.rewards(model, completions, packed=packed), inputs["margin"], inputs["tie"]
         rows = {name: inputs[name] for name in ("attention_mask", "margin")}
-        loss = super().compute_loss(lambda **kwargs: outputs, rows)
+        loss = self._loss_of_trl(SequenceClassifierOutput(logits=scores.values), rows)
         chosen, rejected = scores.values[:, 0].chunk(2)
         # That neither is better by the margin: https://huggingface.co/papers/2409.17431, equation 10, up to a constant
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
         self._leave_out_ties((chosen - rejected).detach(), tie)
-        if scores.deferred is not None:
-            loss = self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)
-        return (loss, outputs) if return_outputs else loss
+        return loss, scores
 
     def _leave_out_ties(self, differences: torch.Tensor, tie: torch.Tensor) -> None:
         """Replaces TRL's metrics of which completion is better, in micro-batches with rows where none is."""

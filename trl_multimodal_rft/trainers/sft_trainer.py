@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
@@ -18,7 +19,7 @@ from ..data.rows.features import undecoded
 from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
-from .reading import CompletionTrainer, load_for_reading
+from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .setup import no_warning_about_init_kwargs, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
@@ -160,6 +161,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
             packs=bool(args.packing or args.eval_packing),
             outputs=("log_probs", "entropy", "is_top1"),
+            check=check_sequences,
         )
         self._complete_parts()
 
@@ -167,14 +169,10 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
 
     # Update
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if return_outputs or self._needs_plain_rows:
-            return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
+    def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         args, sequences, targets = self.args, inputs["sequences"], inputs["labels"][:, 1:]
         training, mask = self.model.training, targets != -100
         packing = args.packing if training or args.eval_packing is None else args.eval_packing
-        if args.self_check and training:
-            self.checks.on_rows(check_sequences, model, sequences, bool(args.packing or args.eval_packing))
         scores = self._policy.score(
             model,
             sequences,
@@ -191,16 +189,12 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)
         if args.average_tokens_across_devices and num_items_in_batch is not None:
             # The tokens are those of all ranks, over which DDP averages
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+            loss = loss * self.accelerator.num_processes
         if self.aux_loss_enabled:  # a mean of each micro-batch
             n_steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / n_steps
         self._log_scores(scores, mask, sum(map(len, sequences)))
-        if scores.deferred is None:
-            return loss
-        # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
-        divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
-        return self._backward_by_parts(model, loss, scores.deferred, divisor)
+        return loss, scores
 
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
         """TRL's metrics of a micro-batch, of all ranks. `mask` `(B, P - 1)` is true on targets that are learned."""
@@ -216,7 +210,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         metrics["entropy"].append(entropy)
         metrics["mean_token_accuracy"].append(accuracy)
         if self.model.training:
-            self._total_train_tokens += int(n_all) // self._tp_size
+            self._total_train_tokens += int(n_all)
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             metrics["aux_loss"] += aux_loss

@@ -404,7 +404,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             "n_samples_per_prompt": args.num_generations,
             "micro_rollout_batch_size": size,
             "kl_estimator": "k1",
-            "kl_in_reward": bool(args.kl_in_reward),
+            "kl_in_reward": args.kl_in_reward,
             "progress": not args.disable_tqdm,
             "accelerator": self.accelerator,
             "ignored_media_columns": args.ignored_media_columns or (),

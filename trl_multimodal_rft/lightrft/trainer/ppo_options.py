@@ -90,7 +90,7 @@ def config_of(
     if reference is None or options["beta"] == 0:
         if options["kl_target"]:
             raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
-        options |= {"beta": 0.0, "kl_estimator": None, "kl_in_reward": None}
+        options |= {"beta": 0.0, "kl_estimator": None}
     discounts = {"gamma": "gamma", "lam": "lambd"}
     if strategy.estimator.name == "gae":
         given = {name: generate_kwargs[own] for name, own in discounts.items() if own in generate_kwargs}
