@@ -68,6 +68,7 @@ def checked_functions(
             name,
             media_rules,
             rollout.source.row_indices,
+            [[(turn.start, turn.stop) for turn in turns] for turns in rollout.source.sampled_turns],
         )
         for name, each, processor in zip(names, reward_funcs, processors, strict=True)
     }
@@ -119,22 +120,24 @@ def reward_rollout(
     loop: AbstractEventLoop | None,
     profile: Callable[[str], Any],
     early: EarlyRewards | None = None,
-) -> torch.Tensor:
+) -> list[list[float | None]]:
     """
     Calls reward functions as TRL does, with further `kwargs`, but for those that were called early; media are as in
-    the dataset.
-
-    Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
+    the dataset. Returns for each completion the reward of each function.
     """
     arguments, early_values = rollout_arguments(rollout, kwargs), {} if early is None else early.values
     for key, *what in () if early is None else early.logged:
         kwargs[key](*what)
     called = {name: each for name, each in functions.items() if name not in early_values}
     found = call_rewards(called, arguments, loop, profile) | early_values
-    columns = (found[name] for name in functions)
-    rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
-    warn_of_unscorable(rewards, [*functions], rollout.source.row_indices)
-    return rewards.contiguous()
+    rewards = [list(row) for row in zip(*(found[name] for name in functions), strict=True)]
+    warn_of_unscorable(rewards_per_func(rewards), [*functions], rollout.source.row_indices)
+    return rewards
+
+
+def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
+    """Rewards of completions by function, `(N, F)`, NaN for `None`."""
+    return torch.tensor([[torch.nan if each is None else each for each in row] for row in rewards])
 
 
 def reward_metrics(

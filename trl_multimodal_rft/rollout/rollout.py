@@ -111,11 +111,19 @@ class Source(_Part):
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None
 
+    @property
+    def sampled_turns(self) -> list[list[Turn]]:
+        """Turns of each completion that have tokens; where no tools are called, a completion is one."""
+        whole = zip(self.ids, self.messages, strict=True)
+        turns = self.turns or [[Turn(0, len(ids), messages)] for ids, messages in whole]
+        return [[turn for turn in each if turn.stop > turn.start] for each in turns]
+
 
 @dataclass(eq=False)
 class Rewards(_Part):
     """What reward functions say of completions."""
 
+    given: list[list[float | None]] = field(default_factory=list)  # by functions, of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
     has_signal: torch.Tensor | None = None  # (N,), whether rewards differ within the group
@@ -251,7 +259,7 @@ class Rollout(_Part):
 
     def for_loss(self) -> "Rollout":
         """Without what only rewards, logs and checks read."""
-        rewards = replace(self.rewards, per_func=None, bonus=None)
+        rewards = replace(self.rewards, given=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
     def micro_batches(self, n: int) -> list["Rollout"]:
