@@ -307,7 +307,7 @@ def turn_norm(
     centred = groups.centred
     if norm == "trajectory":
         live = groups.live[groups.index].double()
-        groups = group_statistics(returns, owners, 1 / steps.counts[steps.completions])
+        groups = group_statistics(returns, owners, 1 / steps.counts.double()[steps.completions])
         differs = torch.zeros(len(groups.live)).double().index_add(0, groups.index, live) > 0
         centred = torch.where(differs[groups.index], groups.centred, 0)
     advantages = centred / (groups.std(correction=1) + _EPS)[groups.index]

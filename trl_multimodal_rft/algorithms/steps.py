@@ -20,9 +20,7 @@ class Steps:
     turns: torch.Tensor  # number of its turn in the completion, (S,)
     rewards: torch.Tensor  # weighted, NaN where no function rewards it, (S,), float64
     outcomes: torch.Tensor  # weighted rewards of whole completions, NaN where no function gives one, (N,), float64
-    states: torch.Tensor | None = (
-        None  # equal numbers for turns that answer the same, (S,); None if nothing reads them
-    )
+    states: torch.Tensor | None = None  # equal numbers for turns that answer the same, (S,)
 
     @classmethod
     def of_completions(cls, rewards: torch.Tensor, mask: torch.Tensor) -> "Steps":

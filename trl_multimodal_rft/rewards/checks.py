@@ -256,9 +256,7 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], message: str)
     """The reward of a completion whose steps are rewarded. `message` takes what was returned, and what to return."""
     if not any(isinstance(each, (list, tuple)) for each in values):
         if len(values) != len(turns):
-            expected = (
-                f", whose completion has {len(turns)}; return one number per turn, or (last token, reward) pairs."
-            )
+            expected = f", whose completion has {len(turns)}; return a number per turn, or (last token, reward) pairs."
             raise ValueError(message.format(f"rewards of {len(values)} turns", expected))
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
     steps: list[tuple[int, float]] = []

@@ -38,8 +38,8 @@ from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.reward import rewards_per_func
+from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler
 from ..rollout.score import (
     engine_metrics,

@@ -244,8 +244,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             return
         if self.kl_in_reward and self.estimator.reads:
             raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` reads the rewards of steps; remove `kl_in_reward`, "
-                "so that the KL divergence is in the loss."
+                f"`advantage_estimator={self.advantage_estimator!r}` reads the rewards of steps, which the "
+                "KL divergence doesn't change; remove `kl_in_reward`, so that it is in the loss."
             )
         if self.kl_in_reward and callable(self.advantage_estimator):
             raise ValueError(
