@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
 from .papers import Paper, paper_of
-from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
-from .steps import Steps
+from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
 
 
 # Added to standard deviations, in rewards, as in TRL
@@ -288,9 +287,8 @@ def turn_norm(
 ) -> torch.Tensor:
     r"""
     Advantage of each token by what is rewarded from its step on,
-    $G_k = \sum_{j \ge k} \gamma^{j - k} r_j$ with the outcome in the last $r_j$, minus the mean and divided by the
-    standard deviation of its group, as in the process supervision of
-    [DeepSeekMath](https://huggingface.co/papers/2402.03300), which normalizes each reward before the sum.
+    $G_k = \sum_{j \ge k} \gamma^{j - k} r_j$ with the outcome in the last $r_j$, normalized in its group. The process
+    supervision of [DeepSeekMath](https://huggingface.co/papers/2402.03300) normalizes before the sum.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -299,7 +297,7 @@ def turn_norm(
             $\gamma$, per step. A step is a turn, or what a reward function makes one.
         norm (`str`, *optional*, defaults to `"turn"`):
             Mean and unbiased standard deviation are those of the steps of the same number (`"turn"`), or of all steps
-            of the group, where every `"trajectory"` counts once. Groups without a difference at any step have none.
+            of the group, where every `"trajectory"` counts once, but 0 where no step makes a difference.
     """
     returns = torch.where(rewards.cpu().isnan()[steps.completions], torch.nan, steps.returns(turn_discount))
     owners, numbers = group_ids.cpu()[steps.completions], steps.numbers
@@ -332,7 +330,7 @@ def ps_grpo(
 
     Args:
         gamma (`float`, *optional*, defaults to `0.5`):
-            Share of an outcome above 0 that a drop takes.
+            Share that a drop takes of an outcome above 0.
         rho (`float`, *optional*, defaults to `0.3`):
             Relative drop from a step to the next rewarded one that counts.
 
@@ -341,10 +339,7 @@ def ps_grpo(
     """
     outcomes = steps.outcomes
     if outcomes.isnan().all() and not rewards.isnan().all():
-        raise ValueError(
-            "`advantage_estimator='ps_grpo'` needs a reward function that returns a number per completion, beside the "
-            "one that rewards steps; add it to `reward_funcs`."
-        )
+        raise ValueError("`advantage_estimator='ps_grpo'` needs a reward function of whole completions, too; add one.")
     given = ~steps.rewards.isnan()
     owners, values = steps.completions[given], steps.rewards[given]
     drops = (owners[1:] == owners[:-1]) & (values[:-1] > 0) & (values[:-1] - values[1:] >= rho * values[:-1])
@@ -367,8 +362,8 @@ def gigpo(
     r"""
     GiGPO: advantage of the completion in its group, plus $\omega$ times that of the discounted return
     $\sum_{j \ge k} \gamma^{j - k} r_j$ of each turn among all turns of the group that answer the same prompt or
-    results, its anchor, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn that nothing else of the group
-    shares an anchor with has the first term alone.
+    results, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn that shares them with none has the first
+    term alone.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -471,8 +466,8 @@ def estimate_advantages(
         scale (`str`, *optional*, defaults to `"group"`):
             [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
             nothing (`"none"`).
-        steps ([`~algorithms.steps.Steps`], *optional*):
-            Rewards along completions; each is one step by default.
+        steps ([`~algorithms.returns.Steps`], *optional*):
+            Rewards along completions, which some estimators need.
 
     Returns:
         `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable completions and outside the mask.
@@ -494,13 +489,11 @@ def estimate_advantages(
         chosen = as_estimator(name)
     except KeyError:
         chosen = None
-    if chosen is None or chosen.needs == "critic":
+    if chosen is None or chosen.needs == "critic" or (chosen.reads and steps is None):
         raise ValueError(f"`advantage_estimator={name!r}` can't be computed from rewards alone.")
     if kl_coef and not chosen.per_token:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
-    if steps is None and chosen.reads is not None:
-        steps = Steps.of_completions(rewards, mask)
     known = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
     named = inspect.signature(chosen.function).parameters
     return chosen.function(**{name: value for name, value in known.items() if name in named}, **chosen.settings)

@@ -58,11 +58,8 @@ def call_rewards(
             return await asyncio.gather(*map(call, waiting))
 
         results |= zip(waiting, asyncio.run_coroutine_threadsafe(together(), loop).result(), strict=True)
-
-    def plain(reward: float | None) -> float | None:
-        return reward if reward is None or isinstance(reward, StepwiseReward) else float(reward)
-
-    return {name: [*map(plain, results[name])] for name in reward_funcs}
+    kept = (type(None), StepwiseReward)
+    return {name: [each if isinstance(each, kept) else float(each) for each in results[name]] for name in reward_funcs}
 
 
 @contextmanager

@@ -43,10 +43,9 @@ class StepwiseReward(float):
     steps: tuple[tuple[int, float], ...]
 
     @classmethod
-    def of(cls, steps: Iterable[tuple[int, float]]) -> "StepwiseReward":
-        pairs = tuple((int(end), float(reward)) for end, reward in steps)
-        total = cls(math.fsum(reward for _, reward in pairs))
-        total.steps = pairs
+    def of(cls, steps: Sequence[tuple[int, float]]) -> "StepwiseReward":
+        total = cls(sum(reward for _, reward in steps))
+        total.steps = tuple(steps)
         return total
 
 
@@ -162,10 +161,7 @@ def checked_reward(
     rows: Sequence[int] | None = None,
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Callable:
-    """
-    Wraps a reward function so that wrong parameters and return values raise an error that names them. With the first
-    tokens of each completion's `turns` and those behind them, it may reward steps, see [`check_rewards`].
-    """
+    """Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]."""
     name = name or get_callable_name(reward_func)
     takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
     further = {"media_rules": media_rules} if takes_rules else {}
@@ -216,8 +212,8 @@ def check_rewards(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[float | None]:
     """
-    Checks the rewards of a reward function, and returns them as a list. Where the `turns` of completions are known, a
-    list for one holds a number per turn, or pairs of the index of a step's last token and its reward.
+    Checks the rewards of a reward function, and returns them as a list. Where `turns` are known, by the first token of
+    each and that behind it, a reward may be a list: one per turn, or pairs of a step's last token and its reward.
     """
     source = f"The reward function '{name}' returned"
     try:
@@ -234,7 +230,7 @@ def check_rewards(
     for position, reward in enumerate(values):
         value, where = _plain(reward), f"completion {position}" if rows is None else f"row {rows[position]}"
         if turns is not None and isinstance(value, (list, tuple)):
-            value = _stepwise([*map(_plain, value)], turns[position], f"{source} {{}} for {where}{{}}")
+            value = _stepwise([*map(_plain, value)], turns[position], source, where)
         if value is not None and not is_finite(value):
             raise ValueError(
                 f"{source} {value!r:.40} for {where}; return a finite number, or None where the reward doesn't apply. "
@@ -252,25 +248,26 @@ def _plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
 
 
-def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], message: str) -> StepwiseReward:
-    """The reward of a completion whose steps are rewarded. `message` takes what was returned, and what to return."""
+def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, where: str) -> StepwiseReward:
+    """The reward of a completion whose turns, or other steps, are rewarded."""
     if not any(isinstance(each, (list, tuple)) for each in values):
         if len(values) != len(turns):
-            expected = f", whose completion has {len(turns)}; return a number per turn, or (last token, reward) pairs."
-            raise ValueError(message.format(f"rewards of {len(values)} turns", expected))
+            raise ValueError(
+                f"{source} rewards of {len(values)} turns for {where}, whose completion has {len(turns)}; return one "
+                "number per turn, or (last token, reward) pairs."
+            )
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
     steps: list[tuple[int, float]] = []
     for each in values:
         end, reward = map(_plain, each) if isinstance(each, (list, tuple)) and len(each) == 2 else (None, None)
         sampled = isinstance(end, Integral) and any(start <= end < stop for start, stop in turns)
-        if not sampled or steps and end <= steps[-1][0]:
+        if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
-            expected = f"; return (last token, reward) pairs, in order, with indices of sampled tokens: {spans}."
-            raise ValueError(message.format(f"the step {each!r:.40}", expected))
-        if not is_finite(reward):
-            expected = "; return a finite number for each. Rewards are float32, up to 3.4e38."
-            raise ValueError(message.format(f"{reward!r:.40} for a step", expected))
-        steps.append((end, reward))
+            raise ValueError(
+                f"{source} the step {each!r:.40} for {where}; return pairs of a token's index, in order, and a finite "
+                f"number. The sampled tokens are {spans}."
+            )
+        steps.append((int(end), float(reward)))
     return StepwiseReward.of(steps)
 
 

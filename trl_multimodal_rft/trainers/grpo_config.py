@@ -219,10 +219,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
         check_range(self, "reward_clip_range")
-        if self.estimator.reads and (self.reward_running_scale or self.reward_clip_range is not None):
+        changes = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
+        if self.estimator.reads and changes:
             raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` reads the rewards of steps, which "
-                "`reward_running_scale` and `reward_clip_range` don't change; remove them."
+                f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps, which "
+                "`reward_running_scale`, `reward_clip_range` and `kl_in_reward` don't change; remove these."
             )
         if self.scale_rewards != "group" and self.estimator.name != "group_norm":
             raise ValueError(
@@ -242,11 +243,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     def _check_kl(self) -> None:
         if self.beta == 0:
             return
-        if self.kl_in_reward and self.estimator.reads:
-            raise ValueError(
-                f"`advantage_estimator={self.advantage_estimator!r}` reads the rewards of steps, which the "
-                "KL divergence doesn't change; remove `kl_in_reward`, so that it is in the loss."
-            )
         if self.kl_in_reward and callable(self.advantage_estimator):
             raise ValueError(
                 "A function as `advantage_estimator` gets `old_logps` and `ref_logps` to subtract the KL divergence "

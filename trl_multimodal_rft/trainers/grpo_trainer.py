@@ -20,14 +20,13 @@ from ..algorithms.entropy import adapted_entropy_coef
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ..algorithms.metrics import Window, log_metrics, token_mean
+from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
-from ..algorithms.steps import Steps
 from ..forward.scores import Scores
 from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.reward import has_signal, is_std_zero, normalize_then_sum, weighted_sum
+from ..rollout.reward import has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
-from ..rollout.steps import join_steps, steps_of
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
@@ -295,11 +294,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _steps(self, rollout: Rollout) -> Steps | None:
         """The steps of all ranks' completions, if the estimator reads them."""
-        estimator, rewards = self.args.estimator, rollout.rewards
-        if estimator.reads is None:
+        reads, rewards, states = self.args.estimator.reads, rollout.rewards, None
+        if reads is None:
             return None
-        steps = gather_object(steps_of(rollout, reads_states=estimator.reads == "states"))
-        return join_steps(steps, require(rewards.per_func), self.reward_weights, rewards.bonus)
+        if reads == "states":
+            states = gather_object([[turn.state for turn in turns] for turns in rollout.source.sampled_turns])
+        steps = gather_object(rewards.steps)
+        return join_steps(steps, states, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager
     def _extra_time(self):
