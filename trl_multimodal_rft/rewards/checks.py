@@ -248,12 +248,12 @@ def _plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
 
 
-def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, where: str) -> StepwiseReward:
+def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, row: str) -> StepwiseReward:
     """The reward of a completion whose turns, or other steps, are rewarded."""
     if not any(isinstance(each, (list, tuple)) for each in values):
         if len(values) != len(turns):
             raise ValueError(
-                f"{source} rewards of {len(values)} turns for {where}, whose completion has {len(turns)}; return one "
+                f"{source} rewards of {len(values)} turns for {row}, whose completion has {len(turns)}; return one "
                 "number per turn, or (last token, reward) pairs."
             )
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
@@ -264,7 +264,7 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
         if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
-                f"{source} the step {each!r:.40} for {where}; return pairs of a token's index, in order, and a finite "
+                f"{source} the step {each!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
                 f"number. The sampled tokens are {spans}."
             )
         steps.append((int(end), float(reward)))
