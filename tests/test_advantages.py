@@ -307,7 +307,7 @@ def test_function_of_the_user_is_checked(value, message):
         estimate_advantages(doubtful, **rollout())
 
 
-@pytest.mark.parametrize("name", ["gae", "unknown"])
+@pytest.mark.parametrize("name", ["gae", "turn_norm", "unknown"])
 def test_unknown_estimator_raises(name):
     with pytest.raises(ValueError, match=name):
         estimate_advantages(name, **rollout())
@@ -319,7 +319,7 @@ def test_estimators_are_listed_with_their_papers():
     assert not ALIASES.keys() & ESTIMATORS.keys()
     inputs = rollout()
     for name, own in ESTIMATORS.items():
-        if own.needs != "critic":
+        if own.needs != "critic" and own.reads is None:
             shape = inputs["mask"].shape if own.per_token else inputs["rewards"].shape
             assert estimate_advantages(own.alias or name, **inputs).shape == shape
 

@@ -843,6 +843,7 @@ OF_BASELINE, OF_CPGD = "`norm_level` of 'reinforce_baseline'", "`weight` of 'cpg
         ("reward_clip_range", (1.0, -1.0), r"`reward_clip_range` must be \(min, max\)"),
         *[("advantage_estimator", name, f"'{name}'` compares the completions") for name in GROUP_ESTIMATORS],
         ("advantage_estimator", "grpo", "'group_norm'` compares the completions"),
+        ("advantage_estimator", "turn_norm", "`advantage_estimator='turn_norm'` needs `MultimodalGRPOTrainer`"),
     ],
 )
 def test_errors_of_configs(name, value, error):

@@ -352,8 +352,16 @@ class Resumed(RecordsTraining, MultimodalGRPOTrainer):
     pass
 
 
+def by_turn(completions, **kwargs) -> list[list[float]]:
+    return [[len(str(message)) % 5 for message in each if message["role"] == "assistant"] for each in completions]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {**REPLAY, "reward": few_live}], ids=["reused", "replayed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**REPLAY, "reward": few_live}, {**REPLAY, "reward": by_turn, "advantage_estimator": "gigpo"}],
+    ids=["reused", "replayed", "turns"],
+)
 @pytest.mark.parametrize(("most", "kind"), [(None, Conversation), (1, Contexts)])
 def test_runs_resume_inside_a_batch_of_conversations(most, kind, options, tmp_path):
     def make(folder, **more):

@@ -101,16 +101,24 @@ class TalkingTrainer(MultimodalGRPOTrainer):
         super().__init__(*args, processing_class=with_turns_of_tools(processing_class), **kwargs)
 
 
-def conversations(folder, **more):
+def conversations(folder, batch=2 * GROUP, **more):
     """Only one of two ranks calls tools."""
-    objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
     options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}, **more}
-    return train(
-        folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, sampler=Talking, **options
-    )[1]
+    options["objects"] = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
+    return train(folder, "qwen2_5_vl", image_rows(), batch, TalkingTrainer, sampler=Talking, **options)[1]
 
 
 rewritten_contexts = functools.partial(conversations, max_context_media=1)
+
+
+def rewarded_turns(folder):
+    """The group that calls tools straddles two ranks, of which one has turns that the other doesn't have."""
+
+    def by_turn(completions, **kwargs):
+        said = [[str(message) for message in each if message["role"] == "assistant"] for each in completions]
+        return [[sum(text.encode()) % 7 / 6 for text in each] for each in said]
+
+    return conversations(folder, 3 * GROUP, reward_func=[by_turn, reward], advantage_estimator="gigpo(omega=0.5)")
 
 
 def asynchronous(folder):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
 from .papers import Paper, paper_of
-from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
+from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
 
 
 # Added to standard deviations, in rewards, as in TRL
@@ -37,6 +37,7 @@ class Estimator:
     per_token: bool = False  # one advantage, and KL penalty, per token instead of one per completion
     kl_in_reward: bool = False  # default of the option
     kl_in_loss: Literal["k2", "k3"] = "k3"  # default estimator of a KL term in the loss
+    reads: Literal["steps", "states"] | None = None  # rewards along completions, and also what turns answer
     settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(weight='std')"`
 
     @property
@@ -104,9 +105,11 @@ class GroupStatistics:
         return (self.squares / (self.count - correction).clamp(min=1)).sqrt()
 
 
-def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupStatistics:
+def group_statistics(
+    rewards: torch.Tensor, group_ids: torch.Tensor, weights: torch.Tensor | float = 1.0
+) -> GroupStatistics:
     """
-    Centres rewards `(N,)` within groups `(N,)`, on the CPU.
+    Centres rewards `(N,)` within groups `(N,)`, on the CPU. `weights` `(N,)` say how often each counts.
 
     A group whose rewards are equal has no signal, whatever the constant: rounding must not turn it into an advantage.
     """
@@ -118,7 +121,7 @@ def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupSta
     values = torch.where(scorable, rewards, 0).double()
 
     def total(x):
-        return x.new_zeros(n_groups).index_add(0, index, x)
+        return x.new_zeros(n_groups).index_add(0, index, x * weights)
 
     def extreme(fill, reduce):
         x = torch.where(scorable, values, fill)
@@ -127,7 +130,7 @@ def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupSta
     count = total(scorable.double())
     mean = total(values) / count.clamp(min=1)
     spread = extreme(-torch.inf, "amax") - extreme(torch.inf, "amin")
-    live = (count >= 2) & (spread > TOLERANCE * mean.abs().clamp(min=1))
+    live = (count >= 2 - TOLERANCE) & (spread > TOLERANCE * mean.abs().clamp(min=1))
     centred = torch.where(scorable & live[index], values - mean[index], 0)
     return GroupStatistics(index, centred, total(centred.square()), count, live)
 
@@ -272,6 +275,114 @@ def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     return group_norm(rewards, group_ids, scale="none")
 
 
+@estimator("turn_norm", needs="group", per_token=True, reads="steps")
+def turn_norm(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    mask: torch.Tensor,
+    steps: Steps,
+    *,
+    turn_discount: Annotated[float, "[0, 1]"] = 1.0,
+    norm: Literal["turn", "trajectory"] = "turn",
+) -> torch.Tensor:
+    r"""
+    Advantage of each token by what is rewarded from its step on,
+    $G_k = \sum_{j \ge k} \gamma^{j - k} r_j$ with the outcome in the last $r_j$, normalized in its group. The process
+    supervision of [DeepSeekMath](https://huggingface.co/papers/2402.03300) normalizes before the sum.
+
+    See [`estimate_advantages`] for the other arguments.
+
+    Args:
+        turn_discount (`float`, *optional*, defaults to `1.0`):
+            $\gamma$, per step. A step is a turn, or what a reward function makes one.
+        norm (`str`, *optional*, defaults to `"turn"`):
+            Mean and unbiased standard deviation are those of the steps of the same number (`"turn"`), or of all steps
+            of the group, where every `"trajectory"` counts once, but 0 where no step makes a difference.
+    """
+    returns = torch.where(rewards.cpu().isnan()[steps.completions], torch.nan, steps.returns(turn_discount))
+    owners, numbers = group_ids.cpu()[steps.completions], steps.numbers
+    groups = group_statistics(returns, owners * (numbers.amax() + 1) + numbers)
+    centred = groups.centred
+    if norm == "trajectory":
+        live = groups.live[groups.index].double()
+        groups = group_statistics(returns, owners, 1 / steps.counts.double()[steps.completions])
+        differs = torch.zeros(len(groups.live)).double().index_add(0, groups.index, live) > 0
+        centred = torch.where(differs[groups.index], groups.centred, 0)
+    advantages = centred / (groups.std(correction=1) + _EPS)[groups.index]
+    return steps.on_tokens(advantages, mask).to(rewards)
+
+
+@estimator("ps_grpo", needs="group", reads="steps")
+def ps_grpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    steps: Steps,
+    *,
+    gamma: Annotated[float, "[0, 1]"] = 0.5,
+    rho: Annotated[float, "(0, inf)"] = 0.3,
+) -> torch.Tensor:
+    r"""
+    PS-GRPO: GRPO's advantage of the outcome, which is $1 - \gamma$ of itself where the rewards of steps have a drop,
+    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see [URSA](https://huggingface.co/papers/2501.04686). Rewards of steps
+    count in no other way.
+
+    See [`estimate_advantages`] for the other arguments.
+
+    Args:
+        gamma (`float`, *optional*, defaults to `0.5`):
+            Share that a drop takes of an outcome above 0.
+        rho (`float`, *optional*, defaults to `0.3`):
+            Relative drop from a step to the next rewarded one that counts.
+
+    Raises:
+        `ValueError`: If no function gives a reward of whole completions.
+    """
+    outcomes = steps.outcomes
+    if outcomes.isnan().all() and not rewards.isnan().all():
+        raise ValueError("`advantage_estimator='ps_grpo'` needs a reward function of whole completions, too; add one.")
+    given = ~steps.rewards.isnan()
+    owners, values = steps.completions[given], steps.rewards[given]
+    drops = (owners[1:] == owners[:-1]) & (values[:-1] > 0) & (values[:-1] - values[1:] >= rho * values[:-1])
+    dropped = torch.zeros(len(outcomes)).index_add(0, owners[1:], drops.float()) > 0
+    outcomes = torch.where(dropped & (outcomes > 0), (1 - gamma) * outcomes, outcomes)
+    return group_norm(outcomes, group_ids).to(rewards)
+
+
+@estimator("gigpo", needs="group", per_token=True, reads="states")
+def gigpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    mask: torch.Tensor,
+    steps: Steps,
+    *,
+    turn_discount: Annotated[float, "[0, 1]"] = 0.95,
+    omega: Annotated[float, "[0, inf)"] = 1.0,
+    norm: Literal["std", "none"] = "std",
+) -> torch.Tensor:
+    r"""
+    GiGPO: advantage of the completion in its group, plus $\omega$ times that of the discounted return
+    $\sum_{j \ge k} \gamma^{j - k} r_j$ of each turn among all turns of the group that answer the same prompt or
+    results, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn that shares them with none has the first
+    term alone.
+
+    See [`estimate_advantages`] for the other arguments.
+
+    Args:
+        turn_discount (`float`, *optional*, defaults to `0.95`):
+            $\gamma$, per turn.
+        omega (`float`, *optional*, defaults to `1.0`):
+            Weight of the second term.
+        norm (`str`, *optional*, defaults to `"std"`):
+            Whether both terms are divided by the unbiased standard deviation of their group.
+    """
+    turns, scale = steps.of_turns(), "group" if norm == "std" else "none"
+    returns = torch.where(rewards.cpu().isnan()[turns.completions], torch.nan, turns.returns(turn_discount))
+    owners, states = group_ids.cpu()[turns.completions], turns.states
+    of_turns = group_norm(returns, owners * (states.amax() + 1) + states, scale=scale)
+    of_completions = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
+    return turns.on_tokens(of_completions[turns.completions] + omega * of_turns, mask).to(rewards)
+
+
 @estimator("gae", needs="critic", per_token=True, kl_in_reward=True)
 def gae(
     rewards: torch.Tensor,
@@ -328,6 +439,7 @@ def estimate_advantages(
     ref_logps: torch.Tensor | None = None,
     kl_coef: float = 0.0,
     scale: str = "group",
+    steps: Steps | None = None,
 ) -> torch.Tensor:
     r"""
     Advantages of a whole batch, by the name of an estimator or by a user's function.
@@ -354,6 +466,8 @@ def estimate_advantages(
         scale (`str`, *optional*, defaults to `"group"`):
             [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
             nothing (`"none"`).
+        steps ([`~algorithms.returns.Steps`], *optional*):
+            Rewards along completions, which some estimators need.
 
     Returns:
         `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable completions and outside the mask.
@@ -375,12 +489,12 @@ def estimate_advantages(
         chosen = as_estimator(name)
     except KeyError:
         chosen = None
-    if chosen is None or chosen.needs == "critic":
+    if chosen is None or chosen.needs == "critic" or (chosen.reads and steps is None):
         raise ValueError(f"`advantage_estimator={name!r}` can't be computed from rewards alone.")
     if kl_coef and not chosen.per_token:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
-    known = {**tensors, "kl_coef": kl_coef, "scale": scale}
+    known = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
     named = inspect.signature(chosen.function).parameters
     return chosen.function(**{name: value for name, value in known.items() if name in named}, **chosen.settings)
 

@@ -9,6 +9,8 @@ from typing import Any
 from trl import is_conversational
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
+from .checks import StepwiseReward
+
 
 # Columns that reward functions get under other names, as in TRL
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
@@ -56,7 +58,8 @@ def call_rewards(
             return await asyncio.gather(*map(call, waiting))
 
         results |= zip(waiting, asyncio.run_coroutine_threadsafe(together(), loop).result(), strict=True)
-    return {name: [None if each is None else float(each) for each in results[name]] for name in reward_funcs}
+    kept = (type(None), StepwiseReward)
+    return {name: [each if isinstance(each, kept) else float(each) for each in results[name]] for name in reward_funcs}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from decimal import Decimal
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -30,11 +30,23 @@ Reference = str | float | Decimal | list | tuple | dict | np.ndarray | torch.Ten
 # Columns of the dataset, and what trainers pass in addition
 Argument = Sequence | TrainerState | MediaRules | Callable[..., None] | None
 # What a reward function returns, which is checked
-Returned = Iterable[float | torch.Tensor | None] | float | None
+Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
 # Arguments of a reward function, a context for its errors, and a function of its rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+class StepwiseReward(float):
+    """The sum of the rewards along a completion; `steps` are the index of the last token of each, and its reward."""
+
+    steps: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[int, float]]) -> "StepwiseReward":
+        total = cls(sum(reward for _, reward in steps))
+        total.steps = tuple(steps)
+        return total
 
 
 class RowError(ValueError):
@@ -147,15 +159,16 @@ def checked_reward(
     name: str | None = None,
     media_rules: MediaRules | None = None,
     rows: Sequence[int] | None = None,
+    turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Callable:
-    """Wraps a reward function so that wrong parameters and return values raise an error that names them."""
+    """Wraps a reward function so that wrong parameters and return values raise an error, see [`check_rewards`]."""
     name = name or get_callable_name(reward_func)
     takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
     further = {"media_rules": media_rules} if takes_rules else {}
 
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         check_signature(reward_func, name, {**columns, **further})
-        finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows)
+        finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows, turns=turns)
         return {**columns, **further}, _explained({**columns, **further}, rows, name, reward_func), finish
 
     return wrap_reward(reward_func, name, prepare)
@@ -192,9 +205,16 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
 
 
 def check_rewards(
-    rewards: Returned, n_completions: int, name: str, rows: Sequence[int] | None = None
+    rewards: Returned,
+    n_completions: int,
+    name: str,
+    rows: Sequence[int] | None = None,
+    turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[float | None]:
-    """Checks the rewards of a reward function, and returns them as a list."""
+    """
+    Checks the rewards of a reward function, and returns them as a list. Where `turns` are known, by the first token of
+    each and that behind it, a reward may be a list: one per turn, or pairs of a step's last token and its reward.
+    """
     source = f"The reward function '{name}' returned"
     try:
         if isinstance(rewards, (dict, str)):
@@ -208,18 +228,47 @@ def check_rewards(
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
     for position, reward in enumerate(values):
-        try:
-            value = reward.item()  # arrays and tensors of one element count as numbers
-        except (AttributeError, RuntimeError, ValueError):
-            value = reward
+        value, where = _plain(reward), f"completion {position}" if rows is None else f"row {rows[position]}"
+        if turns is not None and isinstance(value, (list, tuple)):
+            value = _stepwise([*map(_plain, value)], turns[position], source, where)
         if value is not None and not is_finite(value):
-            where = f"completion {position}" if rows is None else f"row {rows[position]}"
             raise ValueError(
                 f"{source} {value!r:.40} for {where}; return a finite number, or None where the reward doesn't apply. "
                 "Rewards are float32, up to 3.4e38."
             )
         values[position] = value
     return values
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists; those of one element count as numbers."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+
+
+def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, row: str) -> StepwiseReward:
+    """The reward of a completion whose turns, or other steps, are rewarded."""
+    if not any(isinstance(each, (list, tuple)) for each in values):
+        if len(values) != len(turns):
+            raise ValueError(
+                f"{source} rewards of {len(values)} turns for {row}, whose completion has {len(turns)}; return one "
+                "number per turn, or (last token, reward) pairs."
+            )
+        values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
+    steps: list[tuple[int, float]] = []
+    for each in values:
+        end, reward = map(_plain, each) if isinstance(each, (list, tuple)) and len(each) == 2 else (None, None)
+        sampled = isinstance(end, Integral) and any(start <= end < stop for start, stop in turns)
+        if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
+            spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
+            raise ValueError(
+                f"{source} the step {each!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
+                f"number. The sampled tokens are {spans}."
+            )
+        steps.append((int(end), float(reward)))
+    return StepwiseReward.of(steps)
 
 
 def is_finite(value: str | float | list | dict | None) -> bool:

@@ -15,19 +15,23 @@ from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, nanstd
 
 from ..algorithms.advantages import group_statistics, rloo
+from ..algorithms.returns import Steps
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
 from ..rewards.calls import call_rewards, reward_arguments
-from ..rewards.checks import checked_reward
+from ..rewards.checks import StepwiseReward, checked_reward
 from ..rewards.model import read_as_text
-from .rollout import EarlyRewards, Rollout
+from .rollout import EarlyRewards, Rollout, Step, Turn
 
 
 logger = get_logger(__name__)
 
 # What TRL adds to standard deviations
 _EPS = 1e-4
+
+# First turns of completions whose mean rewards are logged
+_SHOWN_TURNS = 8
 
 
 class EarlyCalls:
@@ -68,6 +72,7 @@ def checked_functions(
             name,
             media_rules,
             rollout.source.row_indices,
+            [[(turn.start, turn.stop) for turn in turns] for turns in rollout.source.sampled_turns],
         )
         for name, each, processor in zip(names, reward_funcs, processors, strict=True)
     }
@@ -119,22 +124,47 @@ def reward_rollout(
     loop: AbstractEventLoop | None,
     profile: Callable[[str], Any],
     early: EarlyRewards | None = None,
-) -> torch.Tensor:
+) -> list[list[float | None]]:
     """
     Calls reward functions as TRL does, with further `kwargs`, but for those that were called early; media are as in
-    the dataset.
-
-    Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
+    the dataset. Returns for each completion the reward of each function.
     """
     arguments, early_values = rollout_arguments(rollout, kwargs), {} if early is None else early.values
     for key, *what in () if early is None else early.logged:
         kwargs[key](*what)
     called = {name: each for name, each in functions.items() if name not in early_values}
     found = call_rewards(called, arguments, loop, profile) | early_values
-    columns = (found[name] for name in functions)
-    rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
-    warn_of_unscorable(rewards, [*functions], rollout.source.row_indices)
-    return rewards.contiguous()
+    rewards = [list(row) for row in zip(*(found[name] for name in functions), strict=True)]
+    warn_of_unscorable(rewards_per_func(rewards), [*functions], rollout.source.row_indices)
+    return rewards
+
+
+def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
+    """Rewards of completions by function, `(N, F)`, NaN for `None`."""
+    return torch.tensor([[torch.nan if each is None else each for each in row] for row in rewards])
+
+
+def steps_of(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> list[list[Step]]:
+    """The steps of completions, by their turns and what each function returned for them."""
+    found = []
+    for row, own in zip(rewards, turns, strict=True):
+        along = [dict(each.steps) if isinstance(each, StepwiseReward) else {} for each in row]
+        ends = sorted({turn.stop - 1 for turn in own}.union(*along))
+        numbers = [sum(turn.stop <= end for turn in own) for end in ends]
+        values = [tuple(each.get(end, torch.nan) for each in along) for end in ends]
+        found.append([*map(Step, ends, numbers, values)])
+    return found
+
+
+def rewards_by_turn(steps: Sequence[Sequence[Step]]) -> torch.Tensor:
+    """Sums of the rewards in each of the first turns, `(N, F, turns)`; NaN where a function doesn't give any."""
+    found = torch.full((len(steps), len(steps[0][0].rewards), _SHOWN_TURNS), torch.nan)
+    for sums, own in zip(found, steps, strict=True):
+        for step in own:
+            for i, reward in enumerate(step.rewards):
+                if step.turn < _SHOWN_TURNS and reward == reward:
+                    sums[i, step.turn] = sums[i, step.turn].nan_to_num(0.0) + reward
+    return found
 
 
 def reward_metrics(
@@ -148,6 +178,14 @@ def reward_metrics(
     metrics["reward"] = rewards.nanmean().item()
     metrics["reward_std"] = nanstd(rewards).item()
     return {**metrics, "frac_reward_zero_std": is_std_zero.float().mean().item()}
+
+
+def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Mean rewards of the first turns over all ranks' completions that have them, `(N, F, turns)`."""
+    metrics: dict[str, float] = {}
+    for name, means in zip(names, rewards.nanmean(dim=0).tolist(), strict=True):
+        metrics |= {f"rewards/{name}/turn_{i}": mean for i, mean in enumerate(means, start=1) if mean == mean}
+    return metrics
 
 
 def check_readers(names: Collection[str], prompts: Any, completions: Any) -> None:
@@ -192,6 +230,28 @@ def weighted_sum(
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards = rewards if bonus is None else rewards + bonus
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
+
+
+def join_steps(
+    steps: Sequence[Sequence[Step]],
+    states: Sequence[Sequence[str]] | None,
+    rewards_per_func: torch.Tensor,
+    weights: torch.Tensor,
+    bonus: torch.Tensor | None = None,
+) -> Steps:
+    """
+    Steps of all ranks' completions, with the `states` of their turns if anything reads these, and weighted rewards.
+    What functions return for whole completions, `(N, F)`, and the bonus, `(N,)`, are the outcome.
+    """
+    flat, weights = [(i, *step) for i, own in enumerate(steps) for step in own], weights.cpu().double()
+    completions, ends, turns = (torch.tensor([each[i] for each in flat]) for i in range(3))
+    rewards = torch.tensor([each[3] for each in flat], dtype=torch.float64)
+    along = rewards.new_zeros(rewards_per_func.shape).index_add(0, completions, (~rewards.isnan()).double())
+    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along > 0, torch.nan), weights)
+    outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
+    numbers: dict[str, int] = {}
+    anchors = [0 if states is None else numbers.setdefault(states[i][turn], len(numbers)) for i, _, turn, _ in flat]
+    return Steps(completions, ends, turns, weighted_sum(rewards, weights), outcomes, torch.tensor(anchors))
 
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:

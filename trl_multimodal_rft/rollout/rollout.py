@@ -90,6 +90,14 @@ class Turn(NamedTuple):
         return content_digest(self.messages)
 
 
+class Step(NamedTuple):
+    """Tokens of a completion behind those of the step before, with a reward: a turn, or a part of one."""
+
+    end: int  # index of its last token
+    turn: int
+    rewards: tuple[float, ...]  # by function, NaN where one doesn't reward it
+
+
 @dataclass(eq=False)
 class Source(_Part):
     """What completions were sampled from, and their texts, which rewards, logs and checks read, and no loss."""
@@ -111,11 +119,19 @@ class Source(_Part):
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None
 
+    @property
+    def sampled_turns(self) -> list[list[Turn]]:
+        """Turns of each completion that have tokens; where no tools are called, a completion is one."""
+        whole = zip(self.ids, self.messages, strict=True)
+        turns = self.turns or [[Turn(0, len(ids), messages)] for ids, messages in whole]
+        return [[turn for turn in each if turn.stop > turn.start] for each in turns]
+
 
 @dataclass(eq=False)
 class Rewards(_Part):
     """What reward functions say of completions."""
 
+    steps: list[list[Step]] = field(default_factory=list)  # of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
     has_signal: torch.Tensor | None = None  # (N,), whether rewards differ within the group
@@ -251,7 +267,7 @@ class Rollout(_Part):
 
     def for_loss(self) -> "Rollout":
         """Without what only rewards, logs and checks read."""
-        rewards = replace(self.rewards, per_func=None, bonus=None)
+        rewards = replace(self.rewards, steps=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
     def micro_batches(self, n: int) -> list["Rollout"]:

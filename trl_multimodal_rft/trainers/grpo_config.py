@@ -33,9 +33,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
             How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
-            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, see
-            [`~algorithms.advantages.ESTIMATORS`], with settings behind them, such as `"cpgd(weight='std')"`. Or a
-            function, which is called on every process with the tensors of
+            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, or for rewards along a
+            completion `"turn_norm"`, `"ps_grpo"` or `"gigpo"`, see [`~algorithms.advantages.ESTIMATORS`], with
+            settings behind them, such as `"cpgd(weight='std')"`. Or a function, which is called on every process with
             the whole batch as keyword arguments, `rewards` of shape `(N,)`, `rewards_per_func` `(N, F)`, `group_ids`
             `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if `beta` is 0), where `NaN` marks what can't
             be scored, and returns advantages of shape `(N,)` or `(N, T)`. A function can't be set on the command line;
@@ -200,6 +200,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
         check_range(self, "reward_clip_range")
+        changes = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
+        if self.estimator.reads and changes:
+            raise ValueError(
+                f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps, which "
+                "`reward_running_scale`, `reward_clip_range` and `kl_estimator='k1'` don't change; remove these."
+            )
         if self.scale_rewards != "group" and self.estimator.name != "group_norm":
             raise ValueError(
                 f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove "
@@ -240,10 +246,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as "
                 "'reinforce_baseline'."
             )
-        # Without a critic, only the penalty differs between the tokens of a completion
-        has_critic = self.estimator.needs == "critic"
-        if sequence_level and token_level and (has_critic or self.kl_in_reward):
-            penalized = "" if has_critic else " with the KL divergence in the reward"
+        # Without a critic or steps, only the penalty differs between the tokens of a completion
+        differs = self.estimator.needs == "critic" or self.estimator.reads is not None
+        if sequence_level and token_level and (differs or self.kl_in_reward):
+            penalized = "" if differs else " with the KL divergence in the reward"
             raise ValueError(
                 f"`importance_sampling_level='sequence'` takes one advantage per completion, but `advantage_estimator="
                 f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
@@ -19,10 +20,11 @@ from ..algorithms.entropy import adapted_entropy_coef
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ..algorithms.metrics import Window, log_metrics, token_mean
+from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.reward import has_signal, is_std_zero, normalize_then_sum, weighted_sum
+from ..rollout.reward import has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
@@ -279,6 +281,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
+            steps=self._steps(rollout),
         )
         per_completion = args.loss.per_completion or args.importance_sampling_level == "sequence"
         if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
@@ -288,6 +291,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 "estimator return (N,)."
             )
         return advantages
+
+    def _steps(self, rollout: Rollout) -> Steps | None:
+        """The steps of all ranks' completions, if the estimator reads them."""
+        reads, rewards, states = self.args.estimator.reads, rollout.rewards, None
+        if reads is None:
+            return None
+        if reads == "states":
+            states = gather_object([[turn.state for turn in turns] for turns in rollout.source.sampled_turns])
+        steps = gather_object(rewards.steps)
+        return join_steps(steps, states, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager
     def _extra_time(self):

@@ -112,9 +112,6 @@ class MediaArguments(CheckedKeywords, _Config):
         max_skipped_updates (`int`, *optional*, defaults to `5`):
             Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
 
-        > Parameters that control the checkpoints
-
-
     Raises:
         ValueError: If arguments are out of range. The message names them and the remedy.
     """

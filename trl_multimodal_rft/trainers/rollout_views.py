@@ -11,6 +11,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
 from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
+from ..rollout.reward import rewards_per_func
 from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
@@ -100,7 +101,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         # The function may wait for other ranks, so one without a contrast calls it with a completion of the rollout
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
-        rewards = run.reward(part, only_first=True, logs=False)[: len(indices), 0]
+        rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]
         found[indices] = rewards.to(device)
     found, size = run.accelerator.gather(found), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]

@@ -184,8 +184,8 @@ class Run:
         with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             return self.score(self.model(), rollout)
 
-    def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> torch.Tensor:
-        """Rewards of this rank's completions, `(N, functions)`; by the first function alone if so wished."""
+    def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
+        """Rewards of this rank's completions by each function; by the first function alone if so wished."""
         flight, rewards = rollout.source.flight, self.rewards
         early = None if flight is None or only_first else flight.early_rewards
         if not rewards.were_called:

@@ -1,0 +1,362 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards along completions against formulas of the papers written by hand, and plain forwards in float64."""
+
+import asyncio
+import math
+import re
+import statistics
+
+import pytest
+import torch
+from helpers.tools import RLOO, Scripted, shows, talking
+from helpers.trainer_utils import image_rows, logged, norm, relative_difference, run
+from test_asynchronous import make as make_ahead
+from test_contexts import LONG, SHOWN, Album, Recorded, truth
+from torch.testing import assert_close
+
+from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
+from trl_multimodal_rft.rewards.checks import check_rewards
+from trl_multimodal_rft.rollout.reward import join_steps
+from trl_multimodal_rft.rollout.rollout import Step
+
+
+NAN = math.nan
+EPS = 1e-4
+
+# What reward functions return
+
+
+@pytest.mark.parametrize(
+    ("reward", "steps"),
+    [
+        ([1, 2.5], ((3, 1.0), (8, 2.5))),
+        (torch.tensor([1.0, 2.5]), ((3, 1.0), (8, 2.5))),
+        ([(1, 1.0), [torch.tensor(7), torch.tensor(2.5)]], ((1, 1.0), (7, 2.5))),
+    ],
+)
+def test_steps_are_rewarded(reward, steps):
+    found, none, plain = check_rewards([reward, None, 0.5], 3, "seen", turns=[[(0, 4), (6, 9)]] * 3)
+    assert (found, found.steps, none, plain) == (3.5, steps, None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ([1.0], "rewards of 1 turns for row 7, whose completion has 2; return one number per turn, or (last token, "),
+        ([], "rewards of 0 turns for row 7, whose completion has 2"),
+        (
+            [1.0, NAN],
+            "the step (8, nan) for row 7; return pairs of a token's index, in order, and a finite number. The ",
+        ),
+        ([1.0, None], "the step (8, None) for row 7"),
+        ([3e38, 3e38], "6e+38 for row 7; return a finite number"),
+        ([(5, 1.0)], "the step (5, 1.0) for row 7"),
+        ([(8, 1.0), (3, 1.0)], "the step (3, 1.0) for row 7"),
+        ([(3.0, 1.0)], "the step (3.0, 1.0) for row 7"),
+        ([(3, 1.0, 2)], "the step (3, 1.0, 2) for row 7"),
+        ([(3, 1.0), 2.0], "the step 2.0 for row 7"),
+    ],
+)
+def test_wrong_steps_are_named(reward, problem):
+    with pytest.raises(ValueError, match=f"^The reward function 'seen' returned {re.escape(problem)}.*$"):
+        check_rewards([0.0, reward], 2, "seen", rows=[6, 7], turns=[[(0, 4), (6, 9)]] * 2)
+
+
+# Estimators. The references take trajectories: a group, turns with their last token, rewards by step, the outcome
+
+SPANS = [(0, 4), (6, 9), (11, 13)]
+
+
+def trajectories(seed, n=8, groups=2):
+    """Random trajectories: turns, of which the first may have two steps, unrewarded steps, and one without a score."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(high):
+        return int(torch.randint(high, (), generator=random))
+
+    found = []
+    for i in range(n):
+        n_turns = 1 + draw(3)
+        steps = [(stop - 1, turn, draw(5) / 4 if draw(4) else NAN) for turn, (_, stop) in enumerate(SPANS[:n_turns])]
+        if draw(2):
+            steps = [(1, 0, draw(5) / 4), *steps]
+        states = [f"prompt {i % groups}", *(f"result {draw(2)}" for _ in range(n_turns - 1))]
+        found.append({"group": i % groups, "steps": steps, "outcome": float(draw(2)), "states": states})
+    found[3]["outcome"], found[3]["steps"] = NAN, [(end, turn, NAN) for end, turn, _ in found[3]["steps"]]
+    return found
+
+
+def tensors(given) -> dict:
+    mask = torch.zeros(len(given), 14)
+    for row, each in zip(mask, given, strict=True):
+        for start, stop in SPANS[: len(each["states"])]:
+            row[start:stop] = 1
+    steps = [[Step(end, turn, (reward, NAN)) for end, turn, reward in each["steps"]] for each in given]
+    along = [[reward for *_, reward in each["steps"] if reward == reward] for each in given]
+    per_func = [[sum(own) if own else NAN, each["outcome"]] for own, each in zip(along, given, strict=True)]
+    per_func = torch.tensor(per_func, dtype=torch.float64)
+    rewards = per_func.nansum(1).masked_fill(per_func.isnan().all(1), NAN)
+    joined = join_steps(steps, [each["states"] for each in given], per_func, torch.ones(2))
+    ids = torch.tensor([each["group"] for each in given])
+    return {"rewards": rewards, "rewards_per_func": per_func, "group_ids": ids, "mask": mask, "steps": joined}
+
+
+def returns(each, discount, by_turn=False):
+    """Returns the discounted sums from each step, or turn, on, with its number, its turn and its last token."""
+    steps = [(end, turn, 0.0 if reward != reward else reward) for end, turn, reward in each["steps"]]
+    if by_turn:
+        ends = {turn: end for end, turn, _ in steps}
+        steps = [(end, turn, sum(r for _, t, r in steps if t == turn)) for turn, end in ends.items()]
+    rewards = [reward for *_, reward in steps]
+    rewards[-1] += each["outcome"]  # NaN leaves the completion out
+    found = []
+    for k, (end, turn, _) in enumerate(steps):
+        total = sum(discount ** (j - k) * rewards[j] for j in range(k, len(steps)))
+        found.append((total if each["outcome"] == each["outcome"] else NAN, k, turn, end))
+    return found
+
+
+def normalized(value, group, scale=True):
+    """A value relative to its group, 0 if it or its group can't tell."""
+    group = [other for other in group if other == other]
+    if value != value or len(group) < 2 or max(group) == min(group):
+        return 0.0
+    return (value - statistics.mean(group)) / (statistics.stdev(group) + EPS if scale else 1.0)
+
+
+def on_tokens(steps, mask) -> torch.Tensor:
+    """Gives each token of the mask the advantage of the first step that ends with it or behind it."""
+    found = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, own in zip(found, steps, strict=True):
+        for end, value in reversed(own):
+            row[: end + 1] = value
+    return found * mask
+
+
+def slow_turn_norm(given, discount):
+    found, every = [], [(each["group"], *one) for each in given for one in returns(each, discount)]
+    for each in given:
+        groups = [[v for g, v, j, *_ in every if (g, j) == (each["group"], k)] for k in range(len(each["steps"]))]
+        found.append([(end, normalized(value, groups[k])) for value, k, _, end in returns(each, discount)])
+    return found
+
+
+def slow_trajectory_norm(given, discount):
+    """Each trajectory counts once, by weights that are 1 over its number of steps."""
+    found = []
+    for each in given:
+        group = [returns(other, discount) for other in given if other["group"] == each["group"]]
+        group = [own for own in group if own[0][0] == own[0][0]]
+        mean = sum(statistics.mean(value for value, *_ in own) for own in group) / len(group)
+        squares = sum(statistics.mean((value - mean) ** 2 for value, *_ in own) for own in group)
+        std = math.sqrt(squares / (len(group) - 1))
+        own = returns(each, discount)
+        found.append([(end, 0.0 if value != value else (value - mean) / (std + EPS)) for value, _, _, end in own])
+    return found
+
+
+def slow_gigpo(given, discount, omega, scale):
+    every = [
+        (each["group"], each["states"][turn], v) for each in given for v, _, turn, _ in returns(each, discount, True)
+    ]
+    totals = [(each["group"], sum(r for *_, r in each["steps"] if r == r) + each["outcome"]) for each in given]
+    found = []
+    for each, (group, total) in zip(given, totals, strict=True):
+        episode = normalized(total, [other for g, other in totals if g == group], scale)
+        own = []
+        for value, _, turn, end in returns(each, discount, True):
+            anchored = [v for g, state, v in every if (g, state) == (group, each["states"][turn])]
+            own.append((end, episode + omega * normalized(value, anchored, scale)))
+        found.append(own)
+    return found
+
+
+def slow_ps_grpo(given, gamma, rho):
+    outcomes = []
+    for each in given:
+        rewards = [reward for *_, reward in each["steps"] if reward == reward]
+        drops = [(a - b) / a for a, b in zip(rewards, rewards[1:], strict=False) if a > 0]
+        dropped = max(drops, default=0.0) >= rho
+        outcomes.append((each["group"], 1 - gamma if each["outcome"] == 1 and dropped else each["outcome"]))
+    return [normalized(value, [other for g, other in outcomes if g == group]) for group, value in outcomes]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_estimators_are_those_of_their_papers(seed):
+    given = trajectories(seed)
+    inputs = tensors(given)
+
+    by_token = {
+        "turn_norm": slow_turn_norm(given, 1.0),
+        "turn_norm(turn_discount=0.9)": slow_turn_norm(given, 0.9),
+        "turn_norm(turn_discount=0.9, norm='trajectory')": slow_trajectory_norm(given, 0.9),
+        "gigpo": slow_gigpo(given, 0.95, 1.0, True),
+        "gigpo(turn_discount=0.5, omega=0.3, norm='none')": slow_gigpo(given, 0.5, 0.3, False),
+    }
+    expected = {name: on_tokens(steps, inputs["mask"]) for name, steps in by_token.items()}
+    for gamma, rho in ((0.5, 0.3), (0.2, 0.7)):
+        expected[f"ps_grpo(gamma={gamma}, rho={rho})"] = torch.tensor(
+            slow_ps_grpo(given, gamma, rho), dtype=torch.float64
+        )
+    for name, advantages in expected.items():
+        assert_close(estimate_advantages(name, **inputs), advantages, rtol=0, atol=1e-12)
+
+
+def test_completions_of_one_step_are_those_of_group_norm():
+    given = [{**each, "steps": [(3, 0, NAN)], "states": [f"prompt {each['group']}"]} for each in trajectories(0)]
+    inputs = tensors(given)
+    plain = estimate_advantages("group_norm", **inputs)
+    assert plain.count_nonzero() > 4
+    # With GiGPO, all answer the prompt
+    for name, times in {"turn_norm": 1, "turn_norm(norm='trajectory')": 1, "gigpo": 2}.items():
+        expected = times * plain[:, None] * inputs["mask"]
+        assert_close(estimate_advantages(name, **inputs), expected, rtol=0, atol=1e-12)
+    assert_close(estimate_advantages("ps_grpo", **inputs), plain)
+
+
+@pytest.mark.parametrize("name", ["turn_norm", "turn_norm(norm='trajectory')", "gigpo"])
+def test_equal_trajectories_have_no_advantage(name):
+    (one, *_) = trajectories(1)
+    steps = [(stop - 1, turn, 0.1 * turn) for turn, (_, stop) in enumerate(SPANS)]
+    given = [{**one, "group": 0, "steps": steps, "states": ["a", "b", "c"], "outcome": 1.0}] * 4
+    assert not estimate_advantages(name, **tensors(given)).any()
+
+
+def test_outcomes_are_weighted_and_take_the_bonus():
+    steps = [[Step(3, 0, (1.0, NAN, NAN)), Step(8, 1, (2.0, 0.5, NAN))], [Step(3, 0, (NAN,) * 3)]]
+    per_func = torch.tensor([[3.0, 0.5, 1.0], [NAN, 4.0, NAN]])
+    found = join_steps(steps, None, per_func, torch.tensor([0.5, 2.0, 10.0]), torch.tensor([0.25, 0.0]))
+    assert_close(found.rewards, torch.tensor([0.5, 2.0, NAN]).double(), equal_nan=True)
+    assert found.outcomes.tolist() == [10.25, 8.0]
+    alone = join_steps(steps[:1], None, torch.tensor([[3.0, 0.5, NAN]]), torch.ones(3))
+    with pytest.raises(ValueError, match="^`advantage_estimator='ps_grpo'` needs a reward function of whole"):
+        as_estimator("ps_grpo").function(torch.ones(1), torch.zeros(1).long(), alone)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_clip_range`"),
+        ({"beta": 0.1, "kl_estimator": "k1"}, "reads rewards of steps, which"),
+        ({"importance_sampling_level": "sequence"}, "gives one per token. Use another estimator."),
+        ({"loss_type": "gmpo"}, "gives one per token. Use another estimator"),
+    ],
+)
+def test_options_that_steps_exclude(options, problem, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        MultimodalGRPOConfig(str(tmp_path), advantage_estimator="gigpo", use_cpu=True, bf16=False, **options)
+
+
+# Runs. Completion i calls a tool `Scripted.turns[i]` times
+
+
+def by_turn(i, n):
+    return [(7 * i + 3 * turn) % 5 / 4 for turn in range(n + 1)]
+
+
+def of_turns(completions, **kwargs):
+    return [by_turn(i, sum(m["role"] == "tool" for m in each)) for i, each in enumerate(completions)]
+
+
+async def halves(completion_ids, **kwargs):
+    """Rewards the second token, and doesn't apply to the first completion."""
+    await asyncio.sleep(0)
+    return [[(1, 0.1 * i)] if i else None for i in range(len(completion_ids))]
+
+
+def outcome(completions, **kwargs):
+    return [float(i % 3 == 0) for i in range(len(completions))]
+
+
+REWARDED = {"reward": [of_turns, halves, outcome], "reward_weights": [1.0, 0.5, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("most", "estimator", "formula"),
+    [
+        (None, "turn_norm(turn_discount=0.9)", lambda given: slow_turn_norm(given, 0.9)),
+        (1, "gigpo", lambda given: slow_gigpo(given, 0.95, 1.0, True)),
+    ],
+)
+def test_rewards_of_turns_reach_the_update(most, estimator, formula):
+    """The update is the gradient of a plain float64 forward of each context, with advantages by hand."""
+    objects = {**talking("qwen3_vl"), "tools": [shows(*SHOWN)]}
+    options = {"advantage_estimator": estimator, "max_context_media": most, "objects": objects, "sampler": Scripted}
+    result = run(Recorded, "qwen3_vl", image_rows(), **options, **REWARDED, **{**LONG, "self_check": False})
+    draw, moment = result.trainer.draws[0], result.trainer.micro_batches[0]
+    mask = draw.batch["completion_mask"].bool()
+    in_loss, given = mask & draw.batch["tool_mask"].bool(), []
+    for i, turns in enumerate(draw.batch.source.turns):
+        own = by_turn(i, Scripted.turns[i])
+        steps = [(1, 0, 0.05 * i)] if i else []
+        steps += [(turn.stop - 1, number, own[number]) for number, turn in enumerate(turns)]
+        states = [f"prompt {i // 4}", *(f"result {number}" for number in range(len(turns) - 1))]
+        given.append({"group": i // 4, "steps": steps, "states": states, "outcome": 2.0 * (i % 3 == 0)})
+    advantages = on_tokens(formula(given), in_loss)
+    assert_close(draw.batch["advantages"].double(), advantages, rtol=0, atol=1e-5)
+    assert all(row[own].unique().numel() > 1 for row, own in zip(advantages[1:5], in_loss[1:5], strict=True))
+
+    model, processor = (talking("qwen3_vl")[name] for name in ("model", "processing_class"))
+    model, loss = model.double(), 0
+    for i, own in enumerate(advantages):
+        logps, ids = truth(model, processor, draw.rows[i], i, 99 if most is None else most)
+        assert ids == draw.batch["completion_ids"][i][mask[i]].tolist()
+        loss = loss - (own[mask[i]] * logps).sum() / in_loss.sum()
+    loss.backward()
+    gradients = {name: -p.grad for name, p in model.named_parameters() if p.grad is not None}
+    update = {name: result.update[name].double() for name in gradients}
+    assert norm(update) > 1e-3 and relative_difference(gradients, update) <= 1e-4
+    assert moment.gradient[~in_loss].abs().max() == 0
+
+    # Logs have the sums, and the means of turns over the completions that have them
+    totals = [[sum(by_turn(i, n)), 0.1 * i if i else NAN, float(i % 3 == 0)] for i, n in enumerate(Scripted.turns)]
+    assert_close(draw.rewards, torch.tensor(totals), equal_nan=True)
+    for number in range(5):
+        own = [by_turn(i, n)[number] for i, n in enumerate(Scripted.turns) if n >= number]
+        assert logged(result, f"rewards/of_turns/turn_{number + 1}") == [pytest.approx(statistics.mean(own))]
+    assert logged(result, "rewards/halves/turn_1") == [pytest.approx(0.4)]
+    keys = [key for key in result.history[0] if "/turn_" in key]
+    assert len(keys) == 6 and logged(result, "rewards/halves/mean") == [pytest.approx(0.4)]
+
+
+class Rewarding(Album):
+    """Rewards each turn."""
+
+    def get_context(self, messages):
+        return None
+
+    def get_reward(self) -> list[float]:
+        return [0.25] * self.n + [1.0]
+
+
+def test_environments_reward_turns_and_rloo_their_sum():
+    objects = {**talking("qwen3_vl"), "environment_factory": Rewarding}
+    result = run(RLOO, "qwen3_vl", image_rows(), reward=None, objects=objects, sampler=Scripted, **LONG)
+    totals = torch.tensor([0.25 * n + 1 for n in Scripted.turns]).view(2, 4)
+    expected = (totals - (totals.sum(1, keepdim=True) - totals) / 3).flatten()
+    assert_close(result.trainer.inputs["advantages"], expected)
+    assert logged(result, "rewards/Rewarding/turn_2") == [pytest.approx(0.25 * 4 / 6 + 2 / 6)]
+    args = EvaluationConfig(max_completion_length=1500, batch_size=4)
+    found = evaluate_trainer(result.trainer, image_rows(4), args=args)
+    assert [each["reward/Rewarding"] for each in found.rows] == [[1.0], [1.25], [1.5], [1.75]]
+
+
+def test_requested_completions_are_rewarded_early(tmp_path):
+    """Without tools, a completion is one turn, whose steps are rewarded while the policy is trained."""
+
+    async def early(completion_ids, **kwargs):
+        return [[(1, ids[0] / 100), (len(ids) - 1, ids[1] / 100)] for ids in completion_ids]
+
+    trainer = make_ahead(tmp_path, Recorded, reward=early, advantage_estimator="turn_norm", max_steps=2)
+    trainer.train()
+    for draw in trainer.draws:
+        ids = draw.batch["completion_ids"].tolist()
+        steps = [[(1, 0, own[0] / 100), (len(own) - 1, 0, own[1] / 100)] for own in ids]
+        given = [{"group": i // 4, "steps": each, "outcome": 0.0} for i, each in enumerate(steps)]
+        expected = on_tokens(slow_turn_norm(given, 1.0), draw.batch["completion_mask"])
+        assert_close(draw.batch["advantages"].double(), expected, rtol=0, atol=1e-5)
