@@ -34,7 +34,7 @@ from ..rewards.choices import named_choice
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.reward import checked_functions, rollout_arguments
+from ..rollout.reward import checked_functions, rollout_arguments, without_failed
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, first_turns, run_turns
@@ -278,6 +278,7 @@ class Evaluation:
             part = range(start, min(start + self.args.batch_size, len(rollout)))
             trajectories += self._sample(rollout.select(part))
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
+        rollout.source.failures = [trajectory.failure for trajectory in trajectories]
         answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
         rollout.source.completions = texts
         if self.policy.tool_loop is not None:
@@ -304,6 +305,7 @@ class Evaluation:
             counts = [trajectory.counts for trajectory in trajectories]
             columns["tool_calls"] = [each["calls"] for each in counts]
             columns["tool_failures"] = [each["failures"] for each in counts]
+            columns["environment_failures"] = [None if each is None else str(each) for each in rollout.source.failures]
             columns["ended_by"] = [next((end for end in ENDS if each[end]), None) for each in counts]
         n = self.args.num_samples
         return [
@@ -319,8 +321,8 @@ class Evaluation:
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
             return [
-                Trajectory(prompt, each, [], [], None, [1] * len(each))
-                for prompt, each in zip(rollout.prompts, ids, strict=True)
+                Trajectory(prompt, each, [], [], None, [1] * len(each), failure=failure)
+                for prompt, each, failure in zip(rollout.prompts, ids, rollout.source.failures, strict=True)
             ]
         branches = Branches()
 
@@ -354,6 +356,7 @@ class Evaluation:
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
         rewards = call_rewards(checked, rollout_arguments(rollout, given), self.loop)
+        rewards = without_failed(rewards, rollout.source.failures)
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(

@@ -41,9 +41,9 @@ def collect(
     `rollout_func` tokenizes rows of text. `views` are those of their media, by the row's number.
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
-    messages, environments = [row.messages for row in rows], None
+    messages, environments, failures = [row.messages for row in rows], None, [None] * len(rows)
     if toolbox:
-        environments, messages = toolbox.enter(messages, columns, numbers)
+        environments, messages, failures = toolbox.enter(messages, columns, numbers)
     # A group may straddle ranks
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
     prompts: list[EncodedPrompt] = []
@@ -68,6 +68,7 @@ def collect(
             numbers,
             messages,
             environments,
+            failures,
             whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
         ),
     )

@@ -84,6 +84,7 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
     ]
     if rollout.source.environments is not None:
         rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
+        kwargs = {**kwargs, "failures": rollout.source.failures}
     prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
     groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
     return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **kwargs}
@@ -131,10 +132,21 @@ def reward_rollout(
         kwargs[key](*what)
     called = {name: each for name, each in functions.items() if name not in early_values}
     found = call_rewards(called, arguments, loop, profile) | early_values
-    columns = (found[name] for name in functions)
+    columns = without_failed({name: found[name] for name in functions}, rollout.source.failures).values()
     rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
-    warn_of_unscorable(rewards, [*functions], rollout.source.row_indices)
+    going = [i for i, failure in enumerate(rollout.source.failures) if failure is None]
+    warn_of_unscorable(rewards[going], [*functions], [rollout.source.row_indices[i] for i in going])
     return rewards.contiguous()
+
+
+def without_failed(
+    rewards: Mapping[str, list[float | None]], failures: Sequence[Exception | None]
+) -> dict[str, list[float | None]]:
+    """Rewards by name of the function, `None` where the environment failed."""
+    return {
+        name: [each if failure is None else None for each, failure in zip(values, failures, strict=True)]
+        for name, values in rewards.items()
+    }
 
 
 def reward_metrics(

@@ -388,7 +388,9 @@ class MultimodalTrainer(CheckpointMixin):
         return self._run.tool_loop(self.sampler, tools, **{**most, **options})
 
     def _reward(self, rollout: Rollout) -> None:
-        rollout.rewards.per_func = self.accelerator.gather(self._run.reward(rollout).to(self.accelerator.device))
+        rewards = self._run.reward(rollout).to(self.accelerator.device)
+        self._run.leave_out_failed(rollout)
+        rollout.rewards.per_func = self.accelerator.gather(rewards)
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
