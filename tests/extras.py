@@ -100,6 +100,12 @@ def check(extra: str, folder: Path) -> None:
     if extra == "deepspeed":  # its launcher and kernels need a GPU
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
+    if extra == "environments":  # against the package's server
+        python, tests = programs / "python", ROOT / "tests"
+        more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", "openenv", "pytest"]
+        subprocess.run([python, *more], env=outside, check=True)
+        subprocess.run([python, "-m", "pytest", "-q", tests / "test_openenv.py"], cwd=folder, env=outside, check=True)
+        return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]
     command("check", "--model_name_or_path", model, "--dataset_name", rows[1], "--num_workers", "0")
