@@ -168,12 +168,15 @@ def test_processes_skip_the_same_rows(two, one):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("scenario", ["conversations", "rewritten_contexts"])
-def test_conversations_train_as_in_one_process(two, one):
+@pytest.mark.parametrize("scenario", ["conversations", "rewritten_contexts", "lost_environments"])
+def test_conversations_train_as_in_one_process(two, one, scenario):
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
-    assert_same_metrics(two, one, ["loss", "tools/call_frequency", "tools/failure_frequency", "tools/ended_by_turns"])
-    assert two[0]["steps"][0]["tools/call_frequency"] == 7 / 8
+    names = ["call_frequency", "failure_frequency", "ended_by_turns", "environment_failures"]
+    assert_same_metrics(two, one, ["loss", *(f"tools/{name}" for name in names)])
+    n_calls, n_failures = (4, 4) if scenario == "lost_environments" else (7, 0)
+    assert two[0]["steps"][0]["tools/call_frequency"] == n_calls / 8
+    assert two[0]["steps"][0]["tools/environment_failures"] == n_failures
 
 
 @of(

@@ -13,6 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, is_chat_template
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
+from ..rewards.checks import distinct_names
 
 
 # Methods of environments that aren't tools
@@ -83,8 +84,10 @@ class Environments:
 
     def reward_funcs(self) -> dict[str, Callable]:
         """A reward function for each kind of environment that has `get_reward`, by the name of its class."""
-        kinds = {type(environment): None for environment, *_ in self.pool.values()}
-        return {kind.__name__: reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")}
+        kinds = dict.fromkeys(type(environment) for environment, *_ in self.pool.values())
+        rewarded = [kind for kind in kinds if hasattr(kind, "get_reward")]
+        names = distinct_names([kind.__name__ for kind in rewarded])
+        return dict(zip(names, map(reward_of, rewarded), strict=True))
 
     def fresh(self) -> "Environments":
         factory: Any = self.factories if self.several else self.factories.get(None)

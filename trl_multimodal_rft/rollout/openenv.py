@@ -23,7 +23,6 @@ _TIMEOUT = 60  # seconds
 _ERRORS_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # after which a session goes on
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
-_HINTS = {"type", "mimeType", "detail", "format"}  # beside the medium of a block
 
 
 class Session:
@@ -34,9 +33,8 @@ class Session:
 
     def ask(self, kind: str, data: dict[str, Any], opens: bool = False) -> dict[str, Any]:
         """The server's answer. Unless it `opens` one, the session is that of the last answer, which knows of it."""
-        client, errors = (
-            require_module(f"websockets.{each}", "environments") for each in ("sync.client", "exceptions")
-        )
+        client = require_module("websockets.sync.client", "environments")
+        errors = require_module("websockets.exceptions", "environments")
         try:
             if self._socket is None:
                 if not opens:
@@ -101,9 +99,9 @@ class OpenEnvironment:
             seen = seen["result"].get("content") if isinstance(seen["result"], dict) else seen["result"]
         blocks: list[dict[str, Any]] = []
         rest = _take_blocks(seen, blocks, self.media)
-        texts = [rest if isinstance(rest, str) else json.dumps(rest)] if rest not in (None, [], {}) else []
-        texts += ["The episode has ended."] if self._is_done else []
-        blocks += [{"type": "text", "text": text} for text in texts]
+        text = rest if isinstance(rest, str) else json.dumps(rest) if rest else ""
+        texts = [text, "The episode has ended." if self._is_done else ""]
+        blocks += [{"type": "text", "text": each} for each in texts if each]
         has_media = any(block["type"] != "text" for block in blocks)
         return blocks if has_media else "\n".join(block["text"] for block in blocks)
 
@@ -183,8 +181,8 @@ def _take_blocks(value: Any, blocks: list[dict[str, Any]], media: Mapping[str, s
         return [left for each in value if (left := _take_blocks(each, blocks, media)) is not None]
     if not isinstance(value, dict):
         return value
-    n, left = len(blocks), {key: _take_blocks(each, blocks, media, media.get(key)) for key, each in value.items()}
+    left = {key: _take_blocks(each, blocks, media, media.get(key)) for key, each in value.items()}
     left = {key: each for key, each in left.items() if each not in (None, {}, [])}
-    if len(blocks) > n and left.keys() <= _HINTS:
+    if left.keys() == {"type"}:  # of a block whose medium was taken, such as `image_url`
         return None
     return next(iter(left.values())) if [*map(type, left.values())] == [str] else left
