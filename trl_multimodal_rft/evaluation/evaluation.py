@@ -34,7 +34,7 @@ from ..rewards.choices import named_choice
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.reward import checked_functions, rollout_arguments, without_failed
+from ..rollout.reward import checked_functions, rollout_arguments
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, first_turns, run_turns
@@ -356,7 +356,9 @@ class Evaluation:
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
         rewards = call_rewards(checked, rollout_arguments(rollout, given), self.loop)
-        rewards = without_failed(rewards, rollout.source.failures)
+        for i in (i for i, failure in enumerate(rollout.source.failures) if failure is not None):
+            for values in rewards.values():
+                values[i] = None
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(

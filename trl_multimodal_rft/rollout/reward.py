@@ -132,21 +132,13 @@ def reward_rollout(
         kwargs[key](*what)
     called = {name: each for name, each in functions.items() if name not in early_values}
     found = call_rewards(called, arguments, loop, profile) | early_values
-    columns = without_failed({name: found[name] for name in functions}, rollout.source.failures).values()
+    columns = (found[name] for name in functions)
     rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
-    going = [i for i, failure in enumerate(rollout.source.failures) if failure is None]
-    warn_of_unscorable(rewards[going], [*functions], [rollout.source.row_indices[i] for i in going])
+    failed = torch.tensor([each is not None for each in rollout.source.failures])
+    rewards[failed] = torch.nan
+    kept = (~failed).nonzero()[:, 0].tolist()
+    warn_of_unscorable(rewards[kept], [*functions], [rollout.source.row_indices[i] for i in kept])
     return rewards.contiguous()
-
-
-def without_failed(
-    rewards: Mapping[str, list[float | None]], failures: Sequence[Exception | None]
-) -> dict[str, list[float | None]]:
-    """Rewards by name of the function, `None` where the environment failed."""
-    return {
-        name: [each if failure is None else None for each, failure in zip(values, failures, strict=True)]
-        for name, values in rewards.items()
-    }
 
 
 def reward_metrics(

@@ -214,9 +214,7 @@ class Run:
         for row, error in failed[:1]:
             reason = f"row {row}: the environment failed, {type(error).__name__}: {error}"
             if n_failed == n and self.is_training:
-                raise RuntimeError(
-                    f"All environments of a batch failed, so nothing is trained on; {reason}"
-                ) from error
+                raise RuntimeError(f"All environments of a batch failed, so none is trained on; {reason}") from error
             logger.warning(f"{reason}; its completion isn't trained on.", main_process_only=False)
         if n_failed:
             kept = torch.tensor([[error is None] for error in rollout.source.failures]).to(rollout.completion_mask)
