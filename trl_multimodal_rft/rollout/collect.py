@@ -41,7 +41,8 @@ def collect(
     `rollout_func` tokenizes rows of text. `views` are those of their media, by the row's number.
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
-    messages, environments, failures = [row.messages for row in rows], None, [None] * len(rows)
+    messages, environments = [row.messages for row in rows], None
+    failures: list[Exception | None] = [None] * len(rows)
     if toolbox:
         environments, messages, failures = toolbox.enter(messages, columns, numbers)
     # A group may straddle ranks

@@ -181,23 +181,23 @@ def reward_of(kind: type) -> Callable:
     `get_reward` raises is noted in `failures`.
     """
 
-    def places(environments: Sequence[Any], failures: Sequence[Exception | None]) -> list[int]:
+    def indices(environments: Sequence[Any], failures: Sequence[Exception | None]) -> list[int]:
         return [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
 
     if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def reward(environments, failures, **kwargs):
-            rewards: list[Any] = [None] * len(environments)
-            for i in places(environments, failures):
+        async def reward(environments, failures: list[Exception | None], **kwargs):
+            rewards: list[float | None] = [None] * len(environments)
+            for i in indices(environments, failures):
                 with _noting(failures, i):
                     rewards[i] = await environments[i].get_reward()
             return rewards
 
     else:
 
-        def reward(environments, failures, **kwargs):
-            rewards: list[Any] = [None] * len(environments)
-            for i in places(environments, failures):
+        def reward(environments, failures: list[Exception | None], **kwargs):
+            rewards: list[float | None] = [None] * len(environments)
+            for i in indices(environments, failures):
                 with _noting(failures, i):
                     rewards[i] = environments[i].get_reward()
             return rewards

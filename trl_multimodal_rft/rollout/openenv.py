@@ -16,7 +16,8 @@ from ..data.reading.decoding import require_module
 from .environments import EnvironmentFailure
 
 
-Observation = str | list[dict[str, Any]]
+Json = dict[str, Any]  # an object
+Observation = str | list[Json]
 
 _MOST_BYTES = 100 * 2**20  # of an observation, as OpenEnv's own client takes
 _TIMEOUT = 60  # seconds
@@ -29,9 +30,10 @@ class Session:
     """A session of a server, which has an environment of its own for it."""
 
     def __init__(self, url: str):
-        self.url, self._socket, self._opened = url, None, ExitStack()
+        self.url, self._opened = url, ExitStack()
+        self._socket: Any = None
 
-    def ask(self, kind: str, data: dict[str, Any], opens: bool = False) -> dict[str, Any]:
+    def ask(self, kind: str, data: Json, opens: bool = False) -> Json:
         """The server's answer. Unless it `opens` one, the session is that of the last answer, which knows of it."""
         client = require_module("websockets.sync.client", "environments")
         errors = require_module("websockets.exceptions", "environments")
@@ -84,20 +86,20 @@ class OpenEnvironment:
         """The sum of the rewards of the episode's steps."""
         return sum(self.rewards)
 
-    def _step(self, action: dict[str, Any]) -> Observation:
+    def _step(self, action: Json) -> Observation:
         if self._is_done:
             raise ValueError("The episode has ended; answer without a call.")
         answer = self._session.ask("step", action)
         self.rewards.append(float(answer["reward"] or 0.0))
         return self._shown(answer)
 
-    def _shown(self, answer: dict[str, Any]) -> Observation:
+    def _shown(self, answer: Json) -> Observation:
         seen, self._is_done = answer["observation"], answer["done"]
         if "tool_name" in seen:  # of MCP
             if seen.get("error"):
                 raise ValueError(seen["error"]["message"])
             seen = seen["result"].get("content") if isinstance(seen["result"], dict) else seen["result"]
-        blocks: list[dict[str, Any]] = []
+        blocks: list[Json] = []
         rest = _take_blocks(seen, blocks, self.media)
         text = rest if isinstance(rest, str) else json.dumps(rest) if rest else ""
         texts = [text, "The episode has ended." if self._is_done else ""]
@@ -138,11 +140,11 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
             call = {"type": "call_tool", "tool_name": each["name"]}
             tools[each["name"]] = _tool(each["name"], each["description"], each["input_schema"], call)
         session.close()
-    parts: dict[str, Any] = {"url": url, "media": media or {}, "__doc__": found["description"], **tools}
+    parts: Json = {"url": url, "media": media or {}, "__doc__": found["description"], **tools}
     return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
 
 
-def _tool(name: str, text: str, schema: dict[str, Any], call: dict[str, str] | None = None) -> Callable:
+def _tool(name: str, text: str, schema: Json, call: dict[str, str] | None = None) -> Callable:
     """A method with the parameters of a JSON schema, as TRL reads those of tools."""
 
     def tool(self: OpenEnvironment, **arguments: Any) -> Observation:
@@ -157,15 +159,15 @@ def _tool(name: str, text: str, schema: dict[str, Any], call: dict[str, str] | N
         choices = f" (choices: {json.dumps(spec['enum'])})" if "enum" in spec else ""
         lines.append(f"    {key}: {' '.join(each.get('description', key).split())}{choices}")
         default = Parameter.empty if key in schema.get("required", ()) else spec.get("default")
-        options: Any = {"default": default, "annotation": _TYPES.get(spec.get("type"), str)}
-        parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, **options))
+        annotation = _TYPES.get(spec.get("type"), str)
+        parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     tool.__name__, tool.__doc__ = name, "\n".join(lines)
     tool.__annotations__ = {each.name: each.annotation for each in parameters}
     vars(tool)["__signature__"] = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])
     return tool
 
 
-def _take_blocks(value: Any, blocks: list[dict[str, Any]], media: Mapping[str, str], kind: str | None = None) -> Any:
+def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> Any:
     """A value without its content blocks, which are appended. None is a file or URL, which a server might name."""
     name = value.get("type") if isinstance(value, dict) else None
     if name == "text" and isinstance(value.get("text"), str):

@@ -388,9 +388,8 @@ class MultimodalTrainer(CheckpointMixin):
         return self._run.tool_loop(self.sampler, tools, **{**most, **options})
 
     def _reward(self, rollout: Rollout) -> None:
-        rewards = self._run.reward(rollout).to(self.accelerator.device)
+        rollout.rewards.per_func = self.accelerator.gather(self._run.reward(rollout).to(self.accelerator.device))
         self._run.leave_out_failed(rollout)
-        rollout.rewards.per_func = self.accelerator.gather(rewards)
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
