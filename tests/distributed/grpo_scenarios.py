@@ -111,7 +111,7 @@ def conversations(folder, tool=None, **more):
     )[1]
 
 
-def lost(number: int) -> str:
+def show(number: int) -> str:
     """
     Shows nothing any more.
 
@@ -125,7 +125,7 @@ def lost(number: int) -> str:
 
 
 rewritten_contexts = functools.partial(conversations, max_context_media=1)
-lost_environments = functools.partial(conversations, tool=lost)
+lost_environments = functools.partial(conversations, tool=show)
 
 
 def asynchronous(folder):
