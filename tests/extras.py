@@ -100,6 +100,12 @@ def check(extra: str, folder: Path) -> None:
     if extra == "deepspeed":  # its launcher and kernels need a GPU
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
+    if "environments" in extra:  # against the package's server
+        python, tests = programs / "python", ROOT / "tests"
+        more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", "openenv", "pytest"]
+        subprocess.run([python, *more], env=outside, check=True)
+        subprocess.run([python, "-m", "pytest", "-q", tests / "test_openenv.py"], cwd=folder, env=outside, check=True)
+        return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]
     command("check", "--model_name_or_path", model, "--dataset_name", rows[1], "--num_workers", "0")
@@ -130,6 +136,7 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = ["", *(extra for extra in project["optional-dependencies"] if extra not in ELSEWHERE)]
     known[known.index("quantization")] = "peft,quantization"  # adapters need both
+    known[known.index("environments")] = "audio,environments,image"  # its tests need all
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", default=known, help="which; all by default, and none at all")
     for extra in parser.parse_args().extras:

@@ -46,6 +46,7 @@ from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.forward import logprobs
 from trl_multimodal_rft.lightrft import Actor
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.rollout.environments import EnvironmentFailure
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, local_part, save_rollout_state
 
 
@@ -101,14 +102,28 @@ class TalkingTrainer(MultimodalGRPOTrainer):
         super().__init__(*args, processing_class=with_turns_of_tools(processing_class), **kwargs)
 
 
-def conversations(folder, batch=2 * GROUP, **more):
+def conversations(folder, batch=2 * GROUP, tool=None, **more):
     """Only one of two ranks calls tools."""
     options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}, **more}
-    options["objects"] = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
+    options["objects"] = {"tools": [tool or shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
     return train(folder, "qwen2_5_vl", image_rows(), batch, TalkingTrainer, sampler=Talking, **options)[1]
 
 
+def show(number: int) -> str:
+    """
+    Shows nothing any more.
+
+    Args:
+        number: Which one.
+
+    Returns:
+        Nothing.
+    """
+    raise EnvironmentFailure("lost")
+
+
 rewritten_contexts = functools.partial(conversations, max_context_media=1)
+lost_environments = functools.partial(conversations, tool=show)
 
 
 def rewarded_turns(folder):

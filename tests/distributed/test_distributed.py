@@ -168,14 +168,16 @@ def test_processes_skip_the_same_rows(two, one):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("scenario", ["conversations", "rewritten_contexts", "rewarded_turns"])
+@pytest.mark.parametrize("scenario", ["conversations", "rewritten_contexts", "rewarded_turns", "lost_environments"])
 def test_conversations_train_as_in_one_process(two, one, scenario):
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
     turns = [f"rewards/by_turn/turn_{i}" for i in range(1, 5)] if scenario == "rewarded_turns" else []
-    names = ["loss", "tools/call_frequency", "tools/failure_frequency", "tools/ended_by_turns", *turns]
-    assert_same_metrics(two, one, names)
-    assert two[0]["steps"][0]["tools/call_frequency"] == 7 / (12 if turns else 8)
+    names = ["call_frequency", "failure_frequency", "ended_by_turns", "environment_failures"]
+    assert_same_metrics(two, one, ["loss", *(f"tools/{name}" for name in names), *turns])
+    n_calls, n_failures = (4, 4) if scenario == "lost_environments" else (7, 0)
+    assert two[0]["steps"][0]["tools/call_frequency"] == n_calls / (12 if turns else 8)
+    assert two[0]["steps"][0]["tools/environment_failures"] == n_failures
     assert all(name in two[0]["steps"][0] for name in turns)
 
 

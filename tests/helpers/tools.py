@@ -74,11 +74,14 @@ def with_turns_of_tools(processor):
 
 
 class Saying(Wrapped):
-    """Returns the texts of a script for each completion, one at each turn, and then a final answer."""
+    """
+    Returns the texts of a script for each completion, one at each turn, and then a final answer. `unanswered` are the
+    turns whose calls end completions.
+    """
 
-    def __init__(self, trainer, script: dict[int, list[str]]):
+    def __init__(self, trainer, script: dict[int, list[str]], unanswered: dict[int, int] | None = None):
         super().__init__(trainer)
-        self.script = script
+        self.script, self.unanswered = script, unanswered or {}
 
     def __call__(self, model, prompts, *, room=None, branches=None, **options):
         if room is None:
@@ -87,7 +90,8 @@ class Saying(Wrapped):
         else:
             self.turn, places = self.turn + 1, [place for place, _ in branches.continuations]
             # Only those that called a tool continue
-            assert places == [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
+            called = [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
+            assert places == [i for i in called if self.unanswered.get(i) != self.turn - 1]
         self.calling = places
         return [self.encoded(self.text(i, self.turn)) for i in places], None
 

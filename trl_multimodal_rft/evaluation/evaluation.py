@@ -278,6 +278,7 @@ class Evaluation:
             part = range(start, min(start + self.args.batch_size, len(rollout)))
             trajectories += self._sample(rollout.select(part))
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
+        rollout.source.failures = [trajectory.failure for trajectory in trajectories]
         answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
         rollout.source.completions = texts
         if self.policy.tool_loop is not None:
@@ -305,6 +306,7 @@ class Evaluation:
             counts = [trajectory.counts for trajectory in trajectories]
             columns["tool_calls"] = [each["calls"] for each in counts]
             columns["tool_failures"] = [each["failures"] for each in counts]
+            columns["environment_failures"] = [None if each is None else str(each) for each in rollout.source.failures]
             columns["ended_by"] = [next((end for end in ENDS if each[end]), None) for each in counts]
         n = self.args.num_samples
         return [
@@ -320,8 +322,8 @@ class Evaluation:
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
             return [
-                Trajectory(prompt, each, [], [], None, [1] * len(each))
-                for prompt, each in zip(rollout.prompts, ids, strict=True)
+                Trajectory(prompt, each, [], [], None, [1] * len(each), failure=failure)
+                for prompt, each, failure in zip(rollout.prompts, ids, rollout.source.failures, strict=True)
             ]
         branches = Branches()
 
@@ -355,6 +357,9 @@ class Evaluation:
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
         rewards = call_rewards(checked, rollout_arguments(rollout, given), self.loop)
+        for i in (i for i, failure in enumerate(rollout.source.failures) if failure is not None):
+            for values in rewards.values():
+                values[i] = None
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(

@@ -42,19 +42,20 @@ class EvaluationResult:
             samples the first reward function all scored; `skipped_rows`, the unreadable ones that aren't counted, with
             `on_media_error="skip"`; `accuracy/<value>` of each value of `group_by`; with tools,
             `tools/call_frequency` (calls per completion), `tools/failure_frequency` (of calls) and
-            `tools/ended_by_length`, `..._turns` and `..._media` (of completions); and `metric/<name>`, means over
-            batches of what reward functions passed to `log_metric`. `None` where there are no values for a mean, or
-            too few for an interval. With `ablate="audio"`, of the rows with audio alone: `accuracy_with_audio`,
+            `tools/ended_by_length`, `..._turns` and `..._media` (of completions), and `tools/environment_failures`
+            (completions without a reward for it); and `metric/<name>`, means over batches of what reward functions
+            passed to `log_metric`. `None` where there are no values for a mean, or too few for an interval. With
+            `ablate="audio"`, of the rows with audio alone: `accuracy_with_audio`,
             `accuracy_without_audio`, and their difference `audio_contribution`, each with `_low` and `_high`, see
             [`~evaluation.paired_interval`]; and `audio_rows`, the number of these rows.
         rows (`list[dict]`):
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which tags such as
             `"<audio>"` stand for media; lists with an entry for each completion: `completions`, `extracted_answers`,
             `correct`, `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions
-            passed to `log_extra`; with tools, `tool_calls`, `tool_failures` and `ended_by`, while `completions` are
-            whole conversations as text; with `ablate`, `completions_without` and `correct_without`, `None` if the
-            prompt has no such medium; and the dataset's other columns, if they hold text and numbers and have none of
-            these names.
+            passed to `log_extra`; with tools, `tool_calls`, `tool_failures`, `environment_failures` (reasons) and
+            `ended_by`, while `completions` are whole conversations as text; with `ablate`, `completions_without` and
+            `correct_without`, `None` if the prompt has no such medium; and the dataset's other columns, if they hold
+            text and numbers and have none of these names.
         settings (`dict`):
             What was evaluated, and how.
         skipped (`dict[int, str]`):
@@ -133,6 +134,7 @@ def aggregate(
         ended = [end for record in records for end in record["ended_by"]]
         metrics["tools/call_frequency"] = calls / len(ended)
         metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
+        metrics["tools/environment_failures"] = len(_flat(record["environment_failures"] for record in records))
         metrics |= {f"tools/ended_by_{end}": ended.count(end) / len(ended) for end in ENDS}
     return {**metrics, "rows": len(records), "scored_rows": len(scored)}
 

@@ -42,8 +42,9 @@ def collect(
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
     messages, environments = [row.messages for row in rows], None
+    failures: list[Exception | None] = [None] * len(rows)
     if toolbox:
-        environments, messages = toolbox.enter(messages, columns, numbers)
+        environments, messages, failures = toolbox.enter(messages, columns, numbers)
     # A group may straddle ranks
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
     prompts: list[EncodedPrompt] = []
@@ -68,6 +69,7 @@ def collect(
             numbers,
             messages,
             environments,
+            failures,
             whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
         ),
     )

@@ -3,7 +3,8 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from datasets import Dataset
@@ -12,6 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, is_chat_template
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
+from ..rewards.checks import distinct_names
 
 
 # Methods of environments that aren't tools
@@ -19,6 +21,16 @@ _NO_TOOLS = ("reset", "get_reward", "get_context")
 
 # Where an environment makes the prompt
 _NO_PROMPT = [{"role": "user", "content": ""}]
+
+
+class EnvironmentFailure(Exception):
+    """
+    An environment that can't go on, as when its server is gone; its `reset`, tools, `get_context` and `get_reward` may
+    raise it.
+
+    It ends the trajectory, which neither is in the loss nor has a reward that others of its group are compared with.
+    Other errors of tools are results that the model reads; other errors of the remaining methods become this one.
+    """
 
 
 class Environments:
@@ -72,8 +84,10 @@ class Environments:
 
     def reward_funcs(self) -> dict[str, Callable]:
         """A reward function for each kind of environment that has `get_reward`, by the name of its class."""
-        kinds = {type(environment): None for environment, *_ in self.pool.values()}
-        return {kind.__name__: reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")}
+        kinds = dict.fromkeys(type(environment) for environment, *_ in self.pool.values())
+        rewarded = [kind for kind in kinds if hasattr(kind, "get_reward")]
+        names = distinct_names([kind.__name__ for kind in rewarded])
+        return dict(zip(names, map(reward_of, rewarded), strict=True))
 
     def fresh(self) -> "Environments":
         factory: Any = self.factories if self.several else self.factories.get(None)
@@ -81,7 +95,7 @@ class Environments:
 
     def enter(
         self, prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Any], list[Exception | None]]:
         """
         Resets an environment for each completion. A `reset` with the parameter `prompt_messages` gets the prompt with
         references to its media.
@@ -95,7 +109,8 @@ class Environments:
                 Numbers of the rows, for errors.
 
         Returns:
-            `tuple`: Environments, and prompts that end with their observations.
+            `tuple`: Environments, prompts that end with their observations, and what `reset` has raised, without which
+                there is no observation.
 
         Raises:
             `ValueError`: If a row names an unknown environment.
@@ -109,7 +124,8 @@ class Environments:
                 )
         taken: Counter[Any] = Counter()
         environments, shown = [], []
-        for name, prompt, row, number in zip(names, prompts, rows, numbers, strict=True):
+        failures: list[Exception | None] = [None] * len(rows)
+        for i, (name, prompt, row, number) in enumerate(zip(names, prompts, rows, numbers, strict=True)):
             pool = self.pool[name]
             if taken[name] == len(pool):
                 pool.append(self.factories[name]())
@@ -119,13 +135,15 @@ class Environments:
             columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
             if "prompt_messages" in inspect.signature(environment.reset).parameters:
                 columns["prompt_messages"] = prompt
-            observation = environment.reset(**columns)
+            observation = None
+            with _noting(failures, i):
+                observation = environment.reset(**columns)
             if isinstance(observation, list):
                 place = f"{type(environment).__name__}.reset"
                 observation = blocks_to_refs(observation, place, number, self.media_rules)
             environments.append(environment)
             shown.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
-        return environments, shown
+        return environments, shown, failures
 
 
 def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: Any) -> Dataset:
@@ -158,19 +176,43 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 
 def reward_of(kind: type) -> Callable:
-    """A reward function from `get_reward` of a class, plain or async; `None` for other environments."""
+    """
+    A reward function from `get_reward` of a class, plain or async; `None` for other environments and failed ones. What
+    `get_reward` raises is noted in `failures`.
+    """
+
+    def indices(environments: Sequence[Any], failures: Sequence[Exception | None]) -> list[int]:
+        return [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
+
     if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def reward(environments, **kwargs):
-            return [await each.get_reward() if type(each) is kind else None for each in environments]
+        async def reward(environments, failures: list[Exception | None], **kwargs):
+            rewards: list[float | None] = [None] * len(environments)
+            for i in indices(environments, failures):
+                with _noting(failures, i):
+                    rewards[i] = await environments[i].get_reward()
+            return rewards
 
     else:
 
-        def reward(environments, **kwargs):
-            return [each.get_reward() if type(each) is kind else None for each in environments]
+        def reward(environments, failures: list[Exception | None], **kwargs):
+            rewards: list[float | None] = [None] * len(environments)
+            for i in indices(environments, failures):
+                with _noting(failures, i):
+                    rewards[i] = environments[i].get_reward()
+            return rewards
 
     reward.__name__ = kind.__name__
     return reward
+
+
+@contextmanager
+def _noting(failures: list[Exception | None], index: int) -> Iterator[None]:
+    """Notes an error within the context, and goes on."""
+    try:
+        yield
+    except Exception as error:
+        failures[index] = error
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

@@ -89,6 +89,7 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
     ]
     if rollout.source.environments is not None:
         rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
+        kwargs = {**kwargs, "failures": rollout.source.failures}
     prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
     groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
     return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **kwargs}
@@ -135,8 +136,9 @@ def reward_rollout(
     called = {name: each for name, each in functions.items() if name not in early_values}
     found = call_rewards(called, arguments, loop, profile) | early_values
     rewards = [list(row) for row in zip(*(found[name] for name in functions), strict=True)]
-    warn_of_unscorable(rewards_per_func(rewards), [*functions], rollout.source.row_indices)
-    return rewards
+    kept = [i for i, error in enumerate(rollout.source.failures) if error is None]
+    warn_of_unscorable(rewards_per_func(rewards)[kept], [*functions], [rollout.source.row_indices[i] for i in kept])
+    return [row if i in kept else [None] * len(row) for i, row in enumerate(rewards)]
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:

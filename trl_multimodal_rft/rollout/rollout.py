@@ -106,6 +106,7 @@ class Source(_Part):
     row_indices: list[int] = field(default_factory=list)  # in their dataset
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
     environments: list[Any] | None = None
+    failures: list[Exception | None] = field(default_factory=list)  # why environments couldn't go on
     whole_groups: bool = True  # whether no group straddles ranks
     batch_index: int | None = None  # in the run, of a batch that the loader of training yielded
     ids: list[list[int]] = field(default_factory=list)  # of each completion, without padding

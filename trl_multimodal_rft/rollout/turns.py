@@ -27,7 +27,7 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
-from .environments import Environments
+from .environments import EnvironmentFailure, Environments
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
 
@@ -60,6 +60,7 @@ class Trajectory:
     sampled: list[Turn] = field(default_factory=list)
     # How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it
     counts: Counter[str] = field(default_factory=Counter)
+    failure: Exception | None = None  # why its environment couldn't go on
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -122,6 +123,7 @@ class ToolLoop:
 
     def run(self, trajectories: list[Trajectory]) -> None:
         calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
+        calling = {i: trajectory for i, trajectory in calling.items() if trajectory.failure is None}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
             continuing = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]
@@ -142,7 +144,14 @@ class ToolLoop:
         return self.encoder.model.config.get_text_config(decoder=True)
 
     def _answer(self, index: int, trajectory: Trajectory) -> bool:
-        """Appends the results of a completion's calls, if they fit."""
+        """Appends the results of a completion's calls, if they fit and the environment goes on."""
+        try:
+            return self._append_results(index, trajectory)
+        except EnvironmentFailure as error:
+            trajectory.failure = error
+            return False
+
+    def _append_results(self, index: int, trajectory: Trajectory) -> bool:
         results = self._call_tools(index, trajectory)
         messages = self._rewritten(index, trajectory, results)
         if messages is None:
@@ -183,7 +192,10 @@ class ToolLoop:
         if rewrite is None and most is None:
             return None
         messages = [*self._conversation(trajectory), *results]
-        given = None if rewrite is None else rewrite(messages)
+        try:
+            given = None if rewrite is None else rewrite(messages)
+        except Exception as error:
+            raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
         if given is not None:
             messages = _read_messages(given, self._row(index, trajectory), self.encoder.media_rules)
         n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
@@ -240,6 +252,8 @@ class ToolLoop:
         row = self._row(index, trajectory)
         messages = []
         for name, result in results:
+            if isinstance(result, EnvironmentFailure):
+                raise result
             failed, content = isinstance(result, Exception), _content(name, result, row, self.encoder.media_rules)
             try:
                 place = f"row {row}, column '{FROM_TOOL}{name!r}'"
@@ -388,12 +402,14 @@ def run_turns(
             [1] * len(sampled),
             contexts=[(history, 0)],
             sampled=[Turn(0, len(sampled), history)],
+            failure=failure,
         )
-        for prompt, sampled, message, history, each_logps in zip(
-            rollout.prompts, ids, first, rollout.source.messages, every, strict=True
+        for prompt, sampled, message, history, each_logps, failure in zip(
+            rollout.prompts, ids, first, rollout.source.messages, every, rollout.source.failures, strict=True
         )
     ]
     loop.run(trajectories)
+    rollout.source.failures = [each.failure for each in trajectories]
     return trajectories
 
 

@@ -395,6 +395,7 @@ class MultimodalTrainer(CheckpointMixin):
         found = self.accelerator.gather(found.to(self.accelerator.device))
         rollout.rewards.per_func = found[..., 0].contiguous()
         self._run.metrics.add(turn_metrics(found[..., 1:], self._run.rewards.names))
+        self._run.leave_out_failed(rollout)
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints

@@ -197,6 +197,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         if server is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
             rollout.teacher.prompts = read
         self._check_sampler(rollout)
+        self._run.leave_out_failed(rollout)
         self._rollout_log.add_completions(rollout)
         log_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout

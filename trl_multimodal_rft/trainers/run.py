@@ -29,7 +29,7 @@ from ..rewards.checks import missing_instructions
 from ..rollout.collect import collect, complete
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.ranks import any_rank, arranged, rank_metrics
+from ..rollout.ranks import any_rank, arranged, rank_metrics, sum_over_ranks
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
@@ -198,6 +198,31 @@ class Run:
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.state(), **arguments}
         return reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+
+    def leave_out_failed(self, rollout: Rollout) -> None:
+        """
+        Takes completions whose environment failed out of the loss, and counts them. All ranks must call this.
+
+        Raises a `RuntimeError` if all of all ranks failed in training: the cause is hardly one of them.
+        """
+        if not (self.toolbox or self.toolbox.tools):
+            return
+        rows = zip(rollout.source.row_indices, rollout.source.failures, strict=True)
+        failed = [(row, error) for row, error in rows if error is not None]
+        n_failed, n = sum_over_ranks(self.accelerator, [len(failed), len(rollout)])
+        self.metrics.add({"tools/environment_failures": n_failed})
+        for row, error in failed[:1]:
+            reason = f"row {row}: the environment failed, {type(error).__name__}: {error}"
+            if n_failed == n and self.is_training:
+                raise RuntimeError(f"All environments of a batch failed, so none is trained on; {reason}") from error
+            logger.warning(f"{reason}; its completion isn't trained on.", main_process_only=False)
+        if n_failed:
+            kept = torch.tensor([[error is None] for error in rollout.source.failures]).to(rollout.completion_mask)
+            rollout.completion_mask = rollout.completion_mask * kept
+            for name in ("old_per_token_logps", "ref_per_token_logps"):
+                if (logps := getattr(rollout, name)) is not None:
+                    setattr(rollout, name, logps * kept)  # as those of masked tokens are
+            rollout.num_items_in_batch = self.accelerator.reduce(rollout.loss_mask.sum())
 
     def micro_batches(self, rollout: Rollout, shuffles: bool) -> list[Rollout]:
         """Parts of a rollout for the update, of about equal length. Unless it shuffles, groups stay together."""

@@ -1,0 +1,127 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Environments that fail: their trajectories are in no loss and no baseline, and are counted."""
+
+import functools
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.tools import GRPO, RLOO, Saying, call, talking
+from helpers.trainer_utils import logged, relative_difference, run
+
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.rollout.environments import EnvironmentFailure
+
+
+class Office:
+    """The fourth is closed, and others fail when they are asked to."""
+
+    made = 0
+
+    def __init__(self):
+        self.place = Office.made
+        Office.made += 1
+
+    def reset(self, **row):
+        self.how = "idle"
+        if self.place == 3:
+            raise RuntimeError("closed today")
+
+    def work(self, how: str) -> str:
+        """
+        Works.
+
+        Args:
+            how: How.
+
+        Returns:
+            What is done.
+        """
+        self.how = how
+        if how == "badly":
+            raise ValueError("try again")
+        if how == "hastily":
+            raise EnvironmentFailure("burnt down")
+        return "done"
+
+    async def wait(self) -> str:
+        """
+        Waits.
+
+        Returns:
+            Nothing.
+        """
+        raise EnvironmentFailure("asleep")
+
+    def get_context(self, messages):
+        if self.how == "forgetfully":
+            raise KeyError("what was it")
+
+    def get_reward(self) -> float:
+        if self.how == "unpaid":
+            raise ConnectionError("no bank")
+        return {"idle": 0.0, "badly": 1.0, "well": 3.0}[self.how]
+
+
+QUESTION = [{"role": "user", "content": "Work."}]
+WORK = {2: ["well"], 4: ["well", "forgetfully", "badly"], 5: ["unpaid"], 6: ["badly", "badly"]}
+
+
+def train(trainer, script, unanswered, **options):
+    objects = {**talking("qwen3_vl"), "environment_factory": Office}
+    sampler = functools.partial(Saying, script=script, unanswered=unanswered)
+    options |= {"shuffle_dataset": False, "max_completion_length": 400, "max_steps": 1, "beta": 0.0}
+    rows = Dataset.from_list([{"prompt": QUESTION, "number": i} for i in range(2)])
+    return run(trainer, "qwen3_vl", rows, objects=objects, sampler=sampler, **options)
+
+
+@pytest.mark.parametrize("trainer", [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)])
+def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch):
+    monkeypatch.setattr(Office, "made", 0)
+    seen, is_grpo, going = [], trainer is GRPO, (0, 2, 6, 7)
+
+    def punctual(completions, **kwargs):
+        seen.extend(completions)
+        return [7.0 if i in going else 1000.0 for i in range(len(completions))]
+
+    script = {1: [call("wait")], **{i: [call("work", how=how) for how in hows] for i, hows in WORK.items()}}
+    options = {"loss_type": "dapo"} if is_grpo else {}
+    result = train(trainer, script, {1: 0, 4: 1}, reward=punctual, **options)
+    assert logged(result, "tools/environment_failures") == [4]
+    assert logged(result, "reward") == [8.0] and logged(result, "rewards/punctual/mean") == [7.0]
+    # Failures end a conversation; other errors of tools are results
+    assert [len(each) for each in seen] == [1, 1, 3, 1, 3, 3, 5, 1] and "try again" in seen[6][1]["content"]
+    first, second = (1.5 / (4.5**0.5 + 1e-4), 0.5 / (0.5**0.5 + 1e-4)) if is_grpo else (3.0, 1.0)
+    advantages = [-first, 0, first, 0, 0, 0, second, -second]
+    inputs, model = result.trainer.inputs, talking("qwen3_vl")["model"]
+    assert inputs["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
+    loss, n_tokens = 0.0, 0
+    for i in going:
+        n = int(inputs["completion_mask"][i].sum())
+        completion, sampled = inputs["completion_ids"][i][:n], inputs["tool_mask"][i][:n]
+        ids = torch.cat([inputs.rollout.prompts[i].input_ids, completion])
+        logps = model(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1).gather(-1, completion[:, None])
+        loss, n_tokens = loss - advantages[i] * (logps[:, 0] @ sampled.float()), n_tokens + int(sampled.sum())
+    (loss / (n_tokens if is_grpo else 8)).backward()
+    truth = {name: -1e-2 * each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert relative_difference(truth, {name: result.update[name] for name in truth}) <= 1e-4
+
+
+def test_a_run_ends_when_every_environment_fails(monkeypatch):
+    monkeypatch.setattr(Office, "made", 4)
+    script = {i: [call("work", how="hastily")] for i in range(8)}
+    with pytest.raises(RuntimeError, match="All environments .*row 0: .*EnvironmentFailure: burnt down") as info:
+        train(GRPO, script, dict.fromkeys(range(8), 0), reward=None)
+    assert isinstance(info.value.__cause__, EnvironmentFailure)
+    monkeypatch.setattr(Office, "reset", lambda self: None)  # which takes no row
+    with pytest.raises(RuntimeError, match="TypeError: .*unexpected keyword argument"):
+        train(GRPO, {}, {}, reward=None)
+
+
+def test_evaluations_count_failed_trajectories_and_score_the_others(monkeypatch):
+    monkeypatch.setattr(Office, "made", 0)
+    rows, config = [{"prompt": QUESTION}] * 4, EvaluationConfig(max_completion_length=8, correct_threshold=0.0)
+    result = evaluate(**talking("qwen3_vl"), dataset=rows, reward_funcs=None, args=config, environment_factory=Office)
+    names = ("tools/environment_failures", "rows", "scored_rows", "accuracy")
+    assert [result.metrics[name] for name in names] == [1, 4, 3, 1.0]
+    assert [row["environment_failures"] for row in result.rows] == [[None]] * 3 + [["closed today"]]

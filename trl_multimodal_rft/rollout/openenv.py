@@ -1,0 +1,190 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Environments on servers of [OpenEnv](https://huggingface.co/docs/openenv), by its WebSocket protocol."""
+
+import base64
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from inspect import Parameter, Signature
+from typing import Any
+
+import numpy as np
+import requests
+
+from ..data.reading.decoding import require_module
+from .environments import EnvironmentFailure
+
+
+Json = dict[str, Any]  # an object
+Observation = str | list[Json]
+
+_MOST_BYTES = 100 * 2**20  # of an observation, as OpenEnv's own client takes
+_TIMEOUT = 60  # seconds
+_ERRORS_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # after which a session goes on
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+_DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
+
+
+class Session:
+    """A session of a server, which has an environment of its own for it."""
+
+    def __init__(self, url: str):
+        self.url, self._opened = url, ExitStack()
+        self._socket: Any = None
+
+    def ask(self, kind: str, data: Json, opens: bool = False) -> Json:
+        """The server's answer. Unless it `opens` one, the session is that of the last answer, which knows of it."""
+        client = require_module("websockets.sync.client", "environments")
+        errors = require_module("websockets.exceptions", "environments")
+        try:
+            if self._socket is None:
+                if not opens:
+                    raise ConnectionError("the session is over")
+                socket = client.connect(f"ws{self.url.removeprefix('http')}/ws", max_size=_MOST_BYTES)
+                self._socket = self._opened.enter_context(socket)
+            with suppress(errors.ConnectionClosed):  # after the reason, which can still be read
+                self._socket.send(json.dumps({"type": kind, "data": data}, default=lambda medium: None))
+            answer = json.loads(self._socket.recv(timeout=_TIMEOUT))
+        except (OSError, errors.WebSocketException) as error:
+            self.close()
+            raise EnvironmentFailure(f"{self.url}: {type(error).__name__}: {error}") from error
+        data = answer["data"]
+        if answer["type"] == "error" and data["code"] in _ERRORS_OF_ACTIONS:
+            details = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in data.get("errors", ())]
+            raise ValueError("; ".join([data["message"], *details]))
+        if answer["type"] == "error":
+            self.close()
+            raise EnvironmentFailure(f"{self.url}: {data['code']}: {data['message']}")
+        return data
+
+    def close(self) -> None:
+        self._socket = None
+        self._opened.close()
+
+    __del__ = close  # which lets the server open others
+
+
+class OpenEnvironment:
+    """An environment in a session. Subclasses have its tools."""
+
+    url: str
+    media: Mapping[str, str]
+
+    def __init__(self):
+        self._session, self._is_done = Session(self.url), False
+        self.rewards: list[float] = []  # of the episode's steps
+
+    def reset(self, **row: Any) -> Observation:
+        """Starts an episode with what JSON holds of a row; the server takes the columns that it knows."""
+        self.rewards = []
+        with suppress(EnvironmentFailure):  # of a session that the server has closed since
+            return self._shown(self._session.ask("reset", row, opens=True))
+        return self._shown(self._session.ask("reset", row, opens=True))
+
+    def get_reward(self) -> float:
+        """The sum of the rewards of the episode's steps."""
+        return sum(self.rewards)
+
+    def _step(self, action: Json) -> Observation:
+        if self._is_done:
+            raise ValueError("The episode has ended; answer without a call.")
+        answer = self._session.ask("step", action)
+        self.rewards.append(float(answer["reward"] or 0.0))
+        return self._shown(answer)
+
+    def _shown(self, answer: Json) -> Observation:
+        seen, self._is_done = answer["observation"], answer["done"]
+        if "tool_name" in seen:  # of MCP
+            if seen.get("error"):
+                raise ValueError(seen["error"]["message"])
+            seen = seen["result"].get("content") if isinstance(seen["result"], dict) else seen["result"]
+        blocks: list[Json] = []
+        rest = _take_blocks(seen, blocks, self.media)
+        text = rest if isinstance(rest, str) else json.dumps(rest) if rest else ""
+        texts = [text, "The episode has ended." if self._is_done else ""]
+        blocks += [{"type": "text", "text": each} for each in texts if each]
+        has_media = any(block["type"] != "text" for block in blocks)
+        return blocks if has_media else "\n".join(block["text"] for block in blocks)
+
+
+def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnvironment]:
+    """
+    Class of the environments that a server of [OpenEnv](https://huggingface.co/docs/openenv) runs, for
+    `environment_factory`. Each has a session; a lost one fails its trajectory.
+
+    Its tool `step` takes the fields of an action; a server of MCP tools gives these tools. Media in observations that
+    are `data:` URIs or content blocks are shown as such, the rest as text.
+
+    Args:
+        url (`str`):
+            Address of the server, such as `"http://localhost:8000"`.
+        media (`dict[str, str]`, *optional*):
+            Modality of fields that hold a medium in base64, or an image as lists of pixels: `{"screenshot": "image"}`.
+
+    Raises:
+        `ImportError`: Without the extra `environments`.
+    """
+    require_module("websockets", "environments")
+    url, found = url.rstrip("/"), {}
+    for what in ("metadata", "schema"):
+        answer = requests.get(f"{url}/{what}", timeout=_TIMEOUT)
+        answer.raise_for_status()
+        found |= answer.json()
+    action, tools = found["action"], {}
+    if action["properties"].get("type", {}).get("const") != "call_tool":
+        tools["step"] = _tool("step", action.get("description", "Acts."), action)
+    else:
+        session = Session(url)
+        for each in session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]:
+            call = {"type": "call_tool", "tool_name": each["name"]}
+            tools[each["name"]] = _tool(each["name"], each["description"], each["input_schema"], call)
+        session.close()
+    parts: Json = {"url": url, "media": media or {}, "__doc__": found["description"], **tools}
+    return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
+
+
+def _tool(name: str, text: str, schema: Json, call: dict[str, str] | None = None) -> Callable:
+    """A method with the parameters of a JSON schema, as TRL reads those of tools."""
+
+    def tool(self: OpenEnvironment, **arguments: Any) -> Observation:
+        return self._step(arguments if call is None else {**call, "arguments": arguments})
+
+    lines, parameters = [" ".join(text.split()), "", "Args:"], []
+    for key, each in schema.get("properties", {}).items():
+        if key == "metadata":  # of every action, and nothing for a model
+            continue
+        spec = {**each, **next((option for option in each.get("anyOf", ()) if option.get("type") != "null"), {})}
+        spec |= schema.get("$defs", {}).get(spec.get("$ref", "").rpartition("/")[2], {})
+        choices = f" (choices: {json.dumps(spec['enum'])})" if "enum" in spec else ""
+        lines.append(f"    {key}: {' '.join(each.get('description', key).split())}{choices}")
+        default = Parameter.empty if key in schema.get("required", ()) else spec.get("default")
+        annotation = _TYPES.get(spec.get("type"), str)
+        parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    tool.__name__, tool.__doc__ = name, "\n".join(lines)
+    tool.__annotations__ = {each.name: each.annotation for each in parameters}
+    vars(tool)["__signature__"] = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])
+    return tool
+
+
+def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> Any:
+    """A value without its content blocks, which are appended. None is a file or URL, which a server might name."""
+    name = value.get("type") if isinstance(value, dict) else None
+    if name == "text" and isinstance(value.get("text"), str):
+        return blocks.append({"type": "text", "text": value["text"]})
+    if name in ("image", "audio") and isinstance(value.get("data"), str):
+        kind, value = name, value["data"]
+    uri = _DATA_URI.match(value) if isinstance(value, str) else None
+    if (kind := uri.group(1) if uri else kind) is not None and value is not None:
+        is_text = isinstance(value, str)
+        medium = base64.b64decode(value.rpartition(",")[2]) if is_text else np.asarray(value, np.uint8)
+        return blocks.append({"type": kind, kind: medium})
+    if isinstance(value, list):
+        return [left for each in value if (left := _take_blocks(each, blocks, media)) is not None]
+    if not isinstance(value, dict):
+        return value
+    left = {key: _take_blocks(each, blocks, media, media.get(key)) for key, each in value.items()}
+    left = {key: each for key, each in left.items() if each not in (None, {}, [])}
+    if left.keys() == {"type"}:  # of a block whose medium was taken, such as `image_url`
+        return None
+    return next(iter(left.values())) if [*map(type, left.values())] == [str] else left
