@@ -25,8 +25,6 @@ from trl_multimodal_rft.generation.transformers import Branches, generate_comple
 
 
 G = 4
-# Families whose layers attend within chunks, which aren't windows: their prompts are copied
-COPIED = {"llama4"}
 
 
 def build(name):
@@ -82,13 +80,13 @@ DEFAULT = ("qwen2_5_vl", "qwen2_audio", "gemma3", "qwen3_5", "gemma3n")
 
 @pytest.mark.parametrize("name", slow_but([*FAMILIES, *MORE_FAMILIES], *DEFAULT))
 def test_tokens_and_random_state_are_those_of_generate(name, layouts, monkeypatch):
-    """Rooms of three tokens and completions beyond the window: gemma3's is 8 tokens, of which rooms hold no more."""
+    """Completions beyond rooms of three tokens, and gemma3's window of 8. llama4's prompts, in chunks, are copied."""
     monkeypatch.setattr(forward, "_ROOM", 3)
     model, tokenizer, prompts = build(name)
     for part in split_samples(prompts, "media"):
         rows = [prompts[i] for i in part]
         assert_same(model, rows, options(tokenizer, top_p=0.95, temperature=0.8))
-    assert all((layout is None) == (name in COPIED) for layout in layouts) and layouts
+    assert all((layout is None) == (name == "llama4") for layout in layouts) and layouts
 
 
 OPTIONS = {
@@ -208,8 +206,7 @@ def test_memory_of_keys(group, length):
         layout.advance()
         for layer in range(2):
             cache.update(torch.ones(group, heads, 1, size), torch.ones(group, heads, 1, size), layer)
-    layers = [*layout.shared.values(), *cache.layers]
-    tensors = [each for layer in layers for each in (layer.keys, layer.values)]
+    tensors = [each for layer in (*layout.shared.values(), *cache.layers) for each in (layer.keys, layer.values)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     rooms = 1 + forward._ROOM
     assert sum(storages.values()) <= 2 * 2 * heads * size * 4 * (length + forward._ROOM + group * rooms)

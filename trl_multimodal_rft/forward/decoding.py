@@ -21,6 +21,11 @@ _ROOM = 128
 _MASKED = -3e4
 
 
+def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of an initialized layer."""
+    return cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
+
+
 class CompletionLayer(DynamicLayer):
     """
     A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: at `slot`, from where
@@ -29,7 +34,7 @@ class CompletionLayer(DynamicLayer):
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int):
         super().__init__()
-        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (prompts.keys, prompts.values))
+        keys, values = _states(prompts)
         states = prompts.keys, _ = keys.to(values.dtype), values  # under autocast, rotary embeddings are in float32
         self.lazy_initialization(*states)
         self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), 0
@@ -39,7 +44,7 @@ class CompletionLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
+        keys, values = _states(self)
         if not self._is_static:
             self.n += 1
             if (size := keys.size(2)) < min(self.n, self.window or self.n):
@@ -57,8 +62,8 @@ class CompletionLayer(DynamicLayer):
 
     def whole(self) -> DynamicLayer:
         """Makes the layer of prompts one of completions, with the prompt of each before it."""
-        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (self.keys, self.values))
-        self.prompts.batch_repeat_interleave(len(keys) // len(cast(torch.Tensor, self.prompts.keys)))
+        keys, values = _states(self)
+        self.prompts.batch_repeat_interleave(len(keys) // len(_states(self.prompts)[0]))
         self.prompts.update(keys[:, :, : self.n], values[:, :, : self.n])
         return self.prompts
 
@@ -89,7 +94,11 @@ class Decoding:
     @property
     def n_prompts(self) -> int:
         """How many prompts are shared."""
-        return len(cast(torch.Tensor, next(iter(self.shared.values())).keys))
+        return len(_states(next(iter(self.shared.values())))[0])
+
+    def masked(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is added to scores where `hidden` is true, in the dtype of values, so that no layer casts it."""
+        return hidden.to(_states(next(iter(self.shared.values())))[1].dtype) * _MASKED
 
     def advance(self) -> None:
         """Goes to the next token, before its forward."""
@@ -99,7 +108,7 @@ class Decoding:
                 slot.remainder_(window)
         if self.room:
             later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
-            self._unwritten = torch.zeros(1, 1, 1, self.room, device=later.device).masked_fill(later, _MASKED)
+            self._unwritten = self.masked(later[None, None, None])
 
     def attend(
         self,
@@ -114,7 +123,7 @@ class Decoding:
         to those of their prompts: once for all queries of a prompt, merged by log-sum-exp.
         """
         layer = self._layer(module)
-        prompt_key, prompt_value = cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
+        prompt_key, prompt_value = _states(layer)
         padding, window = self.padding, getattr(layer, "sliding_window", None)
         if window is not None:
             first = max(prompt_key.size(2) + key.size(2) - window, 0)
@@ -122,7 +131,7 @@ class Decoding:
             padding = None if padding is None else padding[..., padding.size(-1) - prompt_key.size(2) :]
         if (expand := getattr(module, "expand_kv", None)) is not None:  # of latents, which caches hold
             prompt_key, prompt_value = expand(prompt_key, prompt_value)
-        query, key, prompt_key = (each.to(value.dtype) for each in (query, key, prompt_key))
+        query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         how = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
         output, lse = kernels.attention_with_lse(query, key, value, self._unwritten, *how)
@@ -156,8 +165,7 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
     each, and returns what these share. Layers with states get one for each completion.
     """
-    padding = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, _MASKED)[:, None, None]
-    layout = Decoding({}, None if bool(mask.all()) else padding, room)
+    layout = Decoding({}, room=room)
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
@@ -166,4 +174,6 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
             window = getattr(layer, "sliding_window", None)
             slot = layout.slots.setdefault(window, torch.full((1,), -1, device=mask.device))
             layout.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room)
+    if not mask.all():
+        layout.padding = layout.masked(mask[:, None, None] == 0)
     return layout

@@ -158,7 +158,7 @@ def generate_completions(
         del batch["position_ids"]
         inputs: dict[str, Any] = {**batch, **media}
         forwarded = windows_as_forwarded(unwrapped_model)
-        takes_cache = config.cache_implementation is None and config.use_cache is not False
+        takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
         if takes_cache and forwarded is not unwrapped_model.config:
             inputs["past_key_values"] = DynamicCache(config=forwarded)  # the default one forgets what leaves a window
         with frozen_features(unwrapped_model, rows):
