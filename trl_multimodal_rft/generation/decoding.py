@@ -100,7 +100,7 @@ def decode(
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
     step["position_ids"] = step["position_ids"].clone()
-    finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
+    finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups = 1 if layout is None else layout.n_prompts
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
     (get_state, set_state), logits = _random_state(device), logits.float()
@@ -120,7 +120,6 @@ def decode(
             n += 1
             states.append(get_state())
             if n == stop or (n - start) % every == 0:
-                left = finished.numel()
                 if ends is not None:
                     _pad_behind_ends(ids[:, looked:n], finished, ends, pad)
                     left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
@@ -145,8 +144,7 @@ def decode(
             step["position_ids"].add_(1)
             if layout is not None:
                 layout.advance()
-            if mask is not None:
-                step["attention_mask"] = mask[:, : n - stop]  # which may be longer than the ids
+            step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # it may be longer than the ids
             logits = model(**step, return_dict=True).logits[:, -1].float()
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
@@ -156,8 +154,10 @@ def decode(
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    outputs = {name: tuple(values[: n - start]) for name, values in kept.items()}
-    return GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
+    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
+    for name, values in kept.items():
+        output[name] = tuple(values[: n - start])
+    return output
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
