@@ -11,7 +11,7 @@ from helpers.families import FAMILIES, every_family
 from transformers import GenerationConfig
 
 from trl_multimodal_rft.encoding.conversations import encode_prefix
-from trl_multimodal_rft.forward import caches
+from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.inputs import left_pad, to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
@@ -73,7 +73,7 @@ def test_decoding_copies_no_earlier_keys(monkeypatch):
     options = config(processor.tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
     args = (model, model, prompts[:1] * 2, options, processor.tokenizer.pad_token_id, model.device)
     found = {}
-    monkeypatch.setattr(caches, "_ROOM", 3)
+    monkeypatch.setattr(decoding, "_ROOM", 3)
     for is_shared in (False, True):
         with Counts() as counts:
             output = generate_completions(*args, shared_prefill=is_shared)

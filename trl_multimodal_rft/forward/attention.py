@@ -119,15 +119,10 @@ def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
         _runs_packed.reset(token)
 
 
-def decoding_obstacle(model: PreTrainedModel) -> str | None:
-    """Why a model's attention can't share what caches hold of prompts by a [`Decoding`]; `None` if it can."""
-    config = model.config.get_text_config(decoder=True)
-    for name in ("attention_chunk_size", "num_kv_shared_layers", "kv_sharing_modes", "kv_lora_rank"):
-        if getattr(config, name, None):
-            return f"`{name}`: its layers attend to something else than the last keys of their own cache"
-    if not (model.get_decoder().config._attn_implementation or "").startswith(_PREFIX):
-        return "its attention takes no layout"
-    return sharing_obstacle(model)
+def takes_layouts(model: PreTrainedModel) -> bool:
+    """Whether the attention of a model takes a [`PrefixLayout`] or a [`Decoding`]."""
+    implementation = model.get_decoder().config._attn_implementation or ""
+    return implementation.startswith(_PREFIX) and sharing_obstacle(model) is None
 
 
 @contextmanager

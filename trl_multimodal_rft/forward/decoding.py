@@ -1,21 +1,71 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention of completions while they are decoded, a token at a time, to prompts that are held once."""
+"""Completions while they are decoded, a token at a time: their cache, and attention to prompts that it holds once."""
 
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from . import kernels
 from .kernels import AttentionOptions
 
 
-# Of a layer: keys and values of prompts `(N, heads, P, head_dim)`, and its attention window, if it has one
-Shared = tuple[torch.Tensor, torch.Tensor, int | None]
+# Tokens to make room for at a time
+_ROOM = 128
 
 # Added to scores of what isn't attended to, in any dtype; where that is all, all are equal
-MASKED = -3e4
+_MASKED = -3e4
+
+
+def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of an initialized layer."""
+    return cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
+
+
+class CompletionLayer(DynamicLayer):
+    """
+    A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: at `slot`, from where
+    a window starts anew. Room is made as needed, or for all tokens, which are returned then: shapes don't change.
+    """
+
+    def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int):
+        super().__init__()
+        keys, values = _states(prompts)
+        states = prompts.keys, _ = keys.to(values.dtype), values  # under autocast, rotary embeddings are in float32
+        self.lazy_initialization(*states)
+        self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), 0
+        self._slot, self._is_static = slot, room > 0
+        self.keys, self.values = (each.new_zeros(n_rows, each.size(1), room, each.size(3)) for each in states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = _states(self)
+        if not self._is_static:
+            self.n += 1
+            if (size := keys.size(2)) < min(self.n, self.window or self.n):
+                more = (0, 0, 0, min(_ROOM, (self.window or size + _ROOM) - size))
+                keys, values = self.keys, self.values = F.pad(keys, more), F.pad(values, more)
+        keys.index_copy_(2, self._slot, key_states.to(keys.dtype))
+        values.index_copy_(2, self._slot, value_states.to(values.dtype))
+        return (keys, values) if self._is_static else (keys[:, :, : self.n], values[:, :, : self.n])
+
+    def get_seq_length(self) -> int:
+        return self.prompts.get_seq_length() + self.n
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.n += tokens_to_remove
+
+    def whole(self) -> DynamicLayer:
+        """Makes the layer of prompts one of completions, with the prompt of each before it."""
+        keys, values = _states(self)
+        self.prompts.batch_repeat_interleave(len(keys) // len(_states(self.prompts)[0]))
+        self.prompts.update(keys[:, :, : self.n], values[:, :, : self.n])
+        return self.prompts
 
 
 @dataclass
@@ -24,8 +74,8 @@ class Decoding:
     What the next token of each completion attends to: its prompt, and what the cache holds.
 
     Args:
-        shared (`dict[int, tuple]`):
-            What completions share, by layer. Those of a prompt follow each other, as many for each.
+        shared (`dict[int, DynamicLayer]`):
+            By layer, the cache of prompts. Completions of a prompt follow each other, as many for each.
         padding (`torch.Tensor`, *optional*):
             What is added to scores of prompts, `(N, 1, 1, P)`.
         room (`int`, *optional*):
@@ -34,18 +84,21 @@ class Decoding:
             By attention window, where the cache has the token `(1,)`.
     """
 
-    shared: dict[int, Shared]
+    shared: dict[int, DynamicLayer]
     padding: torch.Tensor | None = None
     room: int = 0
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self._unwritten: torch.Tensor | None = None  # what is added to scores of a cache with room
+    # What is added to scores of a cache with room
+    _unwritten: torch.Tensor | None = field(default=None, init=False)
 
     @property
     def n_prompts(self) -> int:
         """How many prompts are shared."""
-        return len(next(iter(self.shared.values()))[0])
+        return len(_states(next(iter(self.shared.values())))[0])
+
+    def masked(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is added to scores where `hidden` is true, in the dtype of values, so that no layer casts it."""
+        return hidden.to(_states(next(iter(self.shared.values())))[1].dtype) * _MASKED
 
     def advance(self) -> None:
         """Goes to the next token, before its forward."""
@@ -55,7 +108,7 @@ class Decoding:
                 slot.remainder_(window)
         if self.room:
             later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
-            self._unwritten = torch.zeros(1, 1, 1, self.room, device=later.device).masked_fill(later, MASKED)
+            self._unwritten = self.masked(later[None, None, None])
 
     def attend(
         self,
@@ -69,19 +122,16 @@ class Decoding:
         Attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to keys and values of completions, and
         to those of their prompts: once for all queries of a prompt, merged by log-sum-exp.
         """
-        layer = cast(int, module.layer_idx)
-        device, (prompt_key, prompt_value, window) = query.device.type, self.shared[layer]
-        if torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
-            states = (query, key, value, prompt_key, prompt_value)
-            query, key, value, prompt_key, prompt_value = (
-                each.to(torch.get_autocast_dtype(device)) for each in states
-            )
-            self.shared[layer] = prompt_key, prompt_value, window  # not cast again
-        padding, seen = self.padding, prompt_key.size(2)
+        layer = self._layer(module)
+        prompt_key, prompt_value = _states(layer)
+        padding, window = self.padding, getattr(layer, "sliding_window", None)
         if window is not None:
-            seen = min(seen, max(window - key.size(2), 0))
-            prompt_key, prompt_value = (each[..., each.size(2) - seen :, :] for each in (prompt_key, prompt_value))
-            padding = None if padding is None else padding[..., padding.size(-1) - seen :]
+            first = max(prompt_key.size(2) + key.size(2) - window, 0)
+            prompt_key, prompt_value = prompt_key[:, :, first:], prompt_value[:, :, first:]
+            padding = None if padding is None else padding[..., padding.size(-1) - prompt_key.size(2) :]
+        if (expand := getattr(module, "expand_kv", None)) is not None:  # of latents, which caches hold
+            prompt_key, prompt_value = expand(prompt_key, prompt_value)
+        query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         how = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
         output, lse = kernels.attention_with_lse(query, key, value, self._unwritten, *how)
@@ -89,10 +139,41 @@ class Decoding:
             sinks = sinks.view(1, -1, 1)
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
             lse = torch.logaddexp(lse, sinks)
-        if seen:
-            groups = query.view(len(prompt_key), -1, query.size(1), query.size(-1)).transpose(1, 2)
-            other, other_lse = kernels.attention_with_lse(groups, prompt_key, prompt_value, padding, *how)
-            other, other_lse = other.transpose(1, 2), other_lse.transpose(1, 2)
-            weight = (other_lse - lse.view(other_lse.shape)).sigmoid()[..., None].to(output.dtype)
-            output = torch.lerp(output.view(other.shape), other, weight)
-        return output.reshape(len(query), 1, query.size(1), -1)
+        if prompt_key.size(2):
+            query, merged, lse = (_by_prompt(each, len(prompt_key)) for each in (query, output, lse))
+            other, other_lse = kernels.attention_with_lse(query, prompt_key, prompt_value, padding, *how)
+            merged.lerp_(other, (other_lse - lse).sigmoid()[..., None].to(other.dtype))
+        return output.transpose(1, 2)
+
+    def _layer(self, module: nn.Module) -> DynamicLayer:
+        """The cache of prompts for an attention module, which may be that of an earlier layer of its type."""
+        index = cast(int, module.layer_idx)
+        if index not in self.shared:
+            kinds = cast(PreTrainedConfig, module.config).layer_types
+            index = max(i for i in self.shared if kinds[i] == kinds[index])
+        return self.shared[index]
+
+
+def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
+    """A view of `(n * G, heads, 1, ...)` as `(n, heads, G, ...)`, by one operation."""
+    size, (batch, heads, _, *strides) = len(states) // n, states.stride()
+    return states.as_strided((n, states.size(1), size, *states.shape[3:]), (size * batch, heads, batch, *strides))
+
+
+def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
+    """
+    Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
+    each, and returns what these share. Layers with states get one for each completion.
+    """
+    layout = Decoding({}, room=room)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionLayer):
+            index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
+            layer.reorder_cache(cast(torch.LongTensor, index))
+        elif isinstance(layer, DynamicLayer):
+            window = getattr(layer, "sliding_window", None)
+            slot = layout.slots.setdefault(window, torch.full((1,), -1, device=mask.device))
+            layout.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room)
+    if not mask.all():
+        layout.padding = layout.masked(mask[:, None, None] == 0)
+    return layout

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The loop that samples behind a cache, in place of that of transformers' `generate`."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import cast
@@ -8,7 +9,15 @@ from typing import cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    masking_utils,
+)
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMode,
@@ -17,8 +26,10 @@ from transformers.generation import (
 )
 
 from ..algorithms.completions import up_to_first_end
+from ..families import family_of
 from ..forward.attention import decoded_by
 from ..forward.decoding import Decoding
+from ..forward.masks import POINTWISE_LAYERS
 
 
 # Tokens between two looks at whether all completions have ended, where the host would wait for the device
@@ -26,25 +37,24 @@ _TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
 
 # Options for which `generate` does more than to draw from the last token's logits, and their neutral values
 _NEEDS_GENERATE = {
-    **dict.fromkeys(("max_time", "stop_strings", "watermarking_config"), (None,)),
+    **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
     **dict.fromkeys(("guidance_scale", "num_return_sequences"), (None, 1)),
+    **{"cache_implementation": (None, "hybrid"), "use_cache": (None, True)},
 }
 
 
-def takes_cache(config: GenerationConfig) -> bool:
-    """Whether options ask for one token after the other behind a cache, without beams, and drafts from prompts."""
-    if config.cache_implementation not in (None, "hybrid") or config.use_cache is False or config.prefill_chunk_size:
-        return False
-    return config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
-
-
 def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Whether [`decode`] gives what a model's `generate` gives with these options."""
-    if not getattr(model.generate, "__module__", "").startswith("transformers."):
-        return False
+    """Whether [`decode`], behind a cache of prompts, gives what a model's `generate` gives with these options."""
     neutral = all(getattr(config, name, None) in values for name, values in _NEEDS_GENERATE.items())
-    return neutral and takes_cache(config)
+    draws = config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+    is_theirs = getattr(model.generate, "__module__", "").startswith("transformers.")
+    layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
+    _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
+    named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    needs_media = any(each.default is each.empty for each in named) or bool(family_of(model).token_masks)
+    return neutral and draws and is_theirs and is_known and not needs_media
 
 
 def decode(
@@ -90,7 +100,7 @@ def decode(
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
     step["position_ids"] = step["position_ids"].clone()
-    finished, rows = torch.zeros(len(ids), dtype=torch.bool, device=device), None
+    finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups = 1 if layout is None else layout.n_prompts
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
     (get_state, set_state), logits = _random_state(device), logits.float()
@@ -103,17 +113,18 @@ def decode(
             for name, values in kept.items():
                 values.append(logits if name == "logits" else scores)
             token = ids[:, n : n + 1]
-            _draw(scores, cast(bool, config.do_sample), token)
+            if config.do_sample:
+                torch.multinomial(scores.softmax(-1), 1, out=token)
+            else:
+                torch.argmax(scores, -1, keepdim=True, out=token)
             n += 1
-            if every > 1:
-                states.append(get_state())
+            states.append(get_state())
             if n == stop or (n - start) % every == 0:
-                left = finished.numel()
                 if ends is not None:
                     _pad_behind_ends(ids[:, looked:n], finished, ends, pad)
                     left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
-                if ends is not None and left == 0:
-                    if surplus := n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max()):
+                    if left == 0:
+                        surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
                         set_state(states[-1 - surplus])
                         n -= surplus
                         if keeps:
@@ -133,8 +144,7 @@ def decode(
             step["position_ids"].add_(1)
             if layout is not None:
                 layout.advance()
-            if mask is not None:
-                step["attention_mask"] = mask[:, : n - stop]  # which may be longer than the ids
+            step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # it may be longer than the ids
             logits = model(**step, return_dict=True).logits[:, -1].float()
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
@@ -144,18 +154,10 @@ def decode(
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
+    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
     for name, values in kept.items():
         output[name] = tuple(values[: n - start])
     return output
-
-
-def _draw(scores: torch.Tensor, is_random: bool, token: torch.Tensor) -> None:
-    """Writes a token of each row of scores into `token` `(B, 1)`."""
-    if is_random:
-        torch.multinomial(scores.softmax(-1), 1, out=token)
-    else:
-        torch.argmax(scores, -1, keepdim=True, out=token)
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:

@@ -3,7 +3,6 @@
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,21 +11,21 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, masking_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from ..forward.attention import decoding_obstacle
-from ..forward.caches import CompletionLayer, share_prompts
+from ..forward.attention import takes_layouts
+from ..forward.decoding import CompletionLayer, share_prompts
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
 from ..forward.layout import group_by_prompt
-from ..forward.masks import POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
+from ..forward.masks import linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
-from .decoding import decode, decodes, takes_cache
+from .decoding import decode, decodes
 
 
 # Prefixes are prefilled first if that leaves at most this share of the tokens
@@ -151,7 +150,7 @@ def generate_completions(
         if shares_prompts(unwrapped_model, has_room=True):
             config, room = copy.copy(config), config.max_new_tokens
             config.cache_implementation = None
-    if not (shared_prefill and _prefills_once(unwrapped_model) and decodes(unwrapped_model, config)):
+    if not (shared_prefill and decodes(unwrapped_model, config)):
         if branches is not None:
             branches.obstacle = "`generate` uses another cache"
         rows = [*prompts, *dummies]
@@ -159,7 +158,8 @@ def generate_completions(
         del batch["position_ids"]
         inputs: dict[str, Any] = {**batch, **media}
         forwarded = windows_as_forwarded(unwrapped_model)
-        if takes_cache(generation_config) and forwarded is not unwrapped_model.config:
+        takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
+        if takes_cache and forwarded is not unwrapped_model.config:
             inputs["past_key_values"] = DynamicCache(config=forwarded)  # the default one forgets what leaves a window
         with frozen_features(unwrapped_model, rows):
             return _generated(model, unwrapped_model, inputs, generation_config, len(prompts))
@@ -271,17 +271,12 @@ def _prefill(
         return cache, mask, model(**{**inputs, "logits_to_keep": 1}).logits[:, -1]
 
 
-def _layers(model: PreTrainedModel) -> set[type]:
-    """Classes of the layers of a model's cache."""
-    return {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
-
-
 def shares_prompts(model: PreTrainedModel, has_room: bool = False) -> bool:
     """Whether completions of prompts hold keys and values of these once, and whether caches have room for all."""
-    if decoding_obstacle(model) is not None or not _prefills_once(model):
-        return False
-    windows = set() if has_room else {DynamicSlidingWindowLayer}
-    return set() < _layers(model) - {LinearAttentionLayer} <= {DynamicLayer} | windows
+    layers = {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
+    kinds = {DynamicLayer} if has_room else {DynamicLayer, DynamicSlidingWindowLayer}
+    has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # no windows
+    return set() < layers - {LinearAttentionLayer, DummyLayer} <= kinds and not has_chunks and takes_layouts(model)
 
 
 def generate_in_parts(
@@ -339,24 +334,10 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Ab
 
 def _cache_obstacle(model: PreTrainedModel) -> str | None:
     """Why nothing can continue from a cache, as far as a model shows, else see [`Branches.take`]."""
-    if _layers(model) != {DynamicLayer}:
+    if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
         return "its layers keep windows or carry states, which have no mask for padding"
     family = family_of(model)
     return "features of media depend on the batch" if family.isolate is not None or family.blank_media else None
-
-
-def _prefills_once(model: PreTrainedModel) -> bool:
-    """Whether a cache of prompts holds all that generation needs of them."""
-    layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
-    return is_known and not family_of(model).token_masks and not _generates_from_media(model)
-
-
-def _generates_from_media(model: PreTrainedModel) -> bool:
-    """Whether `generate` of a family requires media even with a cache."""
-    _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
-    named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-    return any(each.default is each.empty for each in named)
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
