@@ -16,7 +16,6 @@ LAYOUTS = {
     "mmau": "load_mmau",
     "geometry3k": "load_geo3k",
     "video-r1": "load_video_r1",
-    "intent-train": "load_intent_train",
     "easyr1": "load_easyr1",
     "verl": "load_verl",
     "deepeyes": "load_deepeyes",
