@@ -55,7 +55,7 @@ _VERSIONS = {
     "Tokenizers": "tokenizers",
 }
 
-# Task of a model by the media that it takes
+# Task of a model on the Hub, by the media that it takes
 _TASKS = {
     frozenset({"image"}): "image-text-to-text",
     frozenset({"image", "video"}): "image-text-to-text",
@@ -132,11 +132,6 @@ def base_metadata(name: str) -> dict[str, str]:
     base = name if on_hub else card.get("base_model") if "trl-multimodal-rft" in (card.get("tags") or ()) else None
     known = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}
     return {key: value for key, value in known.items() if isinstance(value, str)}
-
-
-def task_of(kinds: set[str]) -> str | None:
-    """Task of a model on the Hub, `None` for text alone."""
-    return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
 
 
 @dataclass
@@ -244,7 +239,8 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     model_class, scores = type(base).__name__, is_reward_model([type(base).__name__])
-    data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task_of(kinds)
+    task = _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
+    data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     named = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if named else None
