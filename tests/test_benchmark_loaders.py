@@ -375,7 +375,8 @@ def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path, capsys, caplog):
         assert f"accuracy {content['metrics']['accuracy']:.1%} (95 %: ".replace("%", " %", 1) in printed
         assert ("accuracy/sound " in printed and ", 5 rows of v05.15.25" in printed) or benchmark == "geo3k"
     assert "--benchmark_version" not in caplog.text
-    options = ["--benchmark", "mmau", "--dataset_name", str(mmau)]
+    sounds = (mmau / "test-mini-audios").rename(tmp_path / "sounds")
+    options = ["--benchmark", "mmau", "--dataset_name", str(mmau), "--media_dir", str(sounds)]
     script_args, evaluation_args, *_ = parse(evaluate_script.ARGUMENTS, options)
     assert len(evaluate_script.load_rows(script_args, evaluation_args, "test")) == 5
     assert "`--benchmark_version v05.15.25`" in caplog.text

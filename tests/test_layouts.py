@@ -21,7 +21,6 @@ from trl_multimodal_rft.data import (
     load_conversations,
     load_deepeyes,
     load_easyr1,
-    load_intent_train,
     load_omni_preference,
     load_preferences,
     load_verl,
@@ -271,12 +270,12 @@ def test_intent_train(files, tmp_path):
     row = {key: value for key, value in VIDEO_R1.items() if key not in ("data_type", "solution", "path")}
     row |= {"answer": "B", "video": "media/0.mp4"}
     others = [{**row, "problem_type": "emer_ov_mc", "answer": "A,B"}, {**row, "data_type": "image"}]
-    dataset = load_intent_train(files([others[0], row, others[1]]), nframes=8)
+    dataset = load_video_r1(files([others[0], row, others[1]]), nframes=8)
     assert len(dataset) == 1 and dataset[0]["solution"] == "B" and dataset[0]["choices"] == ["A cat", "A dog"]
     (video,) = iter_refs(rows_to_messages([dataset[0]]))
     assert video.options == {"nframes": 8}
     with pytest.raises(ValueError, match="no rows with the problem type 'multiple choice' about videos"):
-        load_intent_train(files(others))
+        load_video_r1(files(others))
 
 
 def test_deepeyes(tmp_path):

@@ -20,9 +20,9 @@ def is_watched() -> bool:
 def progress_bar(
     total: int | None, label: str, unit: str = "row", *, disable: bool | None = False, initial: int = 0
 ) -> tqdm:
-    """A bar that vanishes at its end. `disable` is that of `disable_tqdm`."""
-    hidden, done = bool(disable) or not is_watched(), {"initial": initial, "leave": False}
-    return tqdm(desc=label, total=total, unit=unit, disable=hidden, dynamic_ncols=True, **done)
+    """A bar that vanishes at its end. `disable` is that of `disable_tqdm`; so is `TQDM_DISABLE` of the environment."""
+    hidden = {"disable": True} if disable or not is_watched() else {}
+    return tqdm(desc=label, total=total, unit=unit, initial=initial, leave=False, dynamic_ncols=True, **hidden)
 
 
 def write(*lines: str) -> None:

@@ -75,7 +75,7 @@ def _parser(name: str, shows_all: bool = False) -> Parser:
     if name in LAUNCHED:
         return launched_parser(prog, options_of(name), description, shows_all=shows_all)
     parser = Parser(prog, description)
-    getattr(arguments, name)(parser)
+    getattr(arguments, name, lambda parser: None)(parser)  # `families` has none
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -16,7 +16,6 @@ LAYOUTS = {
     "mmau": "load_mmau",
     "geometry3k": "load_geo3k",
     "video-r1": "load_video_r1",
-    "intent-train": "load_intent_train",
     "easyr1": "load_easyr1",
     "verl": "load_verl",
     "deepeyes": "load_deepeyes",
@@ -50,7 +49,6 @@ _OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradien
 _OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
 _OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation")
 _LIMITS = "sources and sizes of media, as in the trainer's config, as JSON"
-_NO_BAR = "show no progress bar, which terminals alone have"
 _CONFIG = "run config or built-in recipe; keys for other commands are ignored"
 
 
@@ -84,7 +82,6 @@ def check(parser: Parser) -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
     add("--output", help="Markdown file for the report")
-    add("--disable_tqdm", action="store_true", help=_NO_BAR)
     add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
 
 
@@ -136,10 +133,6 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
     return options
 
 
-def families(parser: Parser) -> None:
-    parser.add_argument("--with_rules", action="store_true", help="list only models with family-specific rules")
-
-
 def prepare(parser: Parser) -> None:
     add = parser.add_argument
     add("layout", choices=[*LAYOUTS], help="layout of the dataset")
@@ -159,4 +152,3 @@ def prepare(parser: Parser) -> None:
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
     add("--media_rules", type=json.loads, help=_LIMITS)
-    add("--disable_tqdm", action="store_true", help=_NO_BAR)

@@ -153,16 +153,14 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
         return model_class._from_config(config)
 
 
-def check(
-    rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int, disable_tqdm: bool = False
-) -> Iterator[CheckedRow]:
+def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
     # This process reads the rows of a stream and sends them to the workers, which otherwise get indices
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
     try:
         total = len(rows) if isinstance(rows, Dataset) else None
-        with progress_bar(total, "check", disable=disable_tqdm) as bar:
+        with progress_bar(total, "check") as bar:
             for checked in loader:
                 yield checked
                 n_checked += 1
@@ -307,11 +305,10 @@ def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
     return rows
 
 
-def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
+def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
     """A table under its title; nothing without rows."""
     lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
-    table = "\n".join(f"| {line} |" for line in lines)
-    return [part for part in (title, table) if part] if rows else []
+    return [title, "\n".join(f"| {line} |" for line in lines)] if rows else []
 
 
 def run(args: argparse.Namespace) -> None:
@@ -344,7 +341,7 @@ def run(args: argparse.Namespace) -> None:
     if "prompt" in (rows.column_names or ()):
         rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
-    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers, args.disable_tqdm):
+    for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
         report.add(checked)
     if not report.rows:
         raise ValueError(f"{args.dataset_name!r} has no rows.")

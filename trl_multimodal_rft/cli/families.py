@@ -6,14 +6,14 @@ import argparse
 from ..families import FAMILIES, MODALITIES, family_of
 
 
-def rows(with_rules: bool = False) -> list[tuple[str, str, str, str]]:
+def rows() -> list[tuple[str, str, str, str]]:
     """Rules of each model, without loading it."""
     import transformers
 
     classes = classes_with_media()
     known = {model_type for family in FAMILIES for model_type in family.model_types}
     found = []
-    for model_type in sorted(known if with_rules else known | classes.keys()):
+    for model_type in sorted(known | classes.keys()):
         family = family_of(model_type)
         part = family.trained_part.get(model_type)
         if part is None and model_type not in classes:
@@ -42,7 +42,7 @@ def classes_with_media() -> dict[str, str]:
 def run(args: argparse.Namespace) -> None:
     """Prints the table."""
     header = ("model_type", "takes", "isolate", "trained part")
-    table: list[tuple[str, ...]] = [header, *rows(args.with_rules)]
+    table: list[tuple[str, ...]] = [header, *rows()]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     table.insert(1, tuple("-" * width for width in widths))
     for row in table:

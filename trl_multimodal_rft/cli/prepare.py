@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     check_empty(args.output_dir)
     dataset = convert(args)
     rules = rules_of(args.media_rules, media_dir=args.media_dir)
-    write_folder(dataset, args.output_dir, rules, disable_tqdm=args.disable_tqdm)
+    write_folder(dataset, args.output_dir, rules)
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")

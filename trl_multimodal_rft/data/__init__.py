@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from .reading.rules import MediaRules
     from .rows.benchmarks import load_audiomcq, load_avqa, load_mmau
     from .rows.folders import write_folder
-    from .rows.intent import load_intent_train
     from .rows.layouts import (
         load_charades_sta,
         load_conversations,
@@ -38,7 +37,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "load_omni_preference": "rows.layouts",
         "load_preferences": "rows.layouts",
         "load_verl": "rows.layouts",
-        "load_intent_train": "rows.intent",
         "load_video_r1": "rows.layouts",
         "judge_rows": "rows.pairs",
         "MediaRules": "reading.rules",

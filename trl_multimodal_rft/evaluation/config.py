@@ -76,9 +76,6 @@ class EvaluationConfig:
             Most frames of a video.
         use_audio_in_video (`bool`, *optional*):
             Whether the model hears the sound of a video with its frames.
-        disable_tqdm (`bool`, *optional*):
-            Whether to show no progress bar, which terminals and notebooks alone have. By default the trainer's, if
-            there is one.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -108,7 +105,6 @@ class EvaluationConfig:
     video_fps: float | None = None
     max_frames: int | None = None
     use_audio_in_video: bool | None = None
-    disable_tqdm: bool | None = None
 
     def __post_init__(self):
         for name in ("num_samples", "max_completion_length", "batch_size"):

@@ -57,6 +57,7 @@ class Policy:
     on_media_error: str = "raise"
     is_collective: bool = False  # whether all ranks must call `complete` equally often
     trainer_state: TrainerState = field(default_factory=TrainerState)
+    disable_tqdm: bool | None = False
 
 
 class Evaluation:
@@ -106,7 +107,7 @@ class Evaluation:
         batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
         records: list[dict[str, Any]] = []
         functions, answers, correct = [*self.reward_funcs.values(), *self.toolbox.tools], 0, 0
-        bar = progress_bar(n, "evaluate", disable=args.disable_tqdm)
+        bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
         with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
             for first in range(0, len(batches), ranks):
                 batch_index = first + self.accelerator.process_index

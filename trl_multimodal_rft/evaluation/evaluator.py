@@ -229,8 +229,6 @@ def evaluate_trainer(
         args = EvaluationConfig(
             max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
         )
-    if args.disable_tqdm is None:
-        args = replace(args, disable_tqdm=trainer.args.disable_tqdm)
     trainer.sampler.invalidate_weights()  # an engine may have other weights
 
     def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
@@ -249,6 +247,7 @@ def evaluate_trainer(
         trainer.args.unreadable_rows.action,
         trainer.sampler.is_collective,
         trainer.state,
+        trainer.args.disable_tqdm,
     )
     if reward_funcs:
         rewards = named_rewards(reward_funcs)

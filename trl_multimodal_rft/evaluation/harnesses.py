@@ -2,6 +2,7 @@
 """Evaluation harnesses that ask a server of the model: their command lines, and the scores in their files."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
     return [*words, "--datasets", task, "--work-dir", str(folder), "--no-timestamp"]
 
 
+def hint_of(error: str) -> str:
+    """What lmms-eval's errors about sounds don't say: its requests hold them in no form that a server reads."""
+    is_about_sounds = re.search("[aA]udio|URL", error) is not None
+    return " lmms-eval sends no sounds to servers; take a task of EvalScope." * is_about_sounds
+
+
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
     """Rows with scores, and lmms-eval's own figures. Raises about a failed request, which it would count as wrong."""
     if (path := next(folder.rglob("*_results.json"), None)) is None:
@@ -46,7 +53,8 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
         for sample in _lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl"))):
             completion = str(sample["filtered_resps"])
             if _FAILED in completion:
-                raise ValueError(f"lmms-eval got no answer to row {sample['doc_id']} of {task!r}: {completion}.")
+                problem = f"lmms-eval got no answer to row {sample['doc_id']} of {task!r}: {completion}."
+                raise ValueError(problem + hint_of(completion))
             row = {"task": task, "prompt": sample["input"], "solution": sample["target"], "completions": [completion]}
             for metric in results["higher_is_better"][task]:
                 value = sample.get(metric)

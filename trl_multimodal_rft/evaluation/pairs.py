@@ -145,7 +145,7 @@ def score_pairs(
     stored, name, skips = DatasetRows(dataset), get_callable_name(reward_func), args.on_media_error == "skip"
     indices = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     pairs, skipped, size = [], {}, 1 if skips else args.batch_size
-    bar = progress_bar(len(indices), "evaluate", "pair", disable=args.disable_tqdm)
+    bar = progress_bar(len(indices), "evaluate", "pair")
     with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop, bar:
         for batch in (stored.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
             bar.update(len(batch))

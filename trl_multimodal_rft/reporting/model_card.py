@@ -55,7 +55,7 @@ _VERSIONS = {
     "Tokenizers": "tokenizers",
 }
 
-# Task of a model by the media that it takes
+# Task of a model on the Hub, by the media that it takes
 _TASKS = {
     frozenset({"image"}): "image-text-to-text",
     frozenset({"image", "video"}): "image-text-to-text",

@@ -58,8 +58,9 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
         is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(each % 1 == 0))
         axes.hist(each, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
         axes.axvline(median, color="C1", linewidth=1.2)
-        if is_narrow:
-            axes.xaxis.set_major_locator(require_module("matplotlib.ticker", "plots").MaxNLocator(integer=True))
+        whole = require_module("matplotlib.ticker", "plots").MaxNLocator
+        for axis in (axes.xaxis, axes.yaxis) if is_narrow else (axes.yaxis,):
+            axis.set_major_locator(whole(integer=True, min_n_ticks=1))
         axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
         axes.set_title(
             f"median {median:,.0f}" if median >= 1000 else f"median {median:.3g}", loc="right", fontsize=8, color="C1"

@@ -63,10 +63,9 @@ class EvaluationArguments(ToolArguments):
     benchmark_version: str | None = field(
         default=None, metadata={"help": "Version of the benchmark's questions, for the results, such as `v05.15.25`."}
     )
-    audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
     media_dir: str | None = field(
         default=None,
-        metadata={"help": "Base folder of relative media paths in rows. By default the working directory."},
+        metadata={"help": "Base folder of media paths in rows. By default the benchmark's, or the working directory."},
     )
     max_rows: int | None = field(default=None, metadata={"help": "Evaluate only the first rows, this many."})
     audio_overlong: Literal["raise", "truncate"] = field(
@@ -110,9 +109,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
     name, benchmark = str(script_args.dataset_name), evaluation_args.benchmark
     if script_args.dataset_streaming:
         raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
-    audio: dict[str, Any] = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
-    if audio and benchmark not in ("mmau", "avqa"):
-        raise ValueError("`--audio_dir` is for `--benchmark mmau` and `avqa`; leave it out.")
+    audio = {"audio_dir": evaluation_args.media_dir} if benchmark in ("mmau", "avqa") else {}
     if benchmark is None and evaluation_args.benchmark_version is not None:
         raise ValueError("`--benchmark_version` is of a `--benchmark`; name one, or leave it out.")
     if benchmark == "mmau" and evaluation_args.benchmark_version is None:

@@ -212,6 +212,6 @@ def main(
             rows = rows.remove_columns([PASS_RATE] if PASS_RATE in rows.column_names else [])
             rows = rows.add_column(PASS_RATE, [shares[index] for index in kept])
         rules = MediaRules(media_dir=filter_args.media_dir)
-        write_folder(rows, filter_args.output_dir, rules, disable_tqdm=config.disable_tqdm)
+        write_folder(rows, filter_args.output_dir, rules)
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()

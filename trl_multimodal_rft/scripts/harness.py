@@ -18,7 +18,7 @@ from pathlib import Path
 import requests
 
 from ..evaluation import EvaluationResult
-from ..evaluation.harnesses import PACKAGES, harness_command, harness_result, read_evalscope, read_lmms
+from ..evaluation.harnesses import PACKAGES, harness_command, harness_result, hint_of, read_evalscope, read_lmms
 
 
 # The model's name on its server; lmms-eval takes models for OpenAI's that have `o1` in their names, as in `grpo1`
@@ -70,7 +70,8 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> Eva
     read = read_lmms if name == "lmms" else read_evalscope
     rows, figures = ([], {}) if code else read(folder)
     if not figures:
-        raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
+        error = f"`--benchmark {benchmark}` has no results: {_last_error(log)}"
+        raise ValueError(error + hint_of(error) * (name == "lmms"))
     settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"], "command": command}
     return harness_result(rows, figures, settings)
 

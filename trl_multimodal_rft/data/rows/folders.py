@@ -27,13 +27,7 @@ _GROUP_BYTES, _GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
 T = TypeVar("T")
 
 
-def write_folder(
-    dataset: Dataset | DatasetDict,
-    folder: str | os.PathLike,
-    rules: MediaRules = DEFAULT_RULES,
-    *,
-    disable_tqdm: bool | None = False,
-) -> None:
+def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rules: MediaRules = DEFAULT_RULES) -> None:
     """
     Writes a dataset and its media to a folder that `load_dataset(folder)` reads.
 
@@ -47,8 +41,6 @@ def write_folder(
             Folder that is empty or doesn't exist.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
-        disable_tqdm (`bool`, *optional*, defaults to `False`):
-            Whether to show no progress bar, which terminals and notebooks alone have.
 
     Raises:
         `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
@@ -68,7 +60,7 @@ def write_folder(
     try:
         (aside / "data").mkdir()
         for split, rows in splits.items():
-            with progress_bar(len(rows), f"write {split}", disable=disable_tqdm) as bar:
+            with progress_bar(len(rows), f"write {split}") as bar:
                 _write_split(rows, aside / "data", str(split), rules, bar)
         mask = os.umask(0)  # `mkdtemp` ignores it
         os.umask(mask)

@@ -21,7 +21,7 @@ from ..reading.refs import MediaRef, shortened
 from .benchmarks import PROBLEM_TEMPLATE
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
 from .letters import without_letters
-from .load import json_file, load_rows, read_json, required
+from .load import json_file, load_rows, read_json, read_video_questions, required
 from .nested import is_media_feature
 from .pairs import JUDGE_TEMPLATE, TIE, judge_rows
 from .row import Row
@@ -274,7 +274,6 @@ def load_video_r1(
     nframes: int | None = None,
     max_pixels: int | None = None,
     media_dir: str | Path | None = None,
-    read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
     """
     Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
@@ -287,6 +286,9 @@ def load_video_r1(
     [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` has a path by
     modality, `{"image": path, "audio": path}`.
 
+    https://huggingface.co/datasets/PhilipC/IntentTrain has `answer` in place of `solution`, and `video` of `path`. Of
+    its lists, multiple-choice questions about videos are kept, as NeMo RL reads them.
+
     See [`load_conversations`] for the other arguments and the errors.
 
     Args:
@@ -296,8 +298,6 @@ def load_video_r1(
             Prompt, with `{problem}` and `{options}`, one in each line.
         nframes, max_pixels (`int`, *optional*):
             Frames of each video, and most pixels of an image or a frame, by default the choice of the processor.
-        read (`Callable`, *optional*):
-            Reads the rows of a file, by default of JSON.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
@@ -335,7 +335,7 @@ def load_video_r1(
         choices = without_letters(options) if options else None
         return {"prompt": chat, "solution": solution, "choices": choices, **kept}
 
-    return _convert(path, split, media_dir, convert, None, with_media, read)
+    return _convert(path, split, media_dir, convert, None, with_media, read_video_questions)
 
 
 def load_preferences(

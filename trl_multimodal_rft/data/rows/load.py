@@ -113,6 +113,26 @@ def read_json(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
+def read_video_questions(file: Path) -> list[dict[str, Any]]:
+    """Reads rows of Video-R1, or those of IntentTrain that ask for a choice about a video, by Video-R1's names."""
+    rows = read_json(file)
+    if not any({"answer", "video"} & {*row} for row in rows):
+        return rows
+    rows = [row for row in rows if row.get("problem_type") == "multiple choice"]
+    rows = [row for row in rows if row.get("data_type", "video") == "video"]
+    if not rows:
+        raise ValueError(f"{file} has no rows with the problem type 'multiple choice' about videos.")
+    return [
+        {
+            **{name: value for name, value in row.items() if name != "video"},
+            "data_type": "video",
+            "path": required(row, index, "video", "path"),
+            "solution": required(row, index, "answer", "solution"),
+        }
+        for index, row in enumerate(rows)
+    ]
+
+
 def required(row: dict[str, Any], index: int, *names: str) -> Any:
     """The first of these columns that a row has."""
     for name in names:
