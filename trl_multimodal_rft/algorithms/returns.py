@@ -106,8 +106,8 @@ class Steps:
         _, index = keys.unique(return_inverse=True)
         last = torch.cat([keys[1:] != keys[:-1], torch.ones(1, dtype=torch.bool)])
         rewards = torch.zeros(int(last.sum()), dtype=torch.float64).index_add(0, index, self.rewards.nan_to_num(0.0))
-        columns = (each[last] for each in (self.completions, self.ends, self.turns))
-        return Steps(*columns, rewards, self.outcomes, self.states[last])
+        completions, ends, turns, states = self.completions[last], self.ends[last], self.turns[last], self.states[last]
+        return Steps(completions, ends, turns, rewards, self.outcomes, states)
 
     def returns(self, discount: float) -> torch.Tensor:
         """Reward of each step and of what follows it, discounted per step; the outcome is one of the last, `(S,)`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from decimal import Decimal
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -260,14 +260,14 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
     steps: list[tuple[int, float]] = []
     for each in values:
         end, reward = map(_plain, each) if isinstance(each, (list, tuple)) and len(each) == 2 else (None, None)
-        sampled = isinstance(end, Integral) and any(start <= end < stop for start, stop in turns)
+        sampled = isinstance(end, int) and any(start <= end < stop for start, stop in turns)
         if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
                 f"{source} the step {each!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
                 f"number. The sampled tokens are {spans}."
             )
-        steps.append((int(end), float(reward)))
+        steps.append((cast(int, end), float(cast(float, reward))))
     return StepwiseReward.of(steps)
 
 

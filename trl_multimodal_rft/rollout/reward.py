@@ -245,14 +245,14 @@ def join_steps(
     Steps of all ranks' completions, with the `states` of their turns if anything reads these, and weighted rewards.
     What functions return for whole completions, `(N, F)`, and the bonus, `(N,)`, are the outcome.
     """
-    flat, weights = [(i, *step) for i, own in enumerate(steps) for step in own], weights.cpu().double()
-    completions, ends, turns = (torch.tensor([each[i] for each in flat]) for i in range(3))
-    rewards = torch.tensor([each[3] for each in flat], dtype=torch.float64)
+    flat, weights = [(i, step) for i, own in enumerate(steps) for step in own], weights.cpu().double()
+    completions, ends, turns = torch.tensor([(i, step.end, step.turn) for i, step in flat]).T
+    rewards = torch.tensor([step.rewards for _, step in flat], dtype=torch.float64)
     along = rewards.new_zeros(rewards_per_func.shape).index_add(0, completions, (~rewards.isnan()).double())
     outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along > 0, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
     numbers: dict[str, int] = {}
-    anchors = [0 if states is None else numbers.setdefault(states[i][turn], len(numbers)) for i, _, turn, _ in flat]
+    anchors = [0 if states is None else numbers.setdefault(states[i][step.turn], len(numbers)) for i, step in flat]
     return Steps(completions, ends, turns, weighted_sum(rewards, weights), outcomes, torch.tensor(anchors))
 
 
