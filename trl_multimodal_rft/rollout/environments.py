@@ -13,6 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, is_chat_template
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
+from ..rewards.checks import Argument
 from ..rewards.checks import distinct_names
 
 
@@ -186,7 +187,7 @@ def reward_of(kind: type) -> Callable:
 
     if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def reward(environments, failures: list[Exception | None], **kwargs):
+        async def reward(environments: list[Any], failures: list[Exception | None], **kwargs: Argument):
             rewards: list[float | None] = [None] * len(environments)
             for i in indices(environments, failures):
                 with _noting(failures, i):
@@ -195,7 +196,7 @@ def reward_of(kind: type) -> Callable:
 
     else:
 
-        def reward(environments, failures: list[Exception | None], **kwargs):
+        def reward(environments: list[Any], failures: list[Exception | None], **kwargs: Argument):
             rewards: list[float | None] = [None] * len(environments)
             for i in indices(environments, failures):
                 with _noting(failures, i):

@@ -17,6 +17,7 @@ from .environments import EnvironmentFailure
 
 
 Json = dict[str, Any]  # an object
+Value = str | float | list | Json | None
 Observation = str | list[Json]
 
 _MOST_BYTES = 100 * 2**20  # of an observation, as OpenEnv's own client takes
@@ -75,7 +76,7 @@ class OpenEnvironment:
         self._session, self._is_done = Session(self.url), False
         self.rewards: list[float] = []  # of the episode's steps
 
-    def reset(self, **row: Any) -> Observation:
+    def reset(self, **row: Value) -> Observation:
         """Starts an episode with what JSON holds of a row; the server takes the columns that it knows."""
         self.rewards = []
         with suppress(EnvironmentFailure):  # of a session that the server has closed since
@@ -147,7 +148,7 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
 def _tool(name: str, text: str, schema: Json, call: dict[str, str] | None = None) -> Callable:
     """A method with the parameters of a JSON schema, as TRL reads those of tools."""
 
-    def tool(self: OpenEnvironment, **arguments: Any) -> Observation:
+    def tool(self: OpenEnvironment, **arguments: Value) -> Observation:
         return self._step(arguments if call is None else {**call, "arguments": arguments})
 
     lines, parameters = [" ".join(text.split()), "", "Args:"], []

@@ -40,7 +40,6 @@ from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.reward import rewards_by_turn, rewards_per_func, steps_of, turn_metrics
 from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler
 from ..rollout.score import (
@@ -389,12 +388,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._run.tool_loop(self.sampler, tools, **{**most, **options})
 
     def _reward(self, rollout: Rollout) -> None:
-        rewards = self._run.reward(rollout)
-        rollout.rewards.steps = steps_of(rewards, rollout.source.sampled_turns)
-        found = torch.cat([rewards_per_func(rewards)[..., None], rewards_by_turn(rollout.rewards.steps)], dim=2)
-        found = self.accelerator.gather(found.to(self.accelerator.device))
-        rollout.rewards.per_func = found[..., 0].contiguous()
-        self._run.metrics.add(turn_metrics(found[..., 1:], self._run.rewards.names))
+        self._run.reward_together(rollout)
         self._run.leave_out_failed(rollout)
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 

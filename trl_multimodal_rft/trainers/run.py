@@ -30,7 +30,14 @@ from ..rollout.collect import collect, complete
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.ranks import any_rank, arranged, rank_metrics, sum_over_ranks
-from ..rollout.reward import checked_functions, reward_rollout
+from ..rollout.reward import (
+    checked_functions,
+    reward_rollout,
+    rewards_by_turn,
+    rewards_per_func,
+    steps_of,
+    turn_metrics,
+)
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
 from ..rollout.score import packing_metrics, score_in_batches
@@ -198,6 +205,15 @@ class Run:
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.state(), **arguments}
         return reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+
+    def reward_together(self, rollout: Rollout) -> None:
+        """Notes the rewards of all ranks' completions, and of the steps of this rank's. All ranks must call this."""
+        rewards = self.reward(rollout)
+        rollout.rewards.steps = steps_of(rewards, rollout.source.sampled_turns)
+        found = torch.cat([rewards_per_func(rewards)[..., None], rewards_by_turn(rollout.rewards.steps)], dim=2)
+        found = self.accelerator.gather(found.to(self.accelerator.device))
+        rollout.rewards.per_func = found[..., 0].contiguous()
+        self.metrics.add(turn_metrics(found[..., 1:], self.rewards.names))
 
     def leave_out_failed(self, rollout: Rollout) -> None:
         """
