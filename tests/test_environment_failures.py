@@ -109,9 +109,8 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch)
 
 def test_a_run_ends_when_every_environment_fails(monkeypatch):
     monkeypatch.setattr(Office, "made", 4)
-    script = {i: [call("work", how="hastily")] for i in range(8)}
     with pytest.raises(RuntimeError, match="All environments .*row 0: .*EnvironmentFailure: burnt down") as info:
-        train(GRPO, script, dict.fromkeys(range(8), 0), reward=None)
+        train(GRPO, dict.fromkeys(range(8), [call("work", how="hastily")]), dict.fromkeys(range(8), 0), reward=None)
     assert isinstance(info.value.__cause__, EnvironmentFailure)
     monkeypatch.setattr(Office, "reset", lambda self: None)  # which takes no row
     with pytest.raises(RuntimeError, match="TypeError: .*unexpected keyword argument"):
