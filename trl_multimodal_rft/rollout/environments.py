@@ -13,8 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, is_chat_template
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
-from ..rewards.checks import Argument
-from ..rewards.checks import distinct_names
+from ..rewards.checks import Argument, distinct_names
 
 
 # Methods of environments that aren't tools
