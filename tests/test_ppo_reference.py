@@ -22,6 +22,7 @@ from helpers.families import FAMILIES
 from helpers.ppo_runs import critic_of, encoded, head_weights, weights_of
 from helpers.resumed_runs import equal
 from helpers.trainer_utils import (
+    PLAIN,
     audio_rows,
     image_rows,
     length_and_sum,
@@ -98,21 +99,8 @@ LEARNING_RATE = 1.0  # large enough that the rounding of the weights barely affe
 
 def strategy(folder, **options) -> MultimodalPPOConfig:
     """Groups of 4, two micro-batches of 4 per update, plain gradient descent."""
-    options = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": GROUP,
-        "optim": "sgd",
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        **options,
-    }
+    options = PLAIN | {"max_steps": -1, "max_grad_norm": 1.0, "learning_rate": LEARNING_RATE} | options
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": GROUP} | options
     return MultimodalPPOConfig(str(folder), **options)
 
 
