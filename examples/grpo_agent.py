@@ -1,23 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for an agent that looks at a screen: it scrolls until it sees an icon, clicks on it and reads the digit that
-opens.
+GRPO for an agent that looks at a screen: it scrolls until it sees an icon, clicks on it and reads the digit that opens.
 
-A trajectory has three to six turns, each with a screenshot. Only the last one stays in the context
+A trajectory has three or four turns, each with a screenshot. Only the last one stays in the context
 (`max_context_media=1`), so that each turn is sampled, and scored, in a context of its own. A small Qwen2.5-VL learns
-this on a CPU in minutes. It starts with supervised fine-tuning on the turns of a few demonstrations:
+this on a CPU in minutes. It starts with supervised fine-tuning on the turns of demonstrations, whose first scroll goes
+up or down at random. Where to scroll, which a bar shows, is learned from the reward alone:
 
 ```bash
 accelerate launch examples/grpo_agent.py
 ```
 
-No trajectory has more than six screenshots, so the same with the whole history kept is
+No conversation has more than six screenshots, so the same with the whole history is
 
 ```bash
 accelerate launch examples/grpo_agent.py --max_context_media 6 --output_dir outputs/grpo_agent_history
 ```
 
-Both print the accuracy on held-out digits with its confidence interval, and how many tokens the policy reads.
+Both print the accuracy on held-out screens with its confidence interval, and how many tokens the policy reads.
 """
 
 from collections import defaultdict
@@ -43,7 +43,8 @@ DEMO = {
     "max_completion_length": 150,  # with the whole history, all screenshots
     "max_tool_calling_iterations": 3,  # which leaves none to turn around
     "max_context_media": 1,
-    "max_steps": 30,
+    "max_steps": 60,
+    "lr_scheduler_type": "constant",
     "entropy_coef": 0.01,
 }
 SIZE = 28  # pixels of a screenshot's side
@@ -211,7 +212,7 @@ def demo(script_args, training_args, model_args):
     training_args.ignored_media_columns = ["page", "opened"]
     turns = demonstrations(pages(300, seed=3), training_args.max_context_media, seed)
     answers = turns.filter(lambda row: "tool_call" not in str(row["completion"]))
-    for lessons, batch_size, max_steps in ((answers, 20, 70), (turns, 40, 25)):  # digits are harder than calls
+    for lessons, batch_size, max_steps in ((answers, 20, 70), (turns, 40, 50)):  # digits are harder than calls
         cold_start(
             model,
             processor,
