@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for an agent that looks at a screen: it scrolls until it sees an icon, clicks on it and reads the digit that opens.
+GRPO for an agent that looks at a screen: it scrolls until it sees an icon, clicks on it and reads the digit it opens.
 
 A trajectory has three or four turns, each with a screenshot. Only the last one stays in the context
 (`max_context_media=1`), so that each turn is sampled, and scored, in a context of its own. A small Qwen2.5-VL learns

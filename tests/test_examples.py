@@ -141,7 +141,7 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
 
 @pytest.mark.slow
 def test_agent(tmp_path):
-    output = launch("grpo_agent", tmp_path)
+    output = launch("grpo_agent", tmp_path, "--num_generations", "8")
     check_results(tmp_path, output)
     assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
     mean, longest, read = re.findall(r"\(.* to .*\); contexts of (\d+) tokens, (\d+) at most, (\d+) in a", output)[-1]
