@@ -43,7 +43,7 @@ DEMO = {
     "max_completion_length": 150,  # with the whole history, all screenshots
     "max_tool_calling_iterations": 3,  # which leaves none to turn around
     "max_context_media": 1,
-    "max_steps": 60,
+    "max_steps": 30,
     "lr_scheduler_type": "constant",
     "entropy_coef": 0.01,
 }
