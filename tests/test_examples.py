@@ -153,9 +153,10 @@ class Demonstrating(Saying):
 
     read = ()
 
-    def __call__(self, model, prompts, **options):
+    def __call__(self, model, prompts, *, branches, **options):
         self.read = [*self.read, *prompts]
-        return super().__call__(model, prompts, **options)
+        later = branches.continuations or None  # evaluations give no room
+        return super().__call__(model, prompts, room=later, branches=branches, **options)
 
 
 @pytest.mark.slow
