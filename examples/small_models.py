@@ -61,7 +61,7 @@ def cropping_model(seed: int = 0) -> AudioModel:
 
     The processor's chat template formats tool calls as Qwen's does.
     """
-    calls = [_call("crop", start=i, end=i + 1) for i in range(4)]
+    calls = [tool_call("crop", start=i, end=i + 1) for i in range(4)]
     model, processor = _audio_model([SPOKEN_QUESTION, *DIGITS, "tool", *calls], seed, hop_length=320)
     processor.tokenizer.response_template = qwen3_template  # parses tool calls
     return model, processor
@@ -83,7 +83,15 @@ def hidden_digit_model(seed: int = 0) -> VisionModel:
 
     The processor's chat template formats tool calls as Qwen's does.
     """
-    calls = [_call("zoom", x=i, y=i) for i in range(2)]
+    calls = [tool_call("zoom", x=i, y=i) for i in range(2)]
+    model, processor = _vision_model([HIDDEN_QUESTION, *DIGITS, "tool", *calls], seed, initializer_range=0.1)
+    processor.tokenizer.response_template = qwen3_template  # parses tool calls
+    return model, processor
+
+
+def screen_model(seed: int = 0) -> VisionModel:
+    """[`hidden_digit_model`] with tokens for calls of `scroll(down)` and `click(x, y)` instead."""
+    calls = [call for i in range(2) for call in (tool_call("scroll", down=i), tool_call("click", x=i, y=i))]
     model, processor = _vision_model([HIDDEN_QUESTION, *DIGITS, "tool", *calls], seed, initializer_range=0.1)
     processor.tokenizer.response_template = qwen3_template  # parses tool calls
     return model, processor
@@ -184,7 +192,7 @@ def _tokenizer(texts: list[str], **named: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _call(name: str, **arguments: int) -> str:
+def tool_call(name: str, **arguments: int) -> str:
     """A tool call as the chat template formats it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 

@@ -14,12 +14,17 @@ import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
+from grpo_agent import Screen, demonstrations, pages
 from helpers import forked
 from helpers.processes import PATIENCE
-from small_models import cropping_model, hidden_digit_model
+from helpers.tools import Saying
+from small_models import cropping_model, hidden_digit_model, screen_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, moving_digits, spoken_digits
+from trl.data_utils import prepare_multimodal_messages
 
-from trl_multimodal_rft import MultimodalPPOConfig
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOConfig
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
+from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.ppo import ARGUMENTS
 
@@ -132,6 +137,50 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
     output = launch(script, tmp_path / "trained", *options)
     assert "'tools/call_frequency':" in output and "rewards/format_reward/mean" in output and "eval_reward" in output
     assert not (tmp_path / "trained" / "cold_start").exists()
+
+
+@pytest.mark.slow
+def test_agent(tmp_path):
+    output = launch("grpo_agent", tmp_path, "--num_generations", "8")
+    check_results(tmp_path, output)
+    assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
+    mean, longest, read = re.findall(r"\(.* to .*\); contexts of (\d+) tokens, (\d+) at most, (\d+) in a", output)[-1]
+    assert 0 < int(mean) <= int(longest) < int(read) and "tool media vs. model's forward" in output
+
+
+class Demonstrating(Saying):
+    """Says what demonstrations say, and keeps what it reads."""
+
+    read = ()
+
+    def __call__(self, model, prompts, *, branches, **options):
+        self.read = [*self.read, *prompts]
+        later = branches.continuations or None  # evaluations give no room
+        return super().__call__(model, prompts, room=later, branches=branches, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [1, 6])
+def test_the_agents_demonstrations_are_right_and_have_its_contexts(most, tmp_path):
+    model, processor = screen_model()
+    rows = pages(4, seed=0)
+    options = {"max_context_media": most, "ignored_media_columns": ["page", "opened"], "use_cpu": True, "bf16": False}
+    args = MultimodalGRPOConfig(str(tmp_path), **options)
+    trainer = MultimodalGRPOTrainer(model, accuracy_reward, args, rows, None, processor, environment_factory=Screen)
+    lessons = [demonstrations(rows.select([i]), most, seed=i).to_list() for i in range(4)]
+    script = {i: [turn["completion"][0]["content"][0]["text"] for turn in turns] for i, turns in enumerate(lessons)}
+    assert max(map(len, script.values())) > 4
+    trainer.sampler = sampler = Demonstrating(trainer, script)
+    config = EvaluationConfig(max_completion_length=200, batch_size=4)
+    assert evaluate_trainer(trainer, rows, accuracy_reward, config).metrics["accuracy"] == 1
+    read = [(each.input_ids.tolist(), each.media["pixel_values"].sum().item()) for each in sampler.read]
+    expected = []
+    for turn in (turn for turns in lessons for turn in turns):
+        messages = prepare_multimodal_messages(turn["prompt"], images=turn["images"])
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = processor.apply_chat_template(messages, **options)
+        expected.append((inputs["input_ids"][0].tolist(), inputs["pixel_values"].sum().item()))
+    assert sorted(read) == [(ids, pytest.approx(total)) for ids, total in sorted(expected)]
 
 
 def check_critic(output_dir, output):
