@@ -156,7 +156,7 @@ def test_ties_pull_scores_together_and_are_no_right_or_wrong(tmp_path):
     trainer = run_ours(Dataset.from_list(rows), tmp_path, self_check=False)
     trainer.model.train()
     batch = trainer.data_collator(rows)
-    scores = trainer._score(trainer.model, batch).values[:, 0].detach()
+    scores = trainer._loss(trainer.model, batch, None)[1].values[:, 0].detach()
     difference = scores[:4] - scores[4:]
     loss = trainer.compute_loss(trainer.model, batch)
     both = -(logsigmoid(difference) + logsigmoid(-difference))

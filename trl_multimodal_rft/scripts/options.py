@@ -40,8 +40,8 @@ FIRST += ("logging_steps", "save_steps", "gradient_accumulation_steps", "steps_p
 FIRST += ("num_samples", "pass_at", "max_completion_length", "temperature", "use_vllm", "vllm_mode")
 FIRST += ("vllm_gpu_memory_utilization", "vllm_max_model_length", "max_tool_calling_iterations", "packing")
 FIRST += ("max_tokens_per_microbatch", "gradient_checkpointing", "learning_rate", "value_learning_rate")
-FIRST += ("freezing_actor_steps", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "beta")
-FIRST += ("entropy_coef", "epsilon", "epsilon_high", "delta", "loss_type")
+FIRST += ("max_context_media", "freezing_actor_steps", "lr_scheduler_type", "warmup_steps", "weight_decay")
+FIRST += ("max_grad_norm", "beta", "entropy_coef", "epsilon", "epsilon_high", "delta", "loss_type")
 # Options that name a model, a dataset or a folder
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
