@@ -23,7 +23,7 @@ Both print the accuracy on held-out screens with its confidence interval, and ho
 from collections import defaultdict
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from demo import DEMO_ARGUMENTS, cold_start, demo_inputs, start, train_and_measure
 from PIL import Image, ImageDraw
 from small_models import screen_model, tool_call
@@ -211,19 +211,16 @@ def demo(script_args, training_args, model_args):
     dataset = DatasetDict(train=pages(1000, seed=1), test=pages(200, seed=2))
     training_args.ignored_media_columns = ["page", "opened"]
     turns = demonstrations(pages(300, seed=3), training_args.max_context_media, seed)
-    answers = turns.filter(lambda row: "tool_call" not in str(row["completion"]))
-    for lessons, batch_size, max_steps in ((answers, 20, 70), (turns, 40, 50)):  # digits are harder than calls
-        cold_start(
-            model,
-            processor,
-            lessons,
-            training_args,
-            batch_size,
-            max_steps=max_steps,
-            learning_rate=2e-3,
-            lr_scheduler_type="constant",
-            dataloader_num_workers=0,
-        )
+    harder = turns.filter(lambda row: "scroll" not in str(row["completion"]))  # where to click, and digits
+    cold_start(
+        model,
+        processor,
+        concatenate_datasets([turns, harder, harder]),
+        training_args,
+        batch_size=40,
+        max_steps=130,
+        learning_rate=2e-3,
+    )
     trainer = MultimodalGRPOTrainer(
         **demo_inputs(model, processor, dataset, training_args, model_args),
         reward_funcs=accuracy_reward,
