@@ -66,6 +66,8 @@ def checked_functions(
     """Reward functions by name, whose arguments and results are checked; models of text read completions as text."""
     readers = [name for name, each in zip(names, reward_funcs, strict=True) if isinstance(each, nn.Module)]
     check_readers(readers, rollout.source.messages, rollout.source.completions)
+    noted = {"failures": rollout.source.failures}
+    reward_funcs = [partial(each, **noted) if hasattr(each, "notes_failures") else each for each in reward_funcs]
     return {
         name: checked_reward(
             read_as_text(each, processor, template_kwargs) if name in readers else each,
@@ -89,7 +91,6 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
     ]
     if rollout.source.environments is not None:
         rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
-        kwargs = {**kwargs, "failures": rollout.source.failures}
     prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
     groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
     return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **kwargs}
