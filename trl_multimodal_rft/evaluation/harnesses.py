@@ -2,7 +2,6 @@
 """Evaluation harnesses that ask a server of the model: their command lines, and the scores in their files."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from .result import SCORE, EvaluationResult, estimate
 
 
 # Exact versions, as their files change. lmms-eval imports a module that filelock 4.3 no longer has.
-PACKAGES = {"lmms": ("lmms-eval==0.7.3", "filelock<4.3"), "evalscope": ("evalscope==1.14.1",)}
+PACKAGES = {"lmms": ("lmms-eval[audio,video]==0.7.3", "filelock<4.3"), "evalscope": ("evalscope==1.14.1",)}
+PLUGIN = Path(__file__).with_name("lmms_plugin")  # what lmms-eval finds on its path
 _FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # what lmms-eval scores as a completion
 # Entries with the score of a row, where a task of lmms-eval stores more
 _ENTRIES = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
@@ -32,12 +32,6 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
     return [*words, "--datasets", task, "--work-dir", str(folder), "--no-timestamp"]
 
 
-def hint_of(error: str) -> str:
-    """What lmms-eval's errors about sounds don't say: its requests hold them in no form that a server reads."""
-    is_about_sounds = re.search("[aA]udio|URL", error) is not None
-    return " lmms-eval sends no sounds to servers; take a task of EvalScope." * is_about_sounds
-
-
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
     """Rows with scores, and lmms-eval's own figures. Raises about a failed request, which it would count as wrong."""
     if (path := next(folder.rglob("*_results.json"), None)) is None:
@@ -53,8 +47,7 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
         for sample in _lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl"))):
             completion = str(sample["filtered_resps"])
             if _FAILED in completion:
-                problem = f"lmms-eval got no answer to row {sample['doc_id']} of {task!r}: {completion}."
-                raise ValueError(problem + hint_of(completion))
+                raise ValueError(f"lmms-eval got no answer to row {sample['doc_id']} of {task!r}: {completion}.")
             row = {"task": task, "prompt": sample["input"], "solution": sample["target"], "completions": [completion]}
             for metric in results["higher_is_better"][task]:
                 value = sample.get(metric)

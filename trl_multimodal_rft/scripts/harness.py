@@ -18,7 +18,7 @@ from pathlib import Path
 import requests
 
 from ..evaluation import EvaluationResult
-from ..evaluation.harnesses import PACKAGES, harness_command, harness_result, hint_of, read_evalscope, read_lmms
+from ..evaluation.harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 
 # The model's name on its server; lmms-eval takes models for OpenAI's that have `o1` in their names, as in `grpo1`
@@ -70,8 +70,7 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> Eva
     read = read_lmms if name == "lmms" else read_evalscope
     rows, figures = ([], {}) if code else read(folder)
     if not figures:
-        error = f"`--benchmark {benchmark}` has no results: {_last_error(log)}"
-        raise ValueError(error + hint_of(error) * (name == "lmms"))
+        raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
     settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"], "command": command}
     return harness_result(rows, figures, settings)
 
@@ -112,8 +111,8 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
     key = os.environ.get("OPENAI_API_KEY", "none")
-    environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key}
-    environment.pop("PYTHONPATH", None)  # of another environment than the program's
+    # The path is that of another environment than the program's
+    environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key, "PYTHONPATH": str(PLUGIN)}
     sys.stderr.write(f"`{' '.join(command)}` runs, and prints to {log}\n")
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
