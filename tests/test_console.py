@@ -229,23 +229,13 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
     assert "resume" not in options and (options["max_steps"], options["reward_funcs"]) == (3, ["accuracy_reward"])
 
 
-@pytest.mark.parametrize(
-    ("text", "n"),
-    [
-        ("max_steps: 3\n", 3),
-        ("max_steps: -1", -1),
-        ("{max_steps: 9}", 9),
-        ("", 8),
-        ("- a\n", 8),
-        ("max_steps: [", 8),
-        ("max_steps", 8),
-        ("b: 1", 8),
-    ],
-)
-def test_resumed_run_keeps_its_steps_if_its_file_has_them(text, n, tmp_path):
-    (tmp_path / "run.yaml").write_text(text)
-    write_run_file(tmp_path, "trl-multimodal-rft grpo", {"max_steps": 8}, resumed=True)
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"max_steps": n}
+def test_resumed_run_keeps_its_steps_if_its_file_has_them(tmp_path):
+    for text in (None, "", "- a", "max_steps: [", "max_steps", "b: 1", "max_steps: -1"):
+        if text is not None:
+            (tmp_path / "run.yaml").write_text(text)
+        write_run_file(tmp_path, "trl-multimodal-rft grpo", {"max_steps": 8}, resumed=True)
+        steps = -1 if text == "max_steps: -1" else 8
+        assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"max_steps": steps}
 
 
 def test_run_file_starts_the_same_run(given):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..data.rows.columns import as_text
+from ..data.rows.columns import as_text, strip_media
 from .result import SCORE, EvaluationResult, estimate
 
 
-# Exact versions, as their files change. lmms-eval imports a module that filelock 4.3 no longer has.
-PACKAGES = {"lmms": ("lmms-eval[audio,video]==0.7.3", "filelock<4.3"), "evalscope": ("evalscope==1.14.1",)}
+# What `uvx` installs: exact versions, as their files change. lmms-eval imports a module that filelock 4.3 has no more.
+PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # what lmms-eval finds on its path
 _FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # what lmms-eval scores as a completion
 # Entries with the score of a row, where a task of lmms-eval stores more
@@ -73,21 +73,16 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
             for metric, reason in (score["metadata"] or {}).get("metric_errors", {}).items():
                 if name.lower().startswith(metric.lower()):
                     raise ValueError(f"EvalScope couldn't score row {review['index']} of {path.stem!r}: {reason}.")
-            prompt = as_text([{"role": each["role"], "content": _text(each["content"])} for each in messages])
             target = target if isinstance(target, str) else ", ".join(map(str, target))
-            row = {"task": path.stem, "prompt": prompt, "solution": target, "completions": [score["prediction"]]}
-            rows.append(row | {SCORE + name: float(score["value"][name])})
+            row = {"task": path.stem, "prompt": as_text(strip_media(messages)), "solution": target}
+            row |= {"completions": [score["prediction"]], SCORE + name: float(score["value"][name])}
+            rows.append(row)
     return rows, {name: figure}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         yield from map(json.loads, lines)
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
 
 
 def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str, Any]) -> EvaluationResult:

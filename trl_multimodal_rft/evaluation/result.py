@@ -68,7 +68,7 @@ class EvaluationResult:
     skipped: dict[int, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        lines = _metric_lines(self)
+        lines = metric_lines(self.metrics, self.settings)
         more = [f"... and {len(lines) - _N_METRICS} more in `metrics`"] * (len(lines) > _N_METRICS)
         return "\n  ".join([f"EvaluationResult of {len(self.rows)} rows:", *lines[:_N_METRICS], *more])
 
@@ -178,19 +178,21 @@ def summary(result: EvaluationResult) -> str:
     right = [row for row in result.rows if row["correct"][0]]
     wrong = [row for row in result.rows if not row["correct"][0]]
     some = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
-    return "\n".join([*_metric_lines(result), *map(_answer, sorted(some, key=lambda row: row["index"]))])
+    lines = metric_lines(result.metrics, result.settings)
+    return "\n".join([*lines, *map(_answer, sorted(some, key=lambda row: row["index"]))])
 
 
-def _metric_lines(result: EvaluationResult) -> list[str]:
-    metrics, lines = result.metrics, []
+def metric_lines(metrics: dict[str, float | None], settings: dict[str, Any]) -> list[str]:
+    """Metrics in lines, shares in per cent with their intervals."""
+    lines = []
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
             continue
         if f"{name}_low" in metrics:
             low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
-            level = f"{100 * result.settings.get('confidence', math.nan):.4g} %"
+            level = f"{100 * settings.get('confidence', math.nan):.4g} %"
             interval = "" if low is None or high is None else f" ({level}: {100 * low:.1f} to {100 * high:.1f} %)"
-            of_version = f" of {release}" if (release := result.settings.get("benchmark_version")) else ""
+            of_version = f" of {release}" if (release := settings.get("benchmark_version")) else ""
             counted = f", {metrics['scored_rows']} rows{of_version}" if name == "accuracy" else ""
             shown = f"{_per_cent(value)}{interval}{counted}"
         elif name.startswith(("accuracy", "truncated")):

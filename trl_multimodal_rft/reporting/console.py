@@ -383,12 +383,8 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """The main metrics of an evaluation, after a label that has the dataset's name if it is one of several."""
     names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
-    prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
-    plain = {}
-    for name, value in logs.items():
-        prefix = next((each for each in prefixes if name.startswith(each)), None)
-        if prefix is not None:
-            plain[name.removeprefix(prefix)] = value
+    pattern = f"eval_(?:{re.escape(names[0])}_)?(.+)" if names else "eval_(.+)"
+    plain = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}
     return " ".join(["eval", *names[:1]]), metric_values(plain)
 
 

@@ -58,13 +58,10 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
         is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(each % 1 == 0))
         axes.hist(each, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
         axes.axvline(median, color="C1", linewidth=1.2)
-        whole = require_module("matplotlib.ticker", "plots").MaxNLocator
-        for axis in (axes.xaxis, axes.yaxis) if is_narrow else (axes.yaxis,):
-            axis.set_major_locator(whole(integer=True, min_n_ticks=1))
+        axes.locator_params("both" if is_narrow else "y", integer=True, min_n_ticks=1)
         axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
-        axes.set_title(
-            f"median {median:,.0f}" if median >= 1000 else f"median {median:.3g}", loc="right", fontsize=8, color="C1"
-        )
+        shown = f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
+        axes.set_title(f"median {shown}", loc="right", fontsize=8, color="C1")
         axes.set_ylabel(count_of if i % n_columns == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
@@ -101,5 +98,4 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
 
 
 def _figure(width: float, height: float) -> "Figure":
-    made = require_module("matplotlib.figure", "plots").Figure
-    return made(figsize=(width, height), dpi=_DPI, layout="constrained")
+    return require_module("matplotlib.figure", "plots").Figure((width, height), _DPI, layout="constrained")

@@ -15,6 +15,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.difficulty import PASS_RATE
 from ..data.rows.folders import check_empty, write_folder
 from ..evaluation import EvaluationConfig, EvaluationResult
+from ..evaluation.result import metric_lines
 from ..reporting.curves import save_figure
 from ..reporting.plots import check_plot, histograms
 from .arguments import RFTScriptArguments
@@ -41,12 +42,8 @@ class FilterArguments(EvaluationArguments):
             "those whose answers need their medium."
         },
     )
-    min: float | None = field(
-        default=None, metadata={"help": "With `--by accuracy`, minimum share of correct answers. Defaults to 0.1."}
-    )
-    max: float | None = field(
-        default=None, metadata={"help": "With `--by accuracy`, maximum share of correct answers. Defaults to 0.9."}
-    )
+    min: float = field(default=0.1, metadata={"help": "With `--by accuracy`, minimum share of correct answers."})
+    max: float = field(default=0.9, metadata={"help": "With `--by accuracy`, maximum share of correct answers."})
     min_accuracy_with: float = field(
         default=0.5, metadata={"help": "Minimum share of correct answers with the medium."}
     )
@@ -62,14 +59,10 @@ class FilterArguments(EvaluationArguments):
         for name in names:
             if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise ValueError(f"`--{name}` has no effect with `--by {self.by}`; leave it out, or change `--by`.")
-        if self.by == "accuracy":
-            self.min = 0.1 if self.min is None else self.min
-            self.max = 0.9 if self.max is None else self.max
-            if not 0 <= self.min <= self.max <= 1:
-                raise ValueError(
-                    f"`--min` ({self.min}) and `--max` ({self.max}) must be between 0 and 1, with `--min` at most "
-                    "`--max`."
-                )
+        if self.by == "accuracy" and not 0 <= self.min <= self.max <= 1:
+            raise ValueError(
+                f"`--min` ({self.min}) and `--max` ({self.max}) must be between 0 and 1, with `--min` at most `--max`."
+            )
 
 
 def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
@@ -133,24 +126,15 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
 def _text(report: dict[str, Any]) -> str:
     settings, metrics = report["settings"], report["metrics"]
     modality = settings["ablate"]
-    names = {
-        f"accuracy with {modality}": f"accuracy_with_{modality}",
-        f"accuracy without {modality}": f"accuracy_without_{modality}",
-        "contribution": f"{modality}_contribution",
-    }
     kept = f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows "
     if report["by"] == "contribution":
         kept += f"need their {modality} ({settings['ablate_with']} in its place)."
     else:
         n = settings["num_samples"]
         kept += f"have {report['min']:.0%} to {report['max']:.0%} of {n} answers right."
-        names = {"accuracy of all rows": "accuracy"}
     lines = [kept, *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items())]
-    for label, name in names.items():
-        value, low, high = (metrics[f"{name}{end}"] for end in ("", "_low", "_high"))
-        interval = "" if low is None else f" ({low:.1%} to {high:.1%})"
-        lines.append(f"- {label}: " + ("none" if value is None else f"{value:.1%}{interval}"))
-    return "\n".join(lines)
+    of_rows = [line for line in metric_lines(metrics, settings) if line.startswith(("accuracy", f"{modality}_"))]
+    return "\n".join([*lines, *(f"- {line}" for line in of_rows)])
 
 
 def _checked(config: EvaluationConfig, by: str) -> EvaluationConfig:

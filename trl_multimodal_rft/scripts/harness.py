@@ -63,8 +63,7 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> Eva
         command = harness_command(name, task, _NAME if url is None else model, address, folder)
         command += flags({"limit": options["max_rows"], **harness_args.harness_args})
         if shutil.which(command[0]) is None:
-            first, *others = PACKAGES[name]
-            command = ["uvx", "--from", first, *(word for each in others for word in ("--with", each)), *command]
+            command = ["uvx", "--from", *PACKAGES[name].split(), *command]
         with _program(command, log, "`pip install uv`, or install the harness.") as harness:
             code = harness.wait()
     read = read_lmms if name == "lmms" else read_evalscope

@@ -86,11 +86,9 @@ def packaged(folder: str, name: str) -> str:
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
         stem, stems, near = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
-        if stem not in stems and not near:
-            stem = next(iter(difflib.get_close_matches(stem, stems, 1, cutoff=0.8)), stem)
-        same = [file for file in files if Path(file).name == stem]
-        near = f" Did you mean {' or '.join(f'`{file}`' for file in same)}?" if same else near
-        near = near or f" This package has {', '.join(files)}."
+        close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if near else 0.8)
+        same = [f"`{file}`" for file in files if Path(file).name in close]
+        near = f" Did you mean {' or '.join(same)}?" if same else near or f" This package has {', '.join(files)}."
         raise ValueError(f"There is no file {name!r}.{near}")
     return str(files[name])
 

@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,13 @@ _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECAS
 def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any], resumed: bool = False) -> None:
     """Writes the options that the user of a run set. A resumed run, which may be longer, leaves its `max_steps`."""
     keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
-    before = _max_steps(path) if resumed and path.is_file() else None
-    keys |= {} if before is None else {"max_steps": before}
+    if resumed:
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):  # a user may have edited it
+            keys["max_steps"] = yaml.safe_load(path.read_text(encoding="utf-8"))["max_steps"]
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
     path.write_text(f"# {command} --config {path}\n{text}", encoding="utf-8")
-
-
-def _max_steps(path: Path) -> int | None:
-    """That of a run file, which a user may have edited."""
-    try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return None
-    return options.get("max_steps") if isinstance(options, dict) else None
 
 
 def _without_secrets(value: Any, *, is_environment: bool = False) -> Any:

@@ -211,9 +211,8 @@ def check_instances(**arguments: Any) -> None:
     """Refuses a class where an instance is needed."""
     for name, value in arguments.items():
         if isinstance(value, type):
-            make = "from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)"
-            joined = f"{value.__name__}{'.' if make[0] != '(' else ''}{make}"
-            raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{joined}`.")
+            make = value.__name__ + (".from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)")
+            raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{make}`.")
 
 
 def check_unsplit(args: Any, model: Any) -> None:
