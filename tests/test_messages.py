@@ -231,7 +231,6 @@ def test_arguments_of_another_type(kind, refused, rows):
         ("train_dataset", rows.to_list(), "`Dataset` or `IterableDataset`, got a list; pass `Dataset.from_list("),
         ("eval_dataset", [{}], "`eval_dataset` must be a `Dataset` or `IterableDataset`, got a list; pass `Dataset."),
         ("eval_dataset", {"a": [{}]}, "`eval_dataset['a']` must be a `Dataset`"),
-        ("train_dataset", {"prompt": ["A cat?"]}, "got a dict of columns; pass `Dataset.from_dict(columns)`."),
         (
             "train_dataset",
             {"prompt": np.array(["A cat?"])},

@@ -13,7 +13,6 @@ from datasets import Dataset
 from helpers.chats import RATE, audio
 from helpers.trainer_utils import saved
 
-from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
@@ -80,18 +79,6 @@ def test_evaluation_of_a_file_needs_other_rows(folder):
         command(grpo, "--eval_strategy", "steps")
     splits = ["--dataset_train_split", "train[:2]", "--dataset_test_split", "train[2:]"]
     command(grpo, "--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "2", *splits)
-
-
-def test_check_starts_relative_paths_from_the_folder(folder, capsys):
-    write(audio="{i}.wav")
-    words = ["check", "--dataset_name", "rows.jsonl", "--num_workers", "0"]
-    words += ["--model_name_or_path", str(saved("qwen2_audio"))]
-    with pytest.raises(SystemExit):
-        main(words)
-    message = f"no such file: '{folder}/0.wav' (relative paths start from the working directory"
-    assert message in capsys.readouterr().out
-    main([*words, "--media_dir", "clips"])
-    assert "All 4 rows would train." in capsys.readouterr().out
 
 
 MESSAGES = [{"role": "user", "content": "What do you hear?"}]
@@ -163,13 +150,6 @@ def test_hints_of_other_libraries_in_blocks_of_text(folder):
     known = {"text": "What is it?", "cache_control": {"type": "ephemeral"}, "annotations": [], "image": ""}
     write(prompt=[{"role": "user", "content": [{"type": "audio"}, {"type": "text", **known}]}], audio="clips/{i}.wav")
     command(grpo)
-
-
-def test_answers_in_prompts_are_found_by_the_check_of_rows(folder, capsys):
-    write(**ANSWERED["turns"])
-    with pytest.raises(SystemExit):
-        main(["check", "--dataset_name", "rows.jsonl", "--num_workers", "0", "--model_name_or_path", MODEL])
-    assert "ends with the assistant's message" in capsys.readouterr().out
 
 
 CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "A bird."}]
