@@ -5,6 +5,7 @@ import base64
 import io
 from pathlib import Path
 
+import numpy as np
 from lmms_eval.api.task import ConfigurableMessagesTask, ConfigurableTask
 from lmms_eval.protocol import ChatMessages
 from scipy.io import wavfile
@@ -28,14 +29,14 @@ def media(task: ConfigurableTask, row: dict) -> list:
     return found
 
 
-def messages(chat: ChatMessages, **options: object) -> list[dict]:
+def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
     """The messages of a request. Sounds are files in Base64: those of their paths, or WAV of their samples."""
     sent = _messages(chat, **options)
     for part in (part for message in sent for part in message["content"] if part["type"] == "audio_url"):
         if isinstance(sound := part.pop("audio_url")["url"], str):
             data, kind = Path(sound).read_bytes(), Path(sound).suffix.removeprefix(".")
         else:
-            wavfile.write(file := io.BytesIO(), sound["sampling_rate"], sound["array"].T)
+            wavfile.write(file := io.BytesIO(), sound["sampling_rate"], np.asarray(sound["array"]).T)
             data, kind = file.getvalue(), "wav"
         part |= {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": kind}}
     return sent
