@@ -75,8 +75,7 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
                     raise ValueError(f"EvalScope couldn't score row {review['index']} of {path.stem!r}: {reason}.")
             target = target if isinstance(target, str) else ", ".join(map(str, target))
             row = {"task": path.stem, "prompt": as_text(strip_media(messages)), "solution": target}
-            row |= {"completions": [score["prediction"]], SCORE + name: float(score["value"][name])}
-            rows.append(row)
+            rows.append({**row, "completions": [score["prediction"]], SCORE + name: float(score["value"][name])})
     return rows, {name: figure}
 
 
