@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Environments of the package [verifiers](https://github.com/PrimeIntellect-ai/verifiers), in which the policy acts."""
+"""Environments of the package [verifiers](https://github.com/PrimeIntellect-ai/verifiers), played by the policy."""
 
 import asyncio
 import atexit
+import itertools
 import json
 import re
 import threading
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.reading.decoding import require_module
@@ -18,41 +18,33 @@ from .environments import EnvironmentFailure
 from .openenv import Json, Observation, Value, observation_of, tool_of
 
 
-@dataclass(frozen=True)
-class Episode:
-    """What a rollout of verifiers and its environment tell each other."""
-
-    servers: Future = field(default_factory=Future)  # their tools, and a function that calls one
-    completion: Future = field(default_factory=Future)  # messages
-
-
-_EPISODE: ContextVar[Episode] = ContextVar("episode")  # of the rollout that runs
+# Of the rollout that runs: what calls its servers' tools, and the completion
+_EPISODE: ContextVar[tuple[Future, Future]] = ContextVar("episode")
 
 
 class VerifiersEnvironment:
-    """A rollout of a task. Subclasses have the tools of its servers."""
+    """A rollout of a task. Subclasses have its tools."""
 
     rows: list[Json]
-    _loop: asyncio.AbstractEventLoop
-    _start: Callable[[int, Episode], Future]
-    _run: Future | None = None
+    _start: Callable[[int, Future, Future], Future]
+    _run = Future()  # the latest
 
     def reset(self, task: int, **row: Value) -> None:
         """Starts the servers of a task, for which its tools wait."""
-        self._leave()
-        self._episode = Episode()
-        self._run = self._start(task, self._episode)
+        self._run.cancel()
+        self._call, self._completion = Future(), Future()
+        self._run = self._start(task, self._call, self._completion)
 
     async def get_reward(self, completion: list[Json]) -> float:
         """The weighted sum of the task's rewards."""
         with suppress(InvalidStateError):  # the rollout has ended
-            self._episode.completion.set_result(completion)
+            self._completion.set_result(completion)
         return await asyncio.wrap_future(self._run)
 
     def _act(self, name: str, arguments: Json) -> Observation:
-        _, call = self._episode.servers.result()
+        call = self._call.result()
         try:
-            answer = asyncio.run_coroutine_threadsafe(call(name, arguments), self._loop).result()
+            answer = call(name, arguments)
         except Exception as error:
             raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
         seen = observation_of([block.model_dump() for block in answer.content], {})
@@ -60,140 +52,107 @@ class VerifiersEnvironment:
             raise ValueError(seen)
         return seen
 
-    def _leave(self) -> None:
-        if self._run is not None:
-            self._run.cancel()
 
-    __del__ = _leave
-
-
-def verifiers_environment(taskset: str, n_tasks: int | None = None, **options: Any) -> type[VerifiersEnvironment]:
+def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnvironment]:
     """
-    Class of the environments that the tasks of [verifiers](https://github.com/PrimeIntellect-ai/verifiers) (`v1`) are
-    played in, for `environment_factory`; its `rows` are those of the dataset.
+    Class of the environments in which tasks of [verifiers](https://github.com/PrimeIntellect-ai/verifiers) (`v1`) are
+    played, for `environment_factory`; its `rows` are the dataset's.
 
-    Tools are those of the task's servers, which run on this machine. Rewards read the conversation's texts.
+    Tools are those of the tasks' servers, which run on this machine. Rewards read the texts of the conversation.
 
     Args:
         taskset (`str`):
             Name of an installed taskset.
-        n_tasks (`int`, *optional*):
-            How many of its tasks; all by default.
         options:
-            Fields of the taskset's configuration.
+            Fields of its configuration.
 
     Raises:
         `ImportError`: Without the extra `verifiers`.
-        `ValueError`: If the taskset needs more than one agent's turns and tools.
+        `ValueError`: If the tasks never end, or need more than one agent with tools.
     """
     vf: Any = require_module("verifiers.v1", "verifiers")
+    parse_message = require_module("verifiers.v1.dialects", "verifiers").parse_message
     client: Any = require_module("mcp", "verifiers").Client
+    loop, tools = asyncio.new_event_loop(), {}
 
     class Policy(vf.Harness[vf.HarnessConfig]):
-        APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = True
-        EXECUTES_CODE = NEEDS_CONTAINER = False
+        SUPPORTS_MCP, EXECUTES_CODE, NEEDS_CONTAINER = True, False, False
 
         async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-            tools, places = [], {}
-            for server, url in mcp_urls.items():
+            async def ask(url: str, method: str, *arguments: Any) -> Any:
                 async with client(url) as connection:
-                    for tool in (await connection.list_tools()).tools:
-                        name = f"{server}_{tool.name}" if server else tool.name
-                        places[name] = (url, tool.name)
-                        tools.append((name, tool.description or name, tool.input_schema))
+                    return await getattr(connection, method)(*arguments)
 
-            async def call(name: str, arguments: Json) -> Any:
-                url, tool = places[name]
-                async with client(url) as connection:
-                    return await connection.call_tool(tool, arguments)
+            listed = [(server, url, await ask(url, "list_tools")) for server, url in mcp_urls.items()]
+            found = {
+                f"{server}_{each.name}".lstrip("_"): (url, each) for server, url, all in listed for each in all.tools
+            }
+            for name, (_, tool) in found.items():
+                tools[name] = tool_of(name, tool.description or name, tool.input_schema, VerifiersEnvironment._act)
 
-            episode = _EPISODE.get()
-            episode.servers.set_result((tools, call))
-            completion = await asyncio.wrap_future(episode.completion)
-            for is_sampled, messages in ((False, _prompt(vf, data)), (True, _sampled(vf, completion))):
-                for message in messages:
-                    before = len(trace.nodes) - 1 if trace.nodes else None
-                    is_turn = is_sampled and message.role == "assistant"
-                    trace.nodes.append(vf.MessageNode(parent=before, message=message, sampled=is_turn))
+            def call(name: str, arguments: Json) -> Any:
+                url, tool = found[name]
+                return asyncio.run_coroutine_threadsafe(ask(url, "call_tool", tool.name, arguments), loop).result()
+
+            called, completed = _EPISODE.get()
+            called.set_result(call)
+            said, asked = _chat(await asyncio.wrap_future(completed)), prompt_of(data)
+            for i, each in enumerate([*asked, *map(parse_message, said)]):
+                is_sampled = each.role == "assistant" and i >= len(asked)
+                trace.nodes.append(vf.MessageNode(parent=i - 1 if i else None, message=each, sampled=is_sampled))
             return vf.ProgramResult(0, "", "")
 
     class Played(vf.SingleAgentEnv):
         async def setup(self, agents):
             agents.agent.harness = Policy(vf.HarnessConfig(id="null"))
 
+    def prompt_of(data: Any) -> list[Any]:
+        asked = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        return [vf.SystemMessage(content=data.system_prompt), *asked] if data.system_prompt else asked
+
+    async def play(task: Any, called: Future, completed: Future) -> float:
+        _EPISODE.set((called, completed))
+        played = await env.run_episode(task, vf.ModelContext("policy", vf.EvalClientConfig()))
+        errors = [f"{each.type}: {each.message}" for part in (played, *played.traces) for each in part.errors]
+        if not errors and completed.done() and not completed.cancelled():
+            return played.traces[0].reward
+        failure = EnvironmentFailure(errors[-1] if errors else f"ended by {played.traces[0].stop_condition}")
+        if not called.done():
+            called.set_exception(failure)
+        raise failure
+
+    def start(task: int, *episode: Future) -> Future:
+        return asyncio.run_coroutine_threadsafe(play(tasks[task], *episode), loop)
+
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    config = {"taskset": {"id": taskset, **options}, "agent": agent}
-    env = Played(vf.SingleAgentEnvConfig.model_validate(config))
-    if not env.taskset.bounded and n_tasks is None:
-        raise ValueError(f"The taskset {taskset!r} never ends; pass `n_tasks`.")
-    tasks = [*(env.taskset if n_tasks is None else env.taskset.take(n_tasks))]
-    hooks = [name for name in dir(tasks[0]) if hasattr(getattr(type(tasks[0]), name, None), "intercept")]
-    if type(env).__mro__[1] is not vf.environment_class(taskset) or any(each.data.prompt is None for each in tasks):
-        raise ValueError(f"The tasks of {taskset!r} need turns of a user or of other agents, which there aren't here.")
-    if hooks or tasks[0].hooks("stop"):
-        raise ValueError(f"The tasks of {taskset!r} stop or change requests, which there aren't here.")
-    loop = asyncio.new_event_loop()
+    env = Played(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=agent))
+    tasks, kind = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
+    hooks = [name for name in dir(kind) if hasattr(getattr(kind, name), "intercept")]
+    hooks += [each for task in tasks[:1] for each in task.hooks("stop")]
+    is_alone = vf.environment_class(taskset) is vf.SingleAgentEnv and all(each.data.prompt for each in tasks)
+    if not tasks or hooks or not is_alone:
+        raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
     threading.Thread(target=loop.run_forever, daemon=True).start()
     serving = env.serving()
     asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result()
     atexit.register(lambda: asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result())
-    context = vf.ModelContext("policy", vf.EvalClientConfig())
-
-    async def play(task: int, episode: Episode) -> float:
-        _EPISODE.set(episode)
-        try:
-            played = await env.run_episode(tasks[task], context)
-            errors = [f"{each.type}: {each.message}" for part in (played, *played.traces) for each in part.errors]
-            if errors or not episode.completion.done() or episode.completion.cancelled():
-                raise EnvironmentFailure(errors[-1] if errors else f"ended by {played.traces[0].stop_condition}")
-            return played.traces[0].reward
-        except BaseException as error:
-            if not episode.servers.done():
-                episode.servers.set_exception(error)
-            raise
-
-    def start(task: int, episode: Episode) -> Future:
-        return asyncio.run_coroutine_threadsafe(play(task, episode), loop)
-
-    first = Episode()
-    run = start(0, first)
-    tools, _ = first.servers.result()
+    run = start(0, called := Future(), Future())
+    called.result()
     run.cancel()
-    rows = [{"prompt": [*map(_row, _prompt(vf, each.data))], "task": i} for i, each in enumerate(tasks)]
-    parts: Json = {"rows": rows, "_loop": loop, "_start": staticmethod(start)}
-    parts |= {each[0]: tool_of(*each, VerifiersEnvironment._act) for each in tools}
+    prompts = [[message.model_dump(exclude_none=True) for message in prompt_of(each.data)] for each in tasks]
+    rows = [{"prompt": prompt, "task": i} for i, prompt in enumerate(prompts)]
+    parts: Json = {"rows": rows, "_start": staticmethod(start), **tools}
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
 
 
-def _prompt(vf: Any, data: Any) -> list[Any]:
-    """The messages that a task begins with."""
-    asked = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
-    return [vf.SystemMessage(content=data.system_prompt), *asked] if data.system_prompt else asked
-
-
-def _row(message: Any) -> Json:
-    """A message of a task as one of a dataset."""
-    found = message.model_dump(exclude_none=True)
-    if not isinstance(message.content, str):
-        urls = [each.image_url.url if each.type == "image_url" else None for each in message.content]
-    return found
-
-
-def _sampled(vf: Any, completion: list[Json]) -> Iterator[Any]:
-    """A completion as messages of verifiers."""
-    ids: Iterator[str] = iter(())
-    for turn, message in enumerate(completion):
+def _chat(completion: list[Json]) -> Iterator[Json]:
+    """Messages as OpenAI's, whose results name their calls."""
+    asked, answered = itertools.count(), itertools.count()
+    for message in completion:
         if message["role"] == "tool":
-            content = message["content"]
-            if not isinstance(content, str):
-                content = "\n".join(block["text"] for block in content if block["type"] == "text")
-            yield vf.ToolMessage(tool_call_id=next(ids), name=message["name"], content=content)
+            yield {**message, "tool_call_id": f"call_{next(answered)}"}
             continue
-        calls = [
-            vf.ToolCall(id=f"{turn}-{i}", name=each["function"]["name"], arguments=json.dumps(each["function"]["arguments"]))
-            for i, each in enumerate(message.get("tool_calls") or ())
-        ]
-        ids = iter([each.id for each in calls])
-        yield vf.AssistantMessage(
-            content=message.get("content"), reasoning_content=message.get("reasoning_content"), tool_calls=calls or None
-        )
+        functions = [each["function"] for each in message.get("tool_calls") or ()]
+        functions = [{**each, "arguments": json.dumps(each["arguments"])} for each in functions]
+        calls = [{"type": "function", "id": f"call_{next(asked)}", "function": each} for each in functions]
+        yield {**message, "tool_calls": calls}
