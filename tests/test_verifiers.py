@@ -33,11 +33,9 @@ def test_a_policy_plays_tasks_and_has_their_rewards():
     turns = {0: ["green"], 1: ["red", "green"], 2: ["pink"], 4: ["red"], 5: ["green", "red"]}
     script = {i: [call("lamp_switch", color=color) for color in colors] for i, colors in turns.items()}
     objects = {**talking("qwen3_vl"), "environment_factory": lamps}
-    options = {"shuffle_dataset": False, "max_completion_length": 1200, "max_steps": 1, "self_check": True}
+    options = {"shuffle_dataset": False, "max_completion_length": 1200, "max_steps": 1, "reward": None}
     sampler = functools.partial(Saying, script=script)
-    result = run(
-        GRPO, "qwen3_vl", Dataset.from_list(lamps.rows[:2]), None, objects=objects, sampler=sampler, **options
-    )
+    result = run(GRPO, "qwen3_vl", Dataset.from_list(lamps.rows[:2]), objects=objects, sampler=sampler, **options)
     # Twice whether the lamp is as wanted, an eighth of the turns, and a sixteenth for what the second call shows
     rewards = np.array([[2 + 2 / 8, 2 + 3 / 8 + 1 / 16, 2 / 8, 1 / 8], [2 + 2 / 8, 2 + 3 / 8, 1 / 8, 1 / 8]])
     advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)

@@ -2,8 +2,9 @@
 """A taskset of the package verifiers, and the server of its tools."""
 
 import verifiers.v1 as vf
-from helpers.openenv_server import png
 from mcp.types import ImageContent, TextContent
+
+from helpers.openenv_server import png
 
 
 class Lit(vf.State):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 from datasets import Dataset
@@ -185,33 +186,29 @@ def reward_of(kind: type) -> Callable:
     reads = "completion" in inspect.signature(kind.get_reward).parameters
 
     def calls(
-        environments: Sequence[Any], failures: Sequence[Exception | None], completions: Sequence[Any]
-    ) -> dict[int, Callable]:
+        failures: list[Exception | None], environments: list[Any], completions: list[Any], **kwargs: Argument
+    ) -> list[tuple[int, Callable]]:
         rewarded = [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
-        options = {i: {"completion": completions[i]} if reads else {} for i in rewarded}
-        return {i: partial(environments[i].get_reward, **options[i]) for i in rewarded}
+        options = [{"completion": completions[i]} if reads else {} for i in rewarded]
+        return [(i, partial(environments[i].get_reward, **each)) for i, each in zip(rewarded, options, strict=True)]
 
     if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def reward(
-            environments: list[Any], failures: list[Exception | None], completions: list[Any], **kwargs: Argument
-        ):
-            rewards: list[float | None] = [None] * len(environments)
+        async def reward(failures: list[Exception | None], **kwargs: Argument):
+            rewards: list[float | None] = [None] * len(failures)
 
             async def note(i: int, call: Callable) -> None:
                 with _noting(failures, i):
                     rewards[i] = await call()
 
-            await asyncio.gather(*(note(i, call) for i, call in calls(environments, failures, completions).items()))
+            await asyncio.gather(*starmap(note, calls(failures, **kwargs)))
             return rewards
 
     else:
 
-        def reward(
-            environments: list[Any], failures: list[Exception | None], completions: list[Any], **kwargs: Argument
-        ):
-            rewards: list[float | None] = [None] * len(environments)
-            for i, call in calls(environments, failures, completions).items():
+        def reward(failures: list[Exception | None], **kwargs: Argument):
+            rewards: list[float | None] = [None] * len(failures)
+            for i, call in calls(failures, **kwargs):
                 with _noting(failures, i):
                     rewards[i] = call()
             return rewards

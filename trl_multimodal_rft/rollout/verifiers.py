@@ -7,10 +7,11 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from ..data.reading.decoding import require_module
@@ -18,39 +19,51 @@ from .environments import EnvironmentFailure
 from .openenv import Json, Observation, Value, observation_of, tool_of
 
 
-# Of the rollout that runs: what calls its servers' tools, and the completion
-_EPISODE: ContextVar[tuple[Future, Future]] = ContextVar("episode")
-
-
 class VerifiersEnvironment:
     """A rollout of a task. Subclasses have its tools."""
 
     rows: list[Json]
-    _start: Callable[[int, Future, Future], Future]
-    _run = Future()  # the latest
+    tasks: list[Any]
+    episode: Any  # a coroutine function of verifiers
+    loop: asyncio.AbstractEventLoop
+    run: Future = Future()
 
     def reset(self, task: int, **row: Value) -> None:
         """Starts the servers of a task, for which its tools wait."""
-        self._run.cancel()
-        self._call, self._completion = Future(), Future()
-        self._run = self._start(task, self._call, self._completion)
+        self.run.cancel()
+        self.call, self.completion = Future(), Future()
+        self.run = asyncio.run_coroutine_threadsafe(self._play(self.tasks[task]), self.loop)
 
     async def get_reward(self, completion: list[Json]) -> float:
         """The weighted sum of the task's rewards."""
         with suppress(InvalidStateError):  # the rollout has ended
-            self._completion.set_result(completion)
-        return await asyncio.wrap_future(self._run)
+            self.completion.set_result(completion)
+        return await asyncio.wrap_future(self.run)
 
     def _act(self, name: str, arguments: Json) -> Observation:
-        call = self._call.result()
+        call = self.call.result()
         try:
-            answer = call(name, arguments)
+            answer = asyncio.run_coroutine_threadsafe(call(name, arguments), self.loop).result()
         except Exception as error:
             raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
         seen = observation_of([block.model_dump() for block in answer.content], {})
         if answer.is_error:
             raise ValueError(seen)
         return seen
+
+    async def _play(self, task: Any) -> float:
+        _PLAYED.set(self)
+        played = await self.episode(task)
+        errors = [f"{each.type}: {each.message}" for part in (played, *played.traces) for each in part.errors]
+        if not errors and self.completion.done() and not self.completion.cancelled():
+            return played.traces[0].reward
+        failure = EnvironmentFailure(errors[-1] if errors else f"ended by {played.traces[0].stop_condition}")
+        if not self.call.done():
+            self.call.set_exception(failure)
+        raise failure
+
+
+_PLAYED: ContextVar[VerifiersEnvironment] = ContextVar("played")  # by the rollout that runs
 
 
 def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnvironment]:
@@ -83,20 +96,17 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
                 async with client(url) as connection:
                     return await getattr(connection, method)(*arguments)
 
-            listed = [(server, url, await ask(url, "list_tools")) for server, url in mcp_urls.items()]
-            found = {
-                f"{server}_{each.name}".lstrip("_"): (url, each) for server, url, all in listed for each in all.tools
-            }
+            listed = [(name, url, await ask(url, "list_tools")) for name, url in mcp_urls.items()]
+            found = {(name and f"{name}_") + each.name: (url, each) for name, url, all in listed for each in all.tools}
             for name, (_, tool) in found.items():
                 tools[name] = tool_of(name, tool.description or name, tool.input_schema, VerifiersEnvironment._act)
 
-            def call(name: str, arguments: Json) -> Any:
+            async def call(name: str, arguments: Json) -> Any:
                 url, tool = found[name]
-                return asyncio.run_coroutine_threadsafe(ask(url, "call_tool", tool.name, arguments), loop).result()
+                return await ask(url, "call_tool", tool.name, arguments)
 
-            called, completed = _EPISODE.get()
-            called.set_result(call)
-            said, asked = _chat(await asyncio.wrap_future(completed)), prompt_of(data)
+            _PLAYED.get().call.set_result(call)
+            said, asked = _chat(await asyncio.wrap_future(_PLAYED.get().completion)), prompt_of(data)
             for i, each in enumerate([*asked, *map(parse_message, said)]):
                 is_sampled = each.role == "assistant" and i >= len(asked)
                 trace.nodes.append(vf.MessageNode(parent=i - 1 if i else None, message=each, sampled=is_sampled))
@@ -110,20 +120,6 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
         asked = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
         return [vf.SystemMessage(content=data.system_prompt), *asked] if data.system_prompt else asked
 
-    async def play(task: Any, called: Future, completed: Future) -> float:
-        _EPISODE.set((called, completed))
-        played = await env.run_episode(task, vf.ModelContext("policy", vf.EvalClientConfig()))
-        errors = [f"{each.type}: {each.message}" for part in (played, *played.traces) for each in part.errors]
-        if not errors and completed.done() and not completed.cancelled():
-            return played.traces[0].reward
-        failure = EnvironmentFailure(errors[-1] if errors else f"ended by {played.traces[0].stop_condition}")
-        if not called.done():
-            called.set_exception(failure)
-        raise failure
-
-    def start(task: int, *episode: Future) -> Future:
-        return asyncio.run_coroutine_threadsafe(play(tasks[task], *episode), loop)
-
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     env = Played(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=agent))
     tasks, kind = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
@@ -133,16 +129,17 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     if not tasks or hooks or not is_alone:
         raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    serving = env.serving()
+    serving, model = env.serving(), vf.ModelContext("policy", vf.EvalClientConfig())
     asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result()
     atexit.register(lambda: asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result())
-    run = start(0, called := Future(), Future())
-    called.result()
-    run.cancel()
     prompts = [[message.model_dump(exclude_none=True) for message in prompt_of(each.data)] for each in tasks]
     rows = [{"prompt": prompt, "task": i} for i, prompt in enumerate(prompts)]
-    parts: Json = {"rows": rows, "_start": staticmethod(start), **tools}
-    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
+    parts: Json = {"rows": rows, "tasks": tasks, "loop": loop, "episode": partial(env.run_episode, ctx=model)}
+    first = type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)()
+    first.reset(0)
+    first.call.result()
+    first.run.cancel()
+    return type(type(first).__name__, (VerifiersEnvironment,), parts | tools)
 
 
 def _chat(completion: list[Json]) -> Iterator[Json]:
