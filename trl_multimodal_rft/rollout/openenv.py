@@ -24,7 +24,6 @@ _MOST_BYTES = 100 * 2**20  # of an observation, as OpenEnv's own client takes
 _TIMEOUT = 60  # seconds
 _ERRORS_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # after which a session goes on
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
-_OF_TOOLS = ("name", "description", "input_schema")  # as MCP lists them
 _DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
 
 
@@ -137,15 +136,15 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
         tools = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
         session.close()
     parts: Json = {"url": url, "media": media or {}, "has_steps": has_steps, "__doc__": found["description"]}
-    parts |= {each["name"]: tool_of(*map(each.get, _OF_TOOLS), OpenEnvironment._act) for each in tools}
+    parts |= {each["name"]: tool_of(each["name"], each["description"], each["input_schema"]) for each in tools}
     return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
 
 
-def tool_of(name: str, text: str, schema: Json, act: Callable[[Any, str, Json], Observation]) -> Callable:
-    """A method with the parameters of a JSON schema, as TRL reads those of tools, which acts by its name."""
+def tool_of(name: str, text: str, schema: Json) -> Callable:
+    """A method with the parameters of a JSON schema, as TRL reads those of tools, of a class with `_act`."""
 
-    def tool(self: object, **arguments: Value) -> Observation:
-        return act(self, name, arguments)
+    def tool(self: Any, **arguments: Value) -> Observation:
+        return self._act(name, arguments)
 
     lines, parameters = [" ".join(text.split()), "", "Args:"], []
     for key, each in schema.get("properties", {}).items():

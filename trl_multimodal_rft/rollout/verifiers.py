@@ -99,7 +99,7 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
             listed = [(name, url, await ask(url, "list_tools")) for name, url in mcp_urls.items()]
             found = {(name and f"{name}_") + each.name: (url, each) for name, url, all in listed for each in all.tools}
             for name, (_, tool) in found.items():
-                tools[name] = tool_of(name, tool.description or name, tool.input_schema, VerifiersEnvironment._act)
+                tools[name] = tool_of(name, tool.description or name, tool.input_schema)
 
             async def call(name: str, arguments: Json) -> Any:
                 url, tool = found[name]
