@@ -43,6 +43,11 @@ OPTIONS = {
     "peft": ["--use_peft", "--lora_target_modules", "all-linear"],
     "peft,quantization": ["--use_peft", "--lora_target_modules", "all-linear", "--load_in_4bit"],
 }
+# Packages whose environments tests act in; two of them don't go together
+ENVIRONMENTS = {
+    "audio,environments,image": ("openenv", "test_openenv.py"),
+    "image,verifiers": ("verifiers", "test_verifiers.py"),
+}
 
 
 MEDIA = {
@@ -100,11 +105,11 @@ def check(extra: str, folder: Path) -> None:
     if extra == "deepspeed":  # its launcher and kernels need a GPU
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
-    if "environments" in extra:  # against the package's server
-        python, tests = programs / "python", ROOT / "tests"
-        more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", "openenv", "pytest"]
+    if extra in ENVIRONMENTS:  # against the package's servers
+        python, (package, tests) = programs / "python", ENVIRONMENTS[extra]
+        more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", package, "pytest"]
         subprocess.run([python, *more], env=outside, check=True)
-        subprocess.run([python, "-m", "pytest", "-q", tests / "test_openenv.py"], cwd=folder, env=outside, check=True)
+        subprocess.run([python, "-m", "pytest", "-q", ROOT / "tests" / tests], cwd=folder, env=outside, check=True)
         return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]
@@ -136,7 +141,8 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = ["", *(extra for extra in project["optional-dependencies"] if extra not in ELSEWHERE)]
     known[known.index("quantization")] = "peft,quantization"  # adapters need both
-    known[known.index("environments")] = "audio,environments,image"  # its tests need all
+    for each in ENVIRONMENTS:  # their tests need all
+        known[known.index(each.split(",")[1])] = each
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", default=known, help="which; all by default, and none at all")
     for extra in parser.parse_args().extras:

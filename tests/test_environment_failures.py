@@ -57,7 +57,8 @@ class Office:
         if self.how == "forgetfully":
             raise KeyError("what was it")
 
-    def get_reward(self) -> float:
+    def get_reward(self, completion) -> float:
+        assert (len(completion) > 1) == (self.how != "idle")
         if self.how == "unpaid":
             raise ConnectionError("no bank")
         return {"idle": 0.0, "badly": 1.0, "well": 3.0}[self.how]

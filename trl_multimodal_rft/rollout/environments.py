@@ -1,10 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Tools and environments of a trainer or an evaluation, by the rules of TRL's GRPO trainer."""
 
+import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 from datasets import Dataset
@@ -177,29 +180,37 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 def reward_of(kind: type) -> Callable:
     """
-    A reward function from `get_reward` of a class, plain or async; `None` for other environments and failed ones. What
-    `get_reward` raises is noted in `failures`.
+    A reward function from `get_reward` of a class, plain or async, which gets its `completion` if it has this
+    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in `failures`.
     """
+    reads = "completion" in inspect.signature(kind.get_reward).parameters
 
-    def indices(environments: Sequence[Any], failures: Sequence[Exception | None]) -> list[int]:
-        return [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
+    def calls(
+        failures: list[Exception | None], environments: list[Any], completions: list[Any], **kwargs: Argument
+    ) -> list[tuple[int, Callable]]:
+        rewarded = [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
+        options = [{"completion": completions[i]} if reads else {} for i in rewarded]
+        return [(i, partial(environments[i].get_reward, **each)) for i, each in zip(rewarded, options, strict=True)]
 
     if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def reward(environments: list[Any], failures: list[Exception | None], **kwargs: Argument):
-            rewards: list[float | None] = [None] * len(environments)
-            for i in indices(environments, failures):
+        async def reward(failures: list[Exception | None], **kwargs: Argument):
+            rewards: list[float | None] = [None] * len(failures)
+
+            async def note(i: int, call: Callable) -> None:
                 with _noting(failures, i):
-                    rewards[i] = await environments[i].get_reward()
+                    rewards[i] = await call()
+
+            await asyncio.gather(*starmap(note, calls(failures, **kwargs)))
             return rewards
 
     else:
 
-        def reward(environments: list[Any], failures: list[Exception | None], **kwargs: Argument):
-            rewards: list[float | None] = [None] * len(environments)
-            for i in indices(environments, failures):
+        def reward(failures: list[Exception | None], **kwargs: Argument):
+            rewards: list[float | None] = [None] * len(failures)
+            for i, call in calls(failures, **kwargs):
                 with _noting(failures, i):
-                    rewards[i] = environments[i].get_reward()
+                    rewards[i] = call()
             return rewards
 
     reward.__name__, vars(reward)["notes_failures"] = kind.__name__, True
