@@ -102,12 +102,12 @@ class Steps:
 
     def of_turns(self) -> "Steps":
         """Whole turns, with the sums of the rewards of their steps."""
-        keys = self.completions * (self.turns.amax() + 1) + self.turns
-        _, index = keys.unique(return_inverse=True)
-        last = torch.cat([keys[1:] != keys[:-1], torch.ones(1, dtype=torch.bool)])
-        rewards = torch.zeros(int(last.sum()), dtype=torch.float64).index_add(0, index, self.rewards.nan_to_num(0.0))
-        completions, ends, turns, states = self.completions[last], self.ends[last], self.turns[last], self.states[last]
-        return Steps(completions, ends, turns, rewards, self.outcomes, states)
+        keys = torch.stack([self.completions, self.turns], dim=1)
+        _, index, counts = keys.unique_consecutive(return_inverse=True, return_counts=True, dim=0)
+        last = counts.cumsum(0) - 1
+        rewards = self.rewards.new_zeros(len(last)).index_add(0, index, self.rewards.nan_to_num(0.0))
+        completions, turns = keys[last].unbind(1)
+        return Steps(completions, self.ends[last], turns, rewards, self.outcomes, self.states[last])
 
     def returns(self, discount: float) -> torch.Tensor:
         """Reward of each step and of what follows it, discounted per step; the outcome is one of the last, `(S,)`."""

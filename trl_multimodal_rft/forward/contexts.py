@@ -3,8 +3,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..encoding.prompts import EncodedPrompt
 from .layout import to_device
@@ -35,32 +37,24 @@ class ContextRows:
 
 def context_rows(prompts: Sequence[EncodedPrompt], width: int, device: torch.device) -> ContextRows | None:
     """Rows of completions that are padded to a `width`; `None` if all follow their prompts."""
-    lengths = [prompt.lengths_behind(width) for prompt in prompts]
-    completions = [i for i, each in enumerate(lengths) for _ in each]
-    if len(completions) == len(prompts):
+    contexts, lengths = by_context(prompts, [width] * len(prompts))
+    if len(contexts) == len(prompts):
         return None
-    n_rows, longest = len(completions), max(map(max, lengths))
-    cut = torch.full((n_rows, longest), len(prompts) * width)
-    joined = torch.full((len(prompts), width), n_rows * longest)
-    start = row = 0
-    for i, each in enumerate(lengths):
-        start = 0
-        for length in each:
-            cut[row, :length] = torch.arange(length) + i * width + start
-            joined[i, start : start + length] = torch.arange(length) + row * longest
-            start, row = start + length, row + 1
-    contexts = [context for prompt in prompts for context in prompt.contexts]
+    completions = [i for i, prompt in enumerate(prompts) for _ in prompt.contexts]
+    behind = [accumulate(prompt.lengths_behind(width), initial=i * width) for i, prompt in enumerate(prompts)]
+    starts = [start for own in behind for start in [*own][:-1]]
+    spans = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+    cut = pad_sequence(spans, batch_first=True, padding_value=len(prompts) * width)
+    joined = torch.full((len(prompts) * width + 1,), cut.numel())
+    joined[cut.flatten()] = torch.arange(cut.numel())
+    joined = joined[:-1].view(len(prompts), width)
     return ContextRows(contexts, completions, to_device(cut, device), to_device(joined, device))
 
 
 def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
     """Contexts of completions, and how many tokens follow each, given the lengths of the completions."""
-    pairs = [
-        pair
-        for prompt, n in zip(prompts, lengths, strict=True)
-        for pair in zip(prompt.contexts, prompt.lengths_behind(n), strict=True)
-    ]
-    return [context for context, _ in pairs], [n for _, n in pairs]
+    behind = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
+    return [context for prompt in prompts for context in prompt.contexts], [n for own in behind for n in own]
 
 
 def _values_at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

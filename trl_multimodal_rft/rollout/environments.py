@@ -6,7 +6,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -183,36 +182,26 @@ def reward_of(kind: type) -> Callable:
     A reward function from `get_reward` of a class, plain or async, which gets its `completion` if it has this
     parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in `failures`.
     """
-    reads = "completion" in inspect.signature(kind.get_reward).parameters
+    reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
-    def calls(
-        failures: list[Exception | None], environments: list[Any], completions: list[Any], **kwargs: Argument
-    ) -> list[tuple[int, Callable]]:
-        rewarded = [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
-        options = [{"completion": completions[i]} if reads else {} for i in rewarded]
-        return [(i, partial(environments[i].get_reward, **each)) for i, each in zip(rewarded, options, strict=True)]
-
-    if inspect.iscoroutinefunction(kind.get_reward):
-
-        async def reward(failures: list[Exception | None], **kwargs: Argument):
-            rewards: list[float | None] = [None] * len(failures)
-
-            async def note(i: int, call: Callable) -> None:
+    def called(
+        environments: list[Any], completions: list[Any], failures: list[Exception | None], **columns: Argument
+    ) -> list[Any]:
+        rewards: list[Any] = [None] * len(environments)
+        for i, each in enumerate(environments):
+            if type(each) is kind and failures[i] is None:
                 with _noting(failures, i):
-                    rewards[i] = await call()
+                    rewards[i] = each.get_reward(**{"completion": completions[i]} if reads_completion else {})
+        return rewards
 
-            await asyncio.gather(*starmap(note, calls(failures, **kwargs)))
-            return rewards
+    async def awaited(failures: list[Exception | None], **columns: Any) -> list[float | None]:
+        async def settled(i: int, reward: Any) -> float | None:
+            with _noting(failures, i):
+                return await reward if inspect.isawaitable(reward) else reward
 
-    else:
+        return await asyncio.gather(*starmap(settled, enumerate(called(failures=failures, **columns))))
 
-        def reward(failures: list[Exception | None], **kwargs: Argument):
-            rewards: list[float | None] = [None] * len(failures)
-            for i, call in calls(failures, **kwargs):
-                with _noting(failures, i):
-                    rewards[i] = call()
-            return rewards
-
+    reward: Callable = awaited if inspect.iscoroutinefunction(kind.get_reward) else called
     reward.__name__, vars(reward)["notes_failures"] = kind.__name__, True
     return reward
 

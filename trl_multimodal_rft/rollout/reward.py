@@ -139,7 +139,8 @@ def reward_rollout(
     rewards = [list(row) for row in zip(*(found[name] for name in functions), strict=True)]
     kept = [i for i, error in enumerate(rollout.source.failures) if error is None]
     warn_of_unscorable(rewards_per_func(rewards)[kept], [*functions], [rollout.source.row_indices[i] for i in kept])
-    return [row if i in kept else [None] * len(row) for i, row in enumerate(rewards)]
+    failures = zip(rewards, rollout.source.failures, strict=True)
+    return [row if error is None else [None] * len(row) for row, error in failures]
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
