@@ -117,8 +117,7 @@ class ToolLoop:
     loop: Any = None  # where async tools run
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
-        calling = {i: trajectory for i, trajectory in calling.items() if trajectory.failure is None}
+        calling = {i: each for i, each in enumerate(trajectories) if each.calls and each.failure is None}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
             continuing = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]

@@ -6,7 +6,8 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..data.reading.decoding import require_module
@@ -19,10 +20,10 @@ class VerifiersEnvironment:
 
     rows: list[Json]
     tasks: list[Any]
-    agent: Any  # of verifiers, with the harness below
+    agent: Any  # of verifiers, whose harness notes where the servers of a rollout are
     shared: Json  # servers of all tasks
     places: dict[str, tuple[str, str]]  # of each tool, its server and its name there
-    loop: asyncio.AbstractEventLoop  # in a thread of its own
+    _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
 
     def reset(self, task: int, **row: Value) -> None:
         """Starts the servers of a task, for which its tools wait."""
@@ -48,19 +49,16 @@ class VerifiersEnvironment:
             raise ValueError(seen)
         return seen
 
-    def _run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
     async def _play(self, task: int) -> AsyncGenerator[Any, list[Json]]:
         """Yields the addresses of a task's servers, is sent the completion, and yields its reward."""
-        node = require_module("verifiers.v1", "verifiers").MessageNode
-        parse = require_module("verifiers.v1.dialects", "verifiers").parse_message
-        prompt = self.rows[task]["prompt"]
+        vf: Any = require_module("verifiers.v1", "verifiers")
+        asked = self.rows[task]["prompt"]
         async with self.agent.interaction(self.tasks[task], tools=self.shared) as played:
             completion = yield self.agent.harness.urls.pop(played.trace.id)
-            for i, message in enumerate(map(parse, [*prompt, *_with_ids(completion)])):
-                is_sampled = message.role == "assistant" and i >= len(prompt)
-                played.trace.nodes.append(node(parent=i - 1 if i else None, message=message, sampled=is_sampled))
+            for i, each in enumerate([*asked, *_with_ids(completion)]):
+                is_sampled, message = each["role"] == "assistant" and i >= len(asked), vf.dialects.parse_message(each)
+                node = vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=is_sampled)
+                played.trace.nodes.append(node)
         for error in played.trace.errors:
             raise EnvironmentFailure(f"{error.type}: {error.message}")
         yield played.trace.reward
@@ -87,9 +85,9 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     program: Any = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
 
     class Policy(program):
-        """Is sampled by the trainer, so it runs nothing, and notes where each rollout's servers are."""
+        """Samples in the trainer, not in a program."""
 
-        urls: dict[str, dict[str, str]] = {}
+        urls: dict[str, dict[str, str]] = {}  # of each rollout's servers
 
         async def setup(self, runtime):
             pass
@@ -109,6 +107,7 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     agent, loop = vf.Agent(config), asyncio.new_event_loop()
     agent.harness = Policy(agent.harness.config)
     threading.Thread(target=loop.run_forever, daemon=True).start()
+    run = partial(asyncio.run_coroutine_threadsafe, loop=loop)
 
     async def start() -> tuple[Json, list[Any]]:
         shared = await env.shared_tools().__aenter__()
@@ -116,13 +115,13 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
             urls = agent.harness.urls.pop(played.trace.id)
             return shared, [(server, await _ask(url, "list_tools")) for server, url in urls.items()]
 
-    shared, listed = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    shared, listed = run(start()).result()
     found = {(server and f"{server}_") + tool.name: (server, tool) for server, all in listed for tool in all.tools}
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
-    parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "loop": loop}
-    parts["places"] = {name: (server, tool.name) for name, (server, tool) in found.items()}
+    parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared}
+    parts |= {"places": {name: (server, tool.name) for name, (server, tool) in found.items()}}
     parts |= {name: tool_of(name, tool.description or name, tool.input_schema) for name, (_, tool) in found.items()}
-    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
+    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), {**parts, "_run": staticmethod(run)})
 
 
 async def _ask(url: str, method: str, *arguments: Any) -> Any:
@@ -132,8 +131,8 @@ async def _ask(url: str, method: str, *arguments: Any) -> Any:
 
 def _prompt_of(data: Any) -> list[Json]:
     """Messages of a task's prompt, as OpenAI's."""
-    asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
-    asked = [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in asked]
+    prompt = data.model_dump(exclude_none=True)["prompt"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": data.system_prompt}, *asked] if data.system_prompt else asked
 
 
