@@ -323,8 +323,8 @@ def ps_grpo(
 ) -> torch.Tensor:
     r"""
     PS-GRPO: GRPO's advantage of the outcome, which is $1 - \gamma$ of itself where the rewards of steps have a drop,
-    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see [URSA](https://huggingface.co/papers/2501.04686). Rewards of steps
-    count in no other way.
+    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see Equation 6 of [URSA](https://huggingface.co/papers/2501.04686). Rewards
+    of steps count in no other way.
 
     See [`estimate_advantages`] for the other arguments.
 
