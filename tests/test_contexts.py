@@ -243,18 +243,16 @@ class Album:
 
         Args:
             number: Which one.
-
-        Returns:
-            It.
         """
         self.n += 1
+        return self._shown(number)
+
+    def _shown(self, number):
         return SHOWN[number]
 
     def get_context(self, messages):
-        Album.given = messages
-        if self.n < 2:
-            return None
-        return [messages[0], {"role": "user", "content": [{"type": "text", "text": f"Seen: {self.n}"}, PICTURE]}]
+        text = {"type": "text", "text": f"Seen: {self.n}"}
+        return None if self.n < 2 else [messages[0], {"role": "user", "content": [text, PICTURE]}]
 
     def get_reward(self) -> float:
         return float(self.n)
@@ -282,19 +280,12 @@ def test_environments_rewrite_contexts():
             assert mask[turn.start : turn.stop].all() and ids[turn.stop - 1] == processor.tokenizer.eos_token_id
 
 
-class Forgetful(Album):
-    """Returns no messages."""
-
-    def get_context(self, messages):
-        return Forgetful._chosen(messages)
-
-
 @pytest.mark.parametrize(
     "chosen", [lambda _: [], lambda _: "Go on.", lambda given: given[:2], lambda _: [{"content": "Go on."}]]
 )
 def test_contexts_without_a_message_to_answer(chosen):
-    Forgetful._chosen = staticmethod(chosen)
-    objects = {**talking("qwen3_vl"), "environment_factory": Forgetful}
+    forgetful = type("Forgetful", (Album,), {"get_context": lambda self, messages: chosen(messages)})
+    objects = {**talking("qwen3_vl"), "environment_factory": forgetful}
     with pytest.raises(
         ValueError, match="^row 6: `get_context` returned .*, which the assistant can't answer; return"
     ):
@@ -310,17 +301,7 @@ class EveryOther(Album):
         self.place = EveryOther.made
         EveryOther.made += 1
 
-    def show(self, number: int) -> list:
-        """
-        Shows something.
-
-        Args:
-            number: Which one.
-
-        Returns:
-            It.
-        """
-        self.n += 1
+    def _shown(self, number):
         return [TEXT, *SHOWN[0][:1]] if self.place % 2 else [TEXT]
 
     def get_context(self, messages):

@@ -33,9 +33,6 @@ class Office:
 
         Args:
             how: How.
-
-        Returns:
-            What is done.
         """
         self.how = how
         if how == "badly":
@@ -45,12 +42,7 @@ class Office:
         return "done"
 
     async def wait(self) -> str:
-        """
-        Waits.
-
-        Returns:
-            Nothing.
-        """
+        """Waits."""
         raise EnvironmentFailure("asleep")
 
     def get_context(self, messages):

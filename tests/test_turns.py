@@ -5,6 +5,7 @@ import asyncio
 import math
 import re
 import statistics
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from test_asynchronous import make as make_ahead
 from test_contexts import LONG, SHOWN, Album, Recorded, truth
 from torch.testing import assert_close
 
-from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rewards.checks import check_rewards
@@ -132,12 +132,18 @@ def on_tokens(steps, mask) -> torch.Tensor:
     return found * mask
 
 
+def among(given, discount, anchor, by_turn=False, scale=True):
+    """Normalizes the returns of steps, or turns, among those of their group with an equal anchor."""
+    groups, steps = defaultdict(list), [returns(own, discount, by_turn) for own in given]
+    keys = [[(own["group"], anchor(own, *one)) for one in each] for own, each in zip(given, steps, strict=True)]
+    for key, (value, *_) in zip(sum(keys, []), sum(steps, []), strict=True):
+        groups[key].append(value)
+    pairs = [zip(*own, strict=True) for own in zip(keys, steps, strict=True)]
+    return [[(end, normalized(value, groups[key], scale)) for key, (value, *_, end) in own] for own in pairs]
+
+
 def slow_turn_norm(given, discount):
-    found, every = [], [(each["group"], *one) for each in given for one in returns(each, discount)]
-    for each in given:
-        groups = [[v for g, v, j, *_ in every if (g, j) == (each["group"], k)] for k in range(len(each["steps"]))]
-        found.append([(end, normalized(value, groups[k])) for value, k, _, end in returns(each, discount)])
-    return found
+    return among(given, discount, lambda own, value, k, turn, end: k)
 
 
 def slow_trajectory_norm(given, discount):
@@ -155,19 +161,10 @@ def slow_trajectory_norm(given, discount):
 
 
 def slow_gigpo(given, discount, omega, scale):
-    every = [
-        (each["group"], each["states"][turn], v) for each in given for v, _, turn, _ in returns(each, discount, True)
-    ]
     totals = [(each["group"], sum(r for *_, r in each["steps"] if r == r) + each["outcome"]) for each in given]
-    found = []
-    for each, (group, total) in zip(given, totals, strict=True):
-        episode = normalized(total, [other for g, other in totals if g == group], scale)
-        own = []
-        for value, _, turn, end in returns(each, discount, True):
-            anchored = [v for g, state, v in every if (g, state) == (group, each["states"][turn])]
-            own.append((end, episode + omega * normalized(value, anchored, scale)))
-        found.append(own)
-    return found
+    episodes = [normalized(total, [other for g, other in totals if g == group], scale) for group, total in totals]
+    turns = among(given, discount, lambda own, value, k, turn, end: own["states"][turn], True, scale)
+    return [[(end, e + omega * value) for end, value in own] for e, own in zip(episodes, turns, strict=True)]
 
 
 def slow_ps_grpo(given, gamma, rho):
@@ -201,18 +198,6 @@ def test_estimators_are_those_of_their_papers(seed):
         assert_close(estimate_advantages(name, **inputs), advantages, rtol=0, atol=1e-12)
 
 
-def test_completions_of_one_step_are_those_of_group_norm():
-    given = [{**each, "steps": [(3, 0, NAN)], "states": [f"prompt {each['group']}"]} for each in trajectories(0)]
-    inputs = tensors(given)
-    plain = estimate_advantages("group_norm", **inputs)
-    assert plain.count_nonzero() > 4
-    # With GiGPO, all answer the prompt
-    for name, times in {"turn_norm": 1, "turn_norm(norm='trajectory')": 1, "gigpo": 2}.items():
-        expected = times * plain[:, None] * inputs["mask"]
-        assert_close(estimate_advantages(name, **inputs), expected, rtol=0, atol=1e-12)
-    assert_close(estimate_advantages("ps_grpo", **inputs), plain)
-
-
 @pytest.mark.parametrize("name", ["turn_norm", "turn_norm(norm='trajectory')", "gigpo"])
 def test_equal_trajectories_have_no_advantage(name):
     (one, *_) = trajectories(1)
@@ -230,23 +215,6 @@ def test_outcomes_are_weighted_and_take_the_bonus():
     alone = join_steps(steps[:1], None, torch.tensor([[3.0, 0.5, NAN]]), torch.ones(3))
     with pytest.raises(ValueError, match="^`advantage_estimator='ps_grpo'` needs a reward function of whole"):
         as_estimator("ps_grpo").function(torch.ones(1), torch.zeros(1).long(), alone)
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_clip_range`"),
-        ({"beta": 0.1, "kl_estimator": "k1"}, "reads rewards of steps, which"),
-        ({"importance_sampling_level": "sequence"}, "gives one per token. Use another estimator."),
-        ({"loss_type": "gmpo"}, "gives one per token. Use another estimator"),
-    ],
-)
-def test_options_that_steps_exclude(options, problem, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        MultimodalGRPOConfig(str(tmp_path), advantage_estimator="gigpo", use_cpu=True, bf16=False, **options)
 
 
 # Runs. Completion i calls a tool `Scripted.turns[i]` times

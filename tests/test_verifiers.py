@@ -26,7 +26,7 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests / 'helpers'}")
 
 
-def test_a_policy_plays_tasks_and_has_their_rewards():
+def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
     lamps = verifiers_environment("lamps")
     schema = get_json_schema(lamps().lamp_switch)["function"]
     assert schema["description"] == "Switches the lamp." and schema["parameters"]["required"] == ["color"]
@@ -47,8 +47,5 @@ def test_a_policy_plays_tasks_and_has_their_rewards():
     broken.reset(**lamps.rows[2])
     with pytest.raises(EnvironmentFailure, match="no blue lamps"):
         broken.lamp_switch(color="red")
-
-
-def test_tasks_that_need_more_than_tools_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'lamps' never end, or need a user"):
         verifiers_environment("lamps", task={"stops": {"late": {"fn": "os.getcwd"}}})

@@ -148,9 +148,6 @@ def shows(*media):
 
         Args:
             number: Which one.
-
-        Returns:
-            It.
         """
         return media[number % len(media)]
 

@@ -140,18 +140,15 @@ class ToolLoop:
     def _answer(self, index: int, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit and the environment goes on."""
         try:
-            return self._append_results(index, trajectory)
+            results = self._call_tools(index, trajectory)
+            try:
+                messages, encoded = self._encode(index, trajectory, results)
+            except MediaError as error:
+                results = self._failed(trajectory, results, error)
+                messages, encoded = self._encode(index, trajectory, results)
         except EnvironmentFailure as error:
             trajectory.failure = error
             return False
-
-    def _append_results(self, index: int, trajectory: Trajectory) -> bool:
-        results = self._call_tools(index, trajectory)
-        try:
-            messages, encoded = self._encode(index, trajectory, results)
-        except MediaError as error:
-            results = self._failed(trajectory, results, error)
-            messages, encoded = self._encode(index, trajectory, results)
         n_before = n_added = 0
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
