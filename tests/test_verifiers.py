@@ -1,14 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Environments of the package verifiers, with servers of their own."""
 
-import functools
 from pathlib import Path
 
-import numpy as np
 import pytest
-from datasets import Dataset
-from helpers.tools import GRPO, Saying, call, talking
-from helpers.trainer_utils import logged, run
+from helpers.tools import call, check_rewards, played
+from helpers.trainer_utils import logged
 from transformers.utils import get_json_schema
 
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
@@ -32,15 +29,10 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
     assert schema["description"] == "Switches the lamp." and schema["parameters"]["required"] == ["color"]
     turns = {0: ["green"], 1: ["red", "green"], 2: ["pink"], 4: ["red"], 5: ["green", "red"]}
     script = {i: [call("lamp_switch", color=color) for color in colors] for i, colors in turns.items()}
-    objects = {**talking("qwen3_vl"), "environment_factory": lamps}
-    options = {"shuffle_dataset": False, "max_completion_length": 1200, "max_steps": 1, "reward": None}
-    sampler = functools.partial(Saying, script=script)
-    result = run(GRPO, "qwen3_vl", Dataset.from_list(lamps.rows[:2]), objects=objects, sampler=sampler, **options)
+    result = played(lamps, lamps.rows[:2], script)
     # Twice whether the lamp is as wanted, an eighth of the turns, and a sixteenth for what the second call shows
-    rewards = np.array([[2 + 2 / 8, 2 + 3 / 8 + 1 / 16, 2 / 8, 1 / 8], [2 + 2 / 8, 2 + 3 / 8, 1 / 8, 1 / 8]])
-    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
-    assert result.trainer.inputs["advantages"].tolist() == pytest.approx(advantages.flatten().tolist(), abs=1e-4)
-    assert logged(result, "rewards/lamps/mean") == [rewards.mean()]
+    rewards = [[2 + 2 / 8, 2 + 3 / 8 + 1 / 16, 2 / 8, 1 / 8], [2 + 2 / 8, 2 + 3 / 8, 1 / 8, 1 / 8]]
+    check_rewards(result, "lamps", rewards)
     assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 7])
     assert all(prompt.modalities == {"image"} for prompt in result.trainer.inputs.rollout.prompts)
     broken = lamps()
