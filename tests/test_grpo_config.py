@@ -170,7 +170,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({**STEPS, "reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_cl"),
         ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps, which"),
         *(
-            ({**STEPS, **option}, "gives one per token. Use another estimator.")
+            ({**STEPS, **option}, "gives one per token. Use another estimator")
             for option in ({"importance_sampling_level": "sequence"}, {"loss_type": "gmpo"})
         ),
     ],

@@ -17,9 +17,8 @@ from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
-from trl_multimodal_rft.rewards.checks import check_rewards
+from trl_multimodal_rft.rewards.checks import StepwiseReward, check_rewards
 from trl_multimodal_rft.rollout.reward import join_steps
-from trl_multimodal_rft.rollout.rollout import Step
 
 
 NAN = math.nan
@@ -90,12 +89,12 @@ def tensors(given) -> dict:
     for row, each in zip(mask, given, strict=True):
         for start, stop in SPANS[: len(each["states"])]:
             row[start:stop] = 1
-    steps = [[Step(end, turn, (reward, NAN)) for end, turn, reward in each["steps"]] for each in given]
-    along = [[reward for *_, reward in each["steps"] if reward == reward] for each in given]
-    per_func = [[sum(own) if own else NAN, each["outcome"]] for own, each in zip(along, given, strict=True)]
-    per_func = torch.tensor(per_func, dtype=torch.float64)
+    along = [[(end, reward) for end, _, reward in each["steps"] if reward == reward] for each in given]
+    rows = [[StepwiseReward.of(own) if own else NAN, each["outcome"]] for own, each in zip(along, given, strict=True)]
+    turns = [[(stop, state) for (_, stop), state in zip(SPANS, each["states"], strict=False)] for each in given]
+    per_func = torch.tensor(rows, dtype=torch.float64)
     rewards = per_func.nansum(1).masked_fill(per_func.isnan().all(1), NAN)
-    joined = join_steps(steps, [each["states"] for each in given], per_func, torch.ones(2))
+    joined = join_steps(rows, turns, per_func, torch.ones(2))
     ids = torch.tensor([each["group"] for each in given])
     return {"rewards": rewards, "rewards_per_func": per_func, "group_ids": ids, "mask": mask, "steps": joined}
 
@@ -207,12 +206,12 @@ def test_equal_trajectories_have_no_advantage(name):
 
 
 def test_outcomes_are_weighted_and_take_the_bonus():
-    steps = [[Step(3, 0, (1.0, NAN, NAN)), Step(8, 1, (2.0, 0.5, NAN))], [Step(3, 0, (NAN,) * 3)]]
-    per_func = torch.tensor([[3.0, 0.5, 1.0], [NAN, 4.0, NAN]])
-    found = join_steps(steps, None, per_func, torch.tensor([0.5, 2.0, 10.0]), torch.tensor([0.25, 0.0]))
-    assert_close(found.rewards, torch.tensor([0.5, 2.0, NAN]).double(), equal_nan=True)
+    given = [[StepwiseReward.of([(3, 1.0), (8, 2.0)]), StepwiseReward.of([(8, 0.5)]), 1.0], [None, 4.0, None]]
+    per_func, turns = torch.tensor([[3.0, 0.5, 1.0], [NAN, 4.0, NAN]]), [[(4, "a"), (9, "b")], [(4, "a")]]
+    found = join_steps(given, turns, per_func, torch.tensor([0.5, 2.0, 10.0]), torch.tensor([0.25, 0.0]))
+    assert found.steps == [[(3, 0, 0.5, 0), (8, 1, 2.0, 1)], [(3, 0, None, 0)]]
     assert found.outcomes.tolist() == [10.25, 8.0]
-    alone = join_steps(steps[:1], None, torch.tensor([[3.0, 0.5, NAN]]), torch.ones(3))
+    alone = join_steps([[*given[0][:2], NAN]], turns[:1], torch.tensor([[3.0, 0.5, NAN]]), torch.ones(3))
     with pytest.raises(ValueError, match="^`advantage_estimator='ps_grpo'` needs a reward function of whole"):
         as_estimator("ps_grpo").function(torch.ones(1), torch.zeros(1).long(), alone)
 

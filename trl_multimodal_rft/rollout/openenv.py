@@ -5,7 +5,7 @@ import base64
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -71,7 +71,6 @@ class OpenEnvironment:
 
     url: str
     media: Mapping[str, str]
-    has_steps: bool  # rather than tools of MCP
 
     def __init__(self):
         self._session, self._is_done = Session(self.url), False
@@ -88,11 +87,11 @@ class OpenEnvironment:
         """The sum of the rewards of the episode's steps."""
         return sum(self.rewards)
 
-    def _act(self, name: str, arguments: Json) -> Observation:
+    def _act(self, tool: str | None, arguments: Json) -> Observation:
         if self._is_done:
             raise ValueError("The episode has ended; answer without a call.")
-        call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        answer = self._session.ask("step", arguments if self.has_steps else call)
+        call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
+        answer = self._session.ask("step", arguments if tool is None else call)
         self.rewards.append(float(answer["reward"] or 0.0))
         return self._shown(answer)
 
@@ -128,23 +127,23 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
         answer = requests.get(f"{url}/{what}", timeout=_TIMEOUT)
         answer.raise_for_status()
         found |= answer.json()
-    action = found["action"]
-    tools = [{"name": "step", "description": action.get("description", "Acts."), "input_schema": action}]
-    has_steps = action["properties"].get("type", {}).get("const") != "call_tool"
-    if not has_steps:
-        session = Session(url)
-        tools = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
-        session.close()
-    parts: Json = {"url": url, "media": media or {}, "has_steps": has_steps, "__doc__": found["description"]}
-    parts |= {each["name"]: tool_of(each["name"], each["description"], each["input_schema"]) for each in tools}
+    action, tools = found["action"], {}
+    if action["properties"].get("type", {}).get("const") != "call_tool":
+        tools["step"] = tool_of("step", action.get("description", "Acts."), action, None)
+    else:
+        with closing(Session(url)) as session:
+            listed = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
+        for each in listed:
+            tools[each["name"]] = tool_of(each["name"], each["description"], each["input_schema"], each["name"])
+    parts: Json = {"url": url, "media": media or {}, "__doc__": found["description"], **tools}
     return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
 
 
-def tool_of(name: str, text: str, schema: Json) -> Callable:
-    """A method with the parameters of a JSON schema, as TRL reads those of tools, of a class with `_act`."""
+def tool_of(name: str, text: str, schema: Json, tool_name: Any) -> Callable:
+    """A method with the parameters of a JSON schema, as TRL reads those of tools; `_act` gets its name on a server."""
 
     def tool(self: Any, **arguments: Value) -> Observation:
-        return self._act(name, arguments)
+        return self._act(tool_name, arguments)
 
     lines, parameters = [" ".join(text.split()), "", "Args:"], []
     for key, each in schema.get("properties", {}).items():

@@ -22,7 +22,6 @@ class VerifiersEnvironment:
     tasks: list[Any]
     agent: Any  # of verifiers, whose harness notes where the servers of a rollout are
     shared: Json  # servers of all tasks
-    places: dict[str, tuple[str, str]]  # of each tool, its server and its name there
     _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
 
     def reset(self, task: int, **row: Value) -> None:
@@ -38,10 +37,10 @@ class VerifiersEnvironment:
         await asyncio.wrap_future(self._urls)
         return await asyncio.wrap_future(self._run(self._rollout.asend(completion)))
 
-    def _act(self, name: str, arguments: Json) -> Observation:
-        server, tool = self.places[name]
+    def _act(self, place: tuple[str, str], arguments: Json) -> Observation:
+        server, name = place
         try:
-            answer = self._run(_ask(self._urls.result()[server], "call_tool", tool, arguments)).result()
+            answer = self._run(_ask(self._urls.result()[server], "call_tool", name, arguments)).result()
         except Exception as error:
             raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
         seen = observation_of([block.model_dump() for block in answer.content], {})
@@ -113,15 +112,17 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
         shared = await env.shared_tools().__aenter__()
         async with agent.interaction(tasks[0].defer_scoring(), tools=shared) as played:
             urls = agent.harness.urls.pop(played.trace.id)
-            return shared, [(server, await _ask(url, "list_tools")) for server, url in urls.items()]
+            return shared, [
+                (name, each) for name, url in urls.items() for each in (await _ask(url, "list_tools")).tools
+            ]
 
     shared, listed = run(start()).result()
-    found = {(server and f"{server}_") + tool.name: (server, tool) for server, all in listed for tool in all.tools}
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
-    parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared}
-    parts |= {"places": {name: (server, tool.name) for name, (server, tool) in found.items()}}
-    parts |= {name: tool_of(name, tool.description or name, tool.input_schema) for name, (_, tool) in found.items()}
-    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), {**parts, "_run": staticmethod(run)})
+    parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
+    for server, tool in listed:
+        name = f"{server}_{tool.name}".removeprefix("_")
+        parts[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
+    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
 
 
 async def _ask(url: str, method: str, *arguments: Any) -> Any:
