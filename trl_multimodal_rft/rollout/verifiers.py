@@ -20,7 +20,7 @@ class VerifiersEnvironment:
 
     rows: list[Json]
     tasks: list[Any]
-    agent: Any  # of verifiers, whose harness notes where the servers of a rollout are
+    agent: Any  # of verifiers, with the harness below
     shared: Json  # servers of all tasks
     _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
 
@@ -53,7 +53,7 @@ class VerifiersEnvironment:
         vf: Any = require_module("verifiers.v1", "verifiers")
         asked = self.rows[task]["prompt"]
         async with self.agent.interaction(self.tasks[task], tools=self.shared) as played:
-            completion = yield self.agent.harness.urls.pop(played.trace.id)
+            completion = yield played.trace.info["urls"]
             for i, each in enumerate([*asked, *_with_ids(completion)]):
                 is_sampled, message = each["role"] == "assistant" and i >= len(asked), vf.dialects.parse_message(each)
                 node = vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=is_sampled)
@@ -84,15 +84,13 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     program: Any = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
 
     class Policy(program):
-        """Samples in the trainer, not in a program."""
-
-        urls: dict[str, dict[str, str]] = {}  # of each rollout's servers
+        """Samples in the trainer, not in a program, and tells where a rollout's servers are."""
 
         async def setup(self, runtime):
             pass
 
         async def session(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-            self.urls[trace.id] = mcp_urls
+            trace.info["urls"] = mcp_urls
             return await super().session(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
 
     config = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"}, model="policy")
@@ -111,15 +109,12 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     async def start() -> tuple[Json, list[Any]]:
         shared = await env.shared_tools().__aenter__()
         async with agent.interaction(tasks[0].defer_scoring(), tools=shared) as played:
-            urls = agent.harness.urls.pop(played.trace.id)
-            return shared, [
-                (name, each) for name, url in urls.items() for each in (await _ask(url, "list_tools")).tools
-            ]
+            return shared, [(name, await _ask(url, "list_tools")) for name, url in played.trace.info["urls"].items()]
 
     shared, listed = run(start()).result()
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
     parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
-    for server, tool in listed:
+    for server, tool in ((server, tool) for server, answer in listed for tool in answer.tools):
         name = f"{server}_{tool.name}".removeprefix("_")
         parts[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
