@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers.tools import GRPO, RLOO, call, played, talking
+from helpers.tools import GRPO, RLOO, call, play, talking
 from helpers.trainer_utils import logged, relative_difference
 
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
@@ -71,7 +71,7 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch)
 
     script = {1: [call("wait")], **{i: [call("work", how=how) for how in hows] for i, hows in WORK.items()}}
     options = {"loss_type": "dapo"} if is_grpo else {}
-    result = played(Office, ROWS, script, trainer, unanswered={1: 0, 4: 1}, reward=punctual, beta=0.0, **options)
+    result = play(Office, ROWS, script, trainer, unanswered={1: 0, 4: 1}, reward=punctual, beta=0.0, **options)
     assert logged(result, "tools/environment_failures") == [4]
     assert logged(result, "reward") == [8.0] and logged(result, "rewards/punctual/mean") == [7.0]
     # Failures end a conversation; other errors of tools are results
@@ -96,11 +96,11 @@ def test_a_run_ends_when_every_environment_fails(monkeypatch):
     monkeypatch.setattr(Office, "made", 4)
     script = dict.fromkeys(range(8), [call("work", how="hastily")])
     with pytest.raises(RuntimeError, match="All environments .*row 0: .*EnvironmentFailure: burnt down") as info:
-        played(Office, ROWS, script, unanswered=dict.fromkeys(range(8), 0))
+        play(Office, ROWS, script, unanswered=dict.fromkeys(range(8), 0))
     assert isinstance(info.value.__cause__, EnvironmentFailure)
     monkeypatch.setattr(Office, "reset", lambda self: None)  # which takes no row
     with pytest.raises(RuntimeError, match="TypeError: .*unexpected keyword argument"):
-        played(Office, ROWS, {})
+        play(Office, ROWS, {})
 
 
 def test_evaluations_count_failed_trajectories_and_score_the_others(monkeypatch):

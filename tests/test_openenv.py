@@ -14,7 +14,7 @@ import pytest
 import requests
 from helpers.openenv_server import COLORS, png
 from helpers.processes import free_port
-from helpers.tools import Saying, call, check_rewards, played
+from helpers.tools import Saying, call, check_rewards, play
 from helpers.trainer_utils import logged, norm
 from transformers.utils import get_json_schema
 
@@ -101,7 +101,7 @@ def test_a_policy_acts_on_what_it_sees_and_is_rewarded(lamp):
     turns = {0: ["red"], 1: ["green", "red"], 2: ["blue"], 5: ["green"], 6: ["red", "red"]}
     script = {i: [call("step", color=color) for color in colors] for i, colors in turns.items()}
     rows = [{"prompt": QUESTION, "wanted": wanted} for wanted in ("red", "green")]
-    result = played(openenv(lamp, media=MEDIA), rows, script, self_check=True)
+    result = play(openenv(lamp, media=MEDIA), rows, script, self_check=True)
     check_rewards(result, "Lamp", [[1.0, 1.25, 0, 0], [0, 1.0, 0.5, 0]])
     assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 7])
     prompts = result.trainer.inputs.rollout.prompts
@@ -126,7 +126,7 @@ def test_a_killed_server_fails_its_trajectories_alone(lamp, monkeypatch):
         factories = {"here": openenv(lamp), "there": openenv(url)}
         rows = [{"prompt": QUESTION, "environment": each} for each in ("there", "here")]
         script = {i: [call("step", color="green" if i == 6 else "red")] for i in (1, 2, 5, 6)}
-        result = played(factories, rows, script, sampler=Killing, unanswered={1: 0, 2: 0}, self_check=True)
+        result = play(factories, rows, script, sampler=Killing, unanswered={1: 0, 2: 0}, self_check=True)
         assert logged(result, "tools/environment_failures") == [2]
         advantages = result.trainer.inputs["advantages"]
         assert advantages[:4].tolist() == [0] * 4 and advantages[5] > advantages[6] > advantages[4]

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.tools import call, check_rewards, played
+from helpers.tools import call, check_rewards, play
 from helpers.trainer_utils import logged
 from transformers.utils import get_json_schema
 
@@ -29,7 +29,7 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
     assert schema["description"] == "Switches the lamp." and schema["parameters"]["required"] == ["color"]
     turns = {0: ["green"], 1: ["red", "green"], 2: ["pink"], 4: ["red"], 5: ["green", "red"]}
     script = {i: [call("lamp_switch", color=color) for color in colors] for i, colors in turns.items()}
-    result = played(lamps, lamps.rows[:2], script)
+    result = play(lamps, lamps.rows[:2], script)
     # Twice whether the lamp is as wanted, an eighth of the turns, and a sixteenth for what the second call shows
     rewards = [[2 + 2 / 8, 2 + 3 / 8 + 1 / 16, 2 / 8, 1 / 8], [2 + 2 / 8, 2 + 3 / 8, 1 / 8, 1 / 8]]
     check_rewards(result, "lamps", rewards)

@@ -158,7 +158,7 @@ def shows(*media):
     return show
 
 
-def played(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, **options):
+def play(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, **options):
     """Returns a run of one step in environments, in which completions say what a script has."""
     sampler = functools.partial(sampler, script=script, unanswered=unanswered)
     options["objects"] = {**talking("qwen3_vl"), "environment_factory": factory}

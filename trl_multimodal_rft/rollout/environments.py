@@ -184,7 +184,7 @@ def reward_of(kind: type) -> Callable:
     """
     reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
-    def called(
+    def call(
         environments: list[Any], completions: list[Any], failures: list[Exception | None], **columns: Argument
     ) -> list[Any]:
         rewards: list[Any] = [None] * len(environments)
@@ -194,14 +194,14 @@ def reward_of(kind: type) -> Callable:
                     rewards[i] = each.get_reward(**{"completion": completions[i]} if reads_completion else {})
         return rewards
 
-    async def awaited(failures: list[Exception | None], **columns: Any) -> list[float | None]:
-        async def settled(i: int, reward: Any) -> float | None:
+    async def call_and_wait(failures: list[Exception | None], **columns: Any) -> list[float | None]:
+        async def settle(i: int, reward: Any) -> float | None:
             with _noting(failures, i):
                 return await reward if inspect.isawaitable(reward) else reward
 
-        return await asyncio.gather(*starmap(settled, enumerate(called(failures=failures, **columns))))
+        return await asyncio.gather(*starmap(settle, enumerate(call(failures=failures, **columns))))
 
-    reward: Callable = awaited if inspect.iscoroutinefunction(kind.get_reward) else called
+    reward: Callable = call_and_wait if inspect.iscoroutinefunction(kind.get_reward) else call
     reward.__name__, vars(reward)["notes_failures"] = kind.__name__, True
     return reward
 

@@ -101,19 +101,20 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     is_alone = vf.environment_class(taskset) is vf.SingleAgentEnv and all(each.data.prompt for each in tasks)
     if not tasks or hooks or not is_alone:
         raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
-    agent, loop = vf.Agent(config), asyncio.new_event_loop()
+    agent, serving, loop = vf.Agent(config), env.shared_tools(), asyncio.new_event_loop()
     agent.harness = Policy(agent.harness.config)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     run = partial(asyncio.run_coroutine_threadsafe, loop=loop)
 
     async def start() -> tuple[Json, list[Any]]:
-        shared = await env.shared_tools().__aenter__()
+        shared = await serving.__aenter__()
         async with agent.interaction(tasks[0].defer_scoring(), tools=shared) as played:
             return shared, [(name, await _ask(url, "list_tools")) for name, url in played.trace.info["urls"].items()]
 
     shared, listed = run(start()).result()
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
     parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
+    parts["_serving"] = serving  # whose servers end with it
     for server, tool in ((server, tool) for server, answer in listed for tool in answer.tools):
         name = f"{server}_{tool.name}".removeprefix("_")
         parts[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
