@@ -225,7 +225,7 @@ def weighted_sum(
 
 
 def join_steps(
-    given: Sequence[Sequence[float | None]],
+    rewards: Sequence[Sequence[float | None]],
     turns: Sequence[Sequence[tuple[int, str]]],
     rewards_per_func: torch.Tensor,
     weights: torch.Tensor,
@@ -236,16 +236,16 @@ def join_steps(
     its state. What functions return for whole completions, `(N, F)`, and the bonus, `(N,)`, are the outcome.
     """
     found, numbers, weights = [], {}, weights.cpu().double()
-    for row, own in zip(given, turns, strict=True):
+    for row, own in zip(rewards, turns, strict=True):
         along = [dict(each.steps) if isinstance(each, StepwiseReward) else {} for each in row]
         steps = []
         for end in sorted({stop - 1 for stop, _ in own}.union(*along)):
             turn = sum(stop <= end for stop, _ in own)
-            rewards = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
+            values = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
             state = numbers.setdefault(own[turn][1], len(numbers))
-            steps.append(Step(end, turn, sum(rewards) if rewards else None, state))
+            steps.append(Step(end, turn, sum(values) if values else None, state))
         found.append(steps)
-    along = torch.tensor([[isinstance(each, StepwiseReward) for each in row] for row in given])
+    along = torch.tensor([[isinstance(each, StepwiseReward) for each in row] for row in rewards])
     outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
     return Steps(found, outcomes)

@@ -124,7 +124,7 @@ class Source(_Part):
 class Rewards(_Part):
     """What reward functions say of completions."""
 
-    given: list[list[float | None]] = field(default_factory=list)  # for each completion, by function
+    by_function: list[list[float | None]] = field(default_factory=list)  # of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
     has_signal: torch.Tensor | None = None  # (N,), whether rewards differ within the group
@@ -260,7 +260,7 @@ class Rollout(_Part):
 
     def for_loss(self) -> "Rollout":
         """Without what only rewards, logs and checks read."""
-        rewards = replace(self.rewards, given=[], per_func=None, bonus=None)
+        rewards = replace(self.rewards, by_function=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
     def micro_batches(self, n: int) -> list["Rollout"]:

@@ -37,8 +37,8 @@ class VerifiersEnvironment:
         await asyncio.wrap_future(self._urls)
         return await asyncio.wrap_future(self._run(self._rollout.asend(completion)))
 
-    def _act(self, place: tuple[str, str], arguments: Json) -> Observation:
-        server, name = place
+    def _act(self, tool: tuple[str, str], arguments: Json) -> Observation:
+        server, name = tool
         try:
             answer = self._run(_ask(self._urls.result()[server], "call_tool", name, arguments)).result()
         except Exception as error:

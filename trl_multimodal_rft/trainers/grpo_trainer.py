@@ -299,8 +299,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             return None
         turns = rollout.source.sampled_turns
         turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in own] for own in turns]
-        given, turns = gather_object(rewards.given), gather_object(turns)
-        return join_steps(given, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
+        by_function, turns = gather_object(rewards.by_function), gather_object(turns)
+        return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager
     def _extra_time(self):

@@ -207,7 +207,7 @@ class Run:
 
     def reward_together(self, rollout: Rollout) -> None:
         """Notes the rewards of all ranks' completions. All ranks must call this."""
-        rollout.rewards.given = rewards = self.reward(rollout)
+        rollout.rewards.by_function = rewards = self.reward(rollout)
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
         found = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         found = self.accelerator.gather(found.to(self.accelerator.device))
