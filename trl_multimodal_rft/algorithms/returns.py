@@ -98,8 +98,8 @@ class Steps:
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch index of each step's completion and its number in it, `(S,)`."""
-        pairs = [(i, number) for i, own in enumerate(self.steps) for number in range(len(own))]
-        return torch.tensor(pairs).unbind(1)
+        pairs = torch.tensor([(i, number) for i, own in enumerate(self.steps) for number in range(len(own))])
+        return pairs[:, 0], pairs[:, 1]
 
     def of_turns(self) -> "Steps":
         """Whole turns, with the sums of the rewards of their steps."""

@@ -28,7 +28,7 @@ class ContextRows:
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """The reverse of [`cut`]."""
         parts = [row[:n] for row, n in zip(values, chain.from_iterable(self.lengths), strict=True)]
-        rows = pad_sequence(torch.cat(parts).split([*map(sum, self.lengths)]), batch_first=True)
+        rows = pad_sequence([*torch.cat(parts).split([*map(sum, self.lengths)])], batch_first=True)
         return F.pad(rows, (*(0, 0) * (rows.dim() - 2), 0, self.width - rows.size(1)))
 
     def rows_of(self, chosen: set[int]) -> list[int]:
