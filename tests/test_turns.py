@@ -189,7 +189,7 @@ def test_estimators_are_those_of_their_papers(seed):
         "gigpo(turn_discount=0.5, omega=0.3, norm='none')": slow_gigpo(given, 0.5, 0.3, False),
     }
     expected = {name: on_tokens(steps, inputs["mask"]) for name, steps in by_token.items()}
-    for gamma, rho in ((0.5, 0.3), (0.2, 0.7)):
+    for gamma, rho in ((0.5, 0.3), (0.2, 0.5)):  # rewards are quarters, so some drop by exactly a half
         expected[f"ps_grpo(gamma={gamma}, rho={rho})"] = torch.tensor(
             slow_ps_grpo(given, gamma, rho), dtype=torch.float64
         )
