@@ -44,7 +44,7 @@ def content_digest(messages: Sequence[dict[str, Any]]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _for_json(value: Any) -> list[Any]:
+def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | bytes) -> list[Any]:
     if isinstance(value, MediaRef):
         return [value.modality, value.stored, value.options]
     if isinstance(value, (np.ndarray, torch.Tensor, PIL.Image.Image)):

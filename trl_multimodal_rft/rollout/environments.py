@@ -4,7 +4,7 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from typing import Any
@@ -195,9 +195,9 @@ def reward_of(kind: type) -> Callable:
         return rewards
 
     async def call_and_wait(failures: list[Exception | None], **columns: Any) -> list[float | None]:
-        async def settle(i: int, reward: Any) -> float | None:
+        async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
             with _noting(failures, i):
-                return await reward if inspect.isawaitable(reward) else reward
+                return None if reward is None else await reward
 
         return await asyncio.gather(*starmap(settle, enumerate(call(failures=failures, **columns))))
 

@@ -139,7 +139,7 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
     return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
 
 
-def tool_of(name: str, text: str, schema: Json, tool_name: Any) -> Callable:
+def tool_of(name: str, text: str, schema: Json, tool_name: str | tuple[str, str] | None) -> Callable:
     """A method with the parameters of a JSON schema, as TRL reads those of tools; `_act` gets its name on a server."""
 
     def tool(self: Any, **arguments: Value) -> Observation:
@@ -162,7 +162,7 @@ def tool_of(name: str, text: str, schema: Json, tool_name: Any) -> Callable:
     return tool
 
 
-def observation_of(value: Any, media: Mapping[str, str], last: str = "") -> Observation:
+def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Observation:
     """Content blocks of a value and the rest as text; only text, if there are no media."""
     blocks: list[Json] = []
     rest = _take_blocks(value, blocks, media)

@@ -212,7 +212,9 @@ class ToolLoop:
         """The context with results as messages, or `None` if they are appended, and its encoding, or theirs."""
         messages = self._rewritten(index, trajectory, results)
         if messages is not None:
-            tools: Any = {} if self.environments is None else {"tools": [*self.tools[index].values()] or None}
+            tools: dict[str, Any] = (
+                {} if self.environments is None else {"tools": [*self.tools[index].values()] or None}
+            )
             return messages, self.encoder.encode(messages, self._row(index, trajectory), **tools)
         ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
         turn = encode_turn(

@@ -50,7 +50,7 @@ class VerifiersEnvironment:
 
     async def _play(self, task: int) -> AsyncGenerator[Any, list[Json]]:
         """Yields the addresses of a task's servers, is sent the completion, and yields its reward."""
-        vf: Any = require_module("verifiers.v1", "verifiers")
+        vf = require_module("verifiers.v1", "verifiers")
         asked = self.rows[task]["prompt"]
         async with self.agent.interaction(self.tasks[task], tools=self.shared) as played:
             completion = yield played.trace.info["urls"]
@@ -63,7 +63,7 @@ class VerifiersEnvironment:
         yield played.trace.reward
 
 
-def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnvironment]:
+def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvironment]:
     """
     Class of the environments in which tasks of [verifiers](https://github.com/PrimeIntellect-ai/verifiers) (`v1`) are
     played, for `environment_factory`; its `rows` are the dataset's.
@@ -80,8 +80,8 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
         `ImportError`: Without the extra `verifiers`.
         `ValueError`: If the tasks never end, or need more than one agent with tools.
     """
-    vf: Any = require_module("verifiers.v1", "verifiers")
-    program: Any = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
+    vf = require_module("verifiers.v1", "verifiers")
+    program = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
 
     class Policy(program):
         """Samples in the trainer, not in a program, and tells where a rollout's servers are."""
@@ -89,9 +89,10 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
         async def setup(self, runtime):
             pass
 
-        async def session(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-            trace.info["urls"] = mcp_urls
-            return await super().session(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
+        async def session(self, *arguments: Any, **options: Any):
+            session = await super().session(*arguments, **options)
+            session.trace.info["urls"] = session.mcp_urls
+            return session
 
     config = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"}, model="policy")
     env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=config))
@@ -121,7 +122,7 @@ def verifiers_environment(taskset: str, **options: Any) -> type[VerifiersEnviron
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
 
 
-async def _ask(url: str, method: str, *arguments: Any) -> Any:
+async def _ask(url: str, method: str, *arguments: str | Json) -> Any:
     async with require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 
