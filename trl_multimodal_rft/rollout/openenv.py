@@ -139,11 +139,11 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
     return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
 
 
-def tool_of(name: str, text: str, schema: Json, tool_name: str | tuple[str, str] | None) -> Callable:
-    """A method with the parameters of a JSON schema, as TRL reads those of tools; `_act` gets its name on a server."""
+def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
+    """A method with the parameters of a JSON schema, as TRL reads those of tools; `_act` gets its `remote` name."""
 
     def tool(self: Any, **arguments: Value) -> Observation:
-        return self._act(tool_name, arguments)
+        return self._act(remote, arguments)
 
     lines, parameters = [" ".join(text.split()), "", "Args:"], []
     for key, each in schema.get("properties", {}).items():

@@ -212,10 +212,8 @@ class ToolLoop:
         """The context with results as messages, or `None` if they are appended, and its encoding, or theirs."""
         messages = self._rewritten(index, trajectory, results)
         if messages is not None:
-            tools: dict[str, Any] = (
-                {} if self.environments is None else {"tools": [*self.tools[index].values()] or None}
-            )
-            return messages, self.encoder.encode(messages, self._row(index, trajectory), **tools)
+            tools = [*self.tools[index].values()] or None
+            return messages, self.encoder.encode(messages, self._row(index, trajectory), tools=tools)
         ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
         turn = encode_turn(
             trajectory.history,
