@@ -43,6 +43,11 @@ OPTIONS = {
     "peft": ["--use_peft", "--lora_target_modules", "all-linear"],
     "peft,quantization": ["--use_peft", "--lora_target_modules", "all-linear", "--load_in_4bit"],
 }
+# Packages whose environments tests act in; two of them don't go together
+ENVIRONMENTS = {
+    "environments": ("openenv", "test_openenv.py"),
+    "verifiers": ("verifiers", "test_verifiers.py"),
+}
 
 
 MEDIA = {
@@ -89,7 +94,7 @@ def environment(extra: str, folder: Path) -> dict[str, str]:
 
 def check(extra: str, folder: Path) -> None:
     """Installs an extra and uses its features."""
-    outside = environment(extra, folder)
+    outside = environment(f"audio,{extra},image" if extra in ENVIRONMENTS else extra, folder)  # tests need media
     kind = extra if extra in MEDIA else "text"
     model = folder / ("qwen2_5_vl" if kind in ("image", "video") else "qwen2_audio")
     trained, programs = folder / "trained", folder / "venv" / "bin"
@@ -100,11 +105,11 @@ def check(extra: str, folder: Path) -> None:
     if extra == "deepspeed":  # its launcher and kernels need a GPU
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
-    if "environments" in extra:  # against the package's server
-        python, tests = programs / "python", ROOT / "tests"
-        more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", "openenv", "pytest"]
+    if extra in ENVIRONMENTS:  # against the package's servers
+        python, (package, tests) = programs / "python", ENVIRONMENTS[extra]
+        more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", package, "pytest"]
         subprocess.run([python, *more], env=outside, check=True)
-        subprocess.run([python, "-m", "pytest", "-q", tests / "test_openenv.py"], cwd=folder, env=outside, check=True)
+        subprocess.run([python, "-m", "pytest", "-q", ROOT / "tests" / tests], cwd=folder, env=outside, check=True)
         return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]
@@ -136,7 +141,6 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = ["", *(extra for extra in project["optional-dependencies"] if extra not in ELSEWHERE)]
     known[known.index("quantization")] = "peft,quantization"  # adapters need both
-    known[known.index("environments")] = "audio,environments,image"  # its tests need all
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", default=known, help="which; all by default, and none at all")
     for extra in parser.parse_args().extras:

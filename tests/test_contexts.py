@@ -103,6 +103,27 @@ def truth(model, processor, row, index, most) -> tuple[torch.Tensor, list[int]]:
     return torch.cat(logps), ids
 
 
+def plain_update(family, draw, most, weights) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """
+    Returns what a step at a learning rate of 1 adds to the model, by log-probabilities of plain forwards in float64
+    and the weights of tokens in their sum, and these log-probabilities.
+    """
+    model, processor = (talking(family)[name] for name in ("model", "processing_class"))
+    model, found, total = model.double(), [], 0
+    for i, row in enumerate(draw.rows):
+        logps, ids = truth(model, processor, row, i, most)
+        mask = draw.batch["completion_mask"][i].bool()
+        assert ids == draw.batch["completion_ids"][i][mask].tolist()
+        found, total = [*found, logps.detach()], total + (weights[i][mask] * logps).sum()
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, found
+
+
+def check_update(result, expected):
+    update = {name: result.update[name].double() for name in expected}
+    assert norm(update) > 1e-4 and relative_difference(expected, update) <= 1e-4
+
+
 CASES = [
     ("qwen3_vl", 1),
     pytest.param("qwen3_vl", 2, marks=pytest.mark.slow),
@@ -118,42 +139,20 @@ CASES = [
 def test_each_token_is_scored_in_its_context(family, most):
     """Also the update is that of plain forwards of each context in float64, by the formula of the loss."""
     packed, padded = (train(family, most, packing=packing) for packing in ("prefix", "padded"))
-    draw, moment = packed.trainer.draws[0], packed.trainer.micro_batches[0]
+    draw = packed.trainer.draws[0]
     assert draw.batch.packed and not padded.trainer.draws[0].batch.packed
     assert {len(prompt.contexts) for prompt in draw.batch.prompts} == ({1, 2, 3} if most == 2 else {1, 2, 3, 4})
-    model, processor = (talking(family)[name] for name in ("model", "processing_class"))
-    model, loss = model.double(), 0
     in_loss = draw.batch["completion_mask"].bool() & draw.batch["tool_mask"].bool()
-    for i, advantage in enumerate(draw.batch["advantages"].tolist()):
-        mask = draw.batch["completion_mask"][i].bool()
-        logps, ids = truth(model, processor, draw.rows[i], i, most)
-        assert ids == draw.batch["completion_ids"][i][mask].tolist()
-        for result in (packed, padded):
-            assert (result.trainer.micro_batches[0].logps[i][mask] - logps).abs().max() <= 1e-4
-        # GRPO's gradient at a ratio of 1; a completion counts by its tokens, as `loss_type="dapo"` has it
-        loss = loss - advantage * logps[in_loss[i][mask]].sum() / in_loss.sum()
-    loss.backward()
-    gradients = {name: -p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # GRPO's gradient at a ratio of 1; a completion counts by its tokens, as `loss_type="dapo"` has it
+    weights = draw.batch["advantages"][:, None] * in_loss / in_loss.sum()
+    update, logps = plain_update(family, draw, most, weights)
     for result in (packed, padded):
-        update = {name: result.update[name].double() for name in gradients}
-        assert norm(update) > 1e-3 and relative_difference(gradients, update) <= 1e-4
-    assert moment.gradient[~in_loss].abs().max() == 0
-
-
-@functools.cache
-def plain_gradients() -> list[tuple[dict[str, torch.Tensor], int]]:
-    """Gradient of the sum of log-probabilities that were sampled, in float64, of each completion, and its tokens."""
-    batch, rows = train().trainer.draws[0].batch, train().trainer.draws[0].rows
-    model, processor = (talking("qwen3_vl")[name] for name in ("model", "processing_class"))
-    found, model = [], model.double()
-    for i, row in enumerate(rows):
-        sampled = batch["tool_mask"][i][batch["completion_mask"][i].bool()].bool()
-        model.zero_grad()
-        truth(model, processor, row, i, 1)[0][sampled].sum().backward()
-        found.append(
-            ({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, int(sampled.sum()))
-        )
-    return found
+        check_update(result, update)
+        for found, expected, mask in zip(
+            result.trainer.micro_batches[0].logps, logps, draw.batch["completion_mask"].bool(), strict=True
+        ):
+            assert (found[mask] - expected).abs().max() <= 1e-4
+    assert packed.trainer.micro_batches[0].gradient[~in_loss].abs().max() == 0
 
 
 # What each paper's loss multiplies a token's advantage by where policy and sampler are equal: of `n` completions, of
@@ -174,16 +173,13 @@ WEIGHTS = {
 def test_a_completion_counts_as_one_in_every_loss(loss):
     """Each loss' gradient is that of plain forwards of each context, and a budget, which splits by contexts, too."""
     whole, parts = (train(loss_type=loss, max_tokens_per_microbatch=n) for n in (None, 200))
-    found, gradient = plain_gradients(), {}
-    total = sum(tokens for _, tokens in found)
-    advantages = whole.trainer.draws[0].batch["advantages"].tolist()
-    for advantage, (gradients, tokens) in zip(advantages, found, strict=True):
-        weight = WEIGHTS[loss](len(found), tokens, total) * advantage
-        for name, each in gradients.items():
-            gradient[name] = gradient.get(name, 0) + weight * each
+    batch = whole.trainer.draws[0].batch
+    sampled = batch["completion_mask"] * batch["tool_mask"]
+    tokens = sampled.sum(1, keepdim=True).double()
+    weights = WEIGHTS[loss](len(sampled), tokens, tokens.sum()) * batch["advantages"][:, None] * sampled
+    update, _ = plain_update("qwen3_vl", whole.trainer.draws[0], 1, weights)
     for result in (whole, parts):
-        update = {name: result.update[name].double() for name in gradient}
-        assert norm(update) > 1e-4 and relative_difference(gradient, update) <= 1e-4
+        check_update(result, update)
     a, b = (result.trainer.micro_batches[0] for result in (whole, parts))
     assert (a.loss - b.loss).abs() <= 1e-5 and a.logps.shape == b.logps.shape == a.batch["completion_ids"].shape
 
@@ -243,18 +239,16 @@ class Album:
 
         Args:
             number: Which one.
-
-        Returns:
-            It.
         """
         self.n += 1
+        return self._shown(number)
+
+    def _shown(self, number):
         return SHOWN[number]
 
     def get_context(self, messages):
-        Album.given = messages
-        if self.n < 2:
-            return None
-        return [messages[0], {"role": "user", "content": [{"type": "text", "text": f"Seen: {self.n}"}, PICTURE]}]
+        text = {"type": "text", "text": f"Seen: {self.n}"}
+        return None if self.n < 2 else [messages[0], {"role": "user", "content": [text, PICTURE]}]
 
     def get_reward(self) -> float:
         return float(self.n)
@@ -282,19 +276,12 @@ def test_environments_rewrite_contexts():
             assert mask[turn.start : turn.stop].all() and ids[turn.stop - 1] == processor.tokenizer.eos_token_id
 
 
-class Forgetful(Album):
-    """Returns no messages."""
-
-    def get_context(self, messages):
-        return Forgetful._chosen(messages)
-
-
 @pytest.mark.parametrize(
     "chosen", [lambda _: [], lambda _: "Go on.", lambda given: given[:2], lambda _: [{"content": "Go on."}]]
 )
 def test_contexts_without_a_message_to_answer(chosen):
-    Forgetful._chosen = staticmethod(chosen)
-    objects = {**talking("qwen3_vl"), "environment_factory": Forgetful}
+    forgetful = type("Forgetful", (Album,), {"get_context": lambda self, messages: chosen(messages)})
+    objects = {**talking("qwen3_vl"), "environment_factory": forgetful}
     with pytest.raises(
         ValueError, match="^row 6: `get_context` returned .*, which the assistant can't answer; return"
     ):
@@ -310,17 +297,7 @@ class EveryOther(Album):
         self.place = EveryOther.made
         EveryOther.made += 1
 
-    def show(self, number: int) -> list:
-        """
-        Shows something.
-
-        Args:
-            number: Which one.
-
-        Returns:
-            It.
-        """
-        self.n += 1
+    def _shown(self, number):
         return [TEXT, *SHOWN[0][:1]] if self.place % 2 else [TEXT]
 
     def get_context(self, messages):

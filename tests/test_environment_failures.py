@@ -1,13 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Environments that fail: their trajectories are in no loss and no baseline, and are counted."""
 
-import functools
-
 import pytest
 import torch
-from datasets import Dataset
-from helpers.tools import GRPO, RLOO, Saying, call, talking
-from helpers.trainer_utils import logged, relative_difference, run
+from helpers.tools import GRPO, RLOO, call, play, talking
+from helpers.trainer_utils import logged, relative_difference
 
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
@@ -33,9 +30,6 @@ class Office:
 
         Args:
             how: How.
-
-        Returns:
-            What is done.
         """
         self.how = how
         if how == "badly":
@@ -45,19 +39,15 @@ class Office:
         return "done"
 
     async def wait(self) -> str:
-        """
-        Waits.
-
-        Returns:
-            Nothing.
-        """
+        """Waits."""
         raise EnvironmentFailure("asleep")
 
     def get_context(self, messages):
         if self.how == "forgetfully":
             raise KeyError("what was it")
 
-    def get_reward(self) -> float:
+    def get_reward(self, completion) -> float:
+        assert (len(completion) > 1) == (self.how != "idle")
         if self.how == "unpaid":
             raise ConnectionError("no bank")
         return {"idle": 0.0, "badly": 1.0, "well": 3.0}[self.how]
@@ -67,12 +57,7 @@ QUESTION = [{"role": "user", "content": "Work."}]
 WORK = {2: ["well"], 4: ["well", "forgetfully", "badly"], 5: ["unpaid"], 6: ["badly", "badly"]}
 
 
-def train(trainer, script, unanswered, **options):
-    objects = {**talking("qwen3_vl"), "environment_factory": Office}
-    sampler = functools.partial(Saying, script=script, unanswered=unanswered)
-    options |= {"shuffle_dataset": False, "max_completion_length": 400, "max_steps": 1, "beta": 0.0}
-    rows = Dataset.from_list([{"prompt": QUESTION, "number": i} for i in range(2)])
-    return run(trainer, "qwen3_vl", rows, objects=objects, sampler=sampler, **options)
+ROWS = [{"prompt": QUESTION, "number": i} for i in range(2)]
 
 
 @pytest.mark.parametrize("trainer", [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)])
@@ -86,7 +71,7 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch)
 
     script = {1: [call("wait")], **{i: [call("work", how=how) for how in hows] for i, hows in WORK.items()}}
     options = {"loss_type": "dapo"} if is_grpo else {}
-    result = train(trainer, script, {1: 0, 4: 1}, reward=punctual, **options)
+    result = play(Office, ROWS, script, trainer, unanswered={1: 0, 4: 1}, reward=punctual, beta=0.0, **options)
     assert logged(result, "tools/environment_failures") == [4]
     assert logged(result, "reward") == [8.0] and logged(result, "rewards/punctual/mean") == [7.0]
     # Failures end a conversation; other errors of tools are results
@@ -109,12 +94,13 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch)
 
 def test_a_run_ends_when_every_environment_fails(monkeypatch):
     monkeypatch.setattr(Office, "made", 4)
+    script = dict.fromkeys(range(8), [call("work", how="hastily")])
     with pytest.raises(RuntimeError, match="All environments .*row 0: .*EnvironmentFailure: burnt down") as info:
-        train(GRPO, dict.fromkeys(range(8), [call("work", how="hastily")]), dict.fromkeys(range(8), 0), reward=None)
+        play(Office, ROWS, script, unanswered=dict.fromkeys(range(8), 0))
     assert isinstance(info.value.__cause__, EnvironmentFailure)
     monkeypatch.setattr(Office, "reset", lambda self: None)  # which takes no row
     with pytest.raises(RuntimeError, match="TypeError: .*unexpected keyword argument"):
-        train(GRPO, {}, {}, reward=None)
+        play(Office, ROWS, {})
 
 
 def test_evaluations_count_failed_trajectories_and_score_the_others(monkeypatch):

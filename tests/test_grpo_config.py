@@ -48,6 +48,7 @@ def positional(rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps)
 
 
 KL = {"beta": 0.1}
+STEPS = {"advantage_estimator": "gigpo"}
 SUM = {"multi_objective_aggregation": "normalize_then_sum"}
 SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
 
@@ -166,6 +167,12 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({**SINGLE, "dynamic_sampling": 4}, "`dynamic_sampling` selects prompts whose"),
         ({"balance_ranks": True, "keep_groups_together": False}, "`balance_ranks` moves whole groups, which"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
+        ({**STEPS, "reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_cl"),
+        ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps, which"),
+        *(
+            ({**STEPS, **option}, "gives one per token. Use another estimator")
+            for option in ({"importance_sampling_level": "sequence"}, {"loss_type": "gmpo"})
+        ),
     ],
 )
 def test_config_refuses(options, message):

@@ -1,8 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Environments on servers of the package OpenEnv, over loopback."""
 
-import functools
-import socket
 import subprocess
 import sys
 import time
@@ -14,10 +12,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import requests
-from datasets import Dataset
 from helpers.openenv_server import COLORS, png
-from helpers.tools import GRPO, Saying, call, talking
-from helpers.trainer_utils import logged, norm, run
+from helpers.processes import free_port
+from helpers.tools import Saying, call, check_rewards, play
+from helpers.trainer_utils import logged, norm
 from transformers.utils import get_json_schema
 
 from trl_multimodal_rft.encoding.conversations import Conversation
@@ -28,15 +26,13 @@ from trl_multimodal_rft.rollout.openenv import openenv
 pytest.importorskip("openenv")
 
 QUESTION = [{"role": "user", "content": "Switch the lamp."}]
-LONG = {"shuffle_dataset": False, "max_completion_length": 1200, "max_steps": 1, "self_check": True}
 MEDIA = {"screenshot": "image", "thumbnail": "image"}
 
 
 @contextmanager
 def serving(name: str):
     """Yields the address and the process of a server."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "uvicorn", f"helpers.openenv_server:{name}", "--factory", "--port", port]
     url, quiet = f"http://127.0.0.1:{port}", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=Path(__file__).parent, **quiet) as server:
@@ -104,14 +100,9 @@ def test_media_are_blocks_and_files_that_a_server_names_stay_closed(lamp):
 def test_a_policy_acts_on_what_it_sees_and_is_rewarded(lamp):
     turns = {0: ["red"], 1: ["green", "red"], 2: ["blue"], 5: ["green"], 6: ["red", "red"]}
     script = {i: [call("step", color=color) for color in colors] for i, colors in turns.items()}
-    rows = Dataset.from_list([{"prompt": QUESTION, "wanted": wanted} for wanted in ("red", "green")])
-    objects, sampler = {**talking("qwen3_vl"), "environment_factory": openenv(lamp, media=MEDIA)}, Saying
-    options = {"objects": objects, "sampler": functools.partial(sampler, script=script), **LONG}
-    result = run(GRPO, "qwen3_vl", rows, reward=None, **options)
-    rewards = np.array([[1.0, 1.25, 0, 0], [0, 1.0, 0.5, 0]])
-    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
-    assert result.trainer.inputs["advantages"].tolist() == pytest.approx(advantages.flatten().tolist(), abs=1e-4)
-    assert logged(result, "rewards/Lamp/mean") == [rewards.mean()]
+    rows = [{"prompt": QUESTION, "wanted": wanted} for wanted in ("red", "green")]
+    result = play(openenv(lamp, media=MEDIA), rows, script, self_check=True)
+    check_rewards(result, "Lamp", [[1.0, 1.25, 0, 0], [0, 1.0, 0.5, 0]])
     assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 7])
     prompts = result.trainer.inputs.rollout.prompts
     assert all(prompt.modalities == {"image"} for prompt in prompts)
@@ -133,11 +124,9 @@ def test_a_killed_server_fails_its_trajectories_alone(lamp, monkeypatch):
     with serving("lamp") as (url, server):
         monkeypatch.setattr(Killing, "server", server, raising=False)
         factories = {"here": openenv(lamp), "there": openenv(url)}
-        rows = Dataset.from_list([{"prompt": QUESTION, "environment": each} for each in ("there", "here")])
+        rows = [{"prompt": QUESTION, "environment": each} for each in ("there", "here")]
         script = {i: [call("step", color="green" if i == 6 else "red")] for i in (1, 2, 5, 6)}
-        sampler = functools.partial(Killing, script=script, unanswered={1: 0, 2: 0})
-        objects = {**talking("qwen3_vl"), "environment_factory": factories}
-        result = run(GRPO, "qwen3_vl", rows, objects=objects, sampler=sampler, reward=None, **LONG)
+        result = play(factories, rows, script, sampler=Killing, unanswered={1: 0, 2: 0}, self_check=True)
         assert logged(result, "tools/environment_failures") == [2]
         advantages = result.trainer.inputs["advantages"]
         assert advantages[:4].tolist() == [0] * 4 and advantages[5] > advantages[6] > advantages[4]

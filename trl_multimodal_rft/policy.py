@@ -186,11 +186,11 @@ class PolicyForward:
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
-        contexts = context_rows(prompts, completion_ids.size(1), completion_ids.device)
+        contexts = context_rows(prompts, completion_ids.size(1))
         if contexts is not None:
             prompts, target = contexts.prompts, None if target is None else target.map(contexts.cut)
             completion_ids, completion_mask = contexts.cut(completion_ids), contexts.cut(completion_mask)
-            rows = None if rows is None else contexts.rows_of(rows)
+            rows = None if rows is None else contexts.rows_of({*rows})
         completions, n = CompletionBatch(prompts, completion_ids, completion_mask), len(prompts)
         # What the parts depend on; reading it makes the host wait
         lengths = None if self.max_tokens is None else completion_mask.sum(1).tolist()

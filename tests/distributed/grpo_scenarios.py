@@ -115,9 +115,6 @@ def show(number: int) -> str:
 
     Args:
         number: Which one.
-
-    Returns:
-        Nothing.
     """
     raise EnvironmentFailure("lost")
 

@@ -1,12 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A tool, a model that may call it, and completions that call it."""
 
+import functools
 import json
 
+import numpy as np
+import pytest
+from datasets import Dataset
 from trl.chat_template_utils import qwen3_template, qwen3_vl_chat_template
 
 from helpers.samplers import Wrapped
-from helpers.trainer_utils import load
+from helpers.trainer_utils import load, logged, run
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 
 
@@ -148,10 +152,23 @@ def shows(*media):
 
         Args:
             number: Which one.
-
-        Returns:
-            It.
         """
         return media[number % len(media)]
 
     return show
+
+
+def play(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, **options):
+    """Returns a run of one step in environments, in which completions say what a script has."""
+    sampler = functools.partial(sampler, script=script, unanswered=unanswered)
+    options["objects"] = {**talking("qwen3_vl"), "environment_factory": factory}
+    options = {"shuffle_dataset": False, "max_steps": 1, "reward": None, "max_completion_length": 1200, **options}
+    return run(trainer, "qwen3_vl", Dataset.from_list(rows), sampler=sampler, **options)
+
+
+def check_rewards(result, name, rewards):
+    """Compares advantages and the mean reward with the rewards of groups."""
+    rewards = np.array(rewards)
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    assert result.trainer.inputs["advantages"].tolist() == pytest.approx(advantages.flatten().tolist(), abs=1e-4)
+    assert logged(result, f"rewards/{name}/mean") == [rewards.mean()]

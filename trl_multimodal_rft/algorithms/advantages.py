@@ -10,6 +10,7 @@ scored: it enters no statistic and gets the advantage 0. Statistics are computed
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -299,13 +300,14 @@ def turn_norm(
             Mean and unbiased standard deviation are those of the steps of the same number (`"turn"`), or of all steps
             of the group, where every `"trajectory"` counts once, but 0 where no step makes a difference.
     """
-    returns = torch.where(rewards.cpu().isnan()[steps.completions], torch.nan, steps.returns(turn_discount))
-    owners, numbers = group_ids.cpu()[steps.completions], steps.numbers
+    rows, numbers = steps.indices()
+    returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, steps.returns(turn_discount))
+    owners = group_ids.cpu()[rows]
     groups = group_statistics(returns, owners * (numbers.amax() + 1) + numbers)
     centred = groups.centred
     if norm == "trajectory":
         live = groups.live[groups.index].double()
-        groups = group_statistics(returns, owners, 1 / steps.counts.double()[steps.completions])
+        groups = group_statistics(returns, owners, 1 / rows.bincount().double()[rows])
         differs = torch.zeros(len(groups.live)).double().index_add(0, groups.index, live) > 0
         centred = torch.where(differs[groups.index], groups.centred, 0)
     advantages = centred / (groups.std(correction=1) + _EPS)[groups.index]
@@ -323,8 +325,8 @@ def ps_grpo(
 ) -> torch.Tensor:
     r"""
     PS-GRPO: GRPO's advantage of the outcome, which is $1 - \gamma$ of itself where the rewards of steps have a drop,
-    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see [URSA](https://huggingface.co/papers/2501.04686). Rewards of steps
-    count in no other way.
+    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see Equation 6 of [URSA](https://huggingface.co/papers/2501.04686).
+    Rewards of steps count in no other way.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -340,10 +342,8 @@ def ps_grpo(
     outcomes = steps.outcomes
     if outcomes.isnan().all() and not rewards.isnan().all():
         raise ValueError("`advantage_estimator='ps_grpo'` needs a reward function of whole completions, too; add one.")
-    given = ~steps.rewards.isnan()
-    owners, values = steps.completions[given], steps.rewards[given]
-    drops = (owners[1:] == owners[:-1]) & (values[:-1] > 0) & (values[:-1] - values[1:] >= rho * values[:-1])
-    dropped = torch.zeros(len(outcomes)).index_add(0, owners[1:], drops.float()) > 0
+    given = [[step.reward for step in own if step.reward is not None] for own in steps.steps]
+    dropped = torch.tensor([any(a > 0 and a - b >= rho * a for a, b in pairwise(own)) for own in given])
     outcomes = torch.where(dropped & (outcomes > 0), (1 - gamma) * outcomes, outcomes)
     return group_norm(outcomes, group_ids).to(rewards)
 
@@ -376,11 +376,11 @@ def gigpo(
             Whether both terms are divided by the unbiased standard deviation of their group.
     """
     turns, scale = steps.of_turns(), "group" if norm == "std" else "none"
-    returns = torch.where(rewards.cpu().isnan()[turns.completions], torch.nan, turns.returns(turn_discount))
-    owners, states = group_ids.cpu()[turns.completions], turns.states
-    of_turns = group_norm(returns, owners * (states.amax() + 1) + states, scale=scale)
+    rows, states = turns.indices()[0], torch.tensor([step.state for own in turns.steps for step in own])
+    returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, turns.returns(turn_discount))
+    of_turns = group_norm(returns, group_ids.cpu()[rows] * (states.amax() + 1) + states, scale=scale)
     of_completions = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
-    return turns.on_tokens(of_completions[turns.completions] + omega * of_turns, mask).to(rewards)
+    return turns.on_tokens(of_completions[rows] + omega * of_turns, mask).to(rewards)
 
 
 @estimator("gae", needs="critic", per_token=True, kl_in_reward=True)

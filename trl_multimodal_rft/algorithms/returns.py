@@ -7,7 +7,8 @@ Masks may be padded on either side and have gaps; results are exactly 0 outside 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,52 +80,49 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
     return torch.where(mask, sums.gather(1, place.clamp(max=width - 1)), 0)
 
 
+class Step(NamedTuple):
+    """Tokens of a completion behind those of the step before, with a reward: a turn, or a part of one."""
+
+    end: int  # index of its last token
+    turn: int  # number of its turn in the completion
+    reward: float | None  # weighted, `None` where no function rewards it
+    state: int  # equal for turns that answer the same, if the estimator reads it
+
+
 @dataclass(eq=False)
 class Steps:
-    """The `S` steps of `N` completions, in order, on the CPU: turns, or parts of them that are rewarded."""
+    """The `S` steps of `N` completions, in order."""
 
-    completions: torch.Tensor  # batch index of each step's completion, (S,)
-    ends: torch.Tensor  # index of its last token, (S,)
-    turns: torch.Tensor  # number of its turn in the completion, (S,)
-    rewards: torch.Tensor  # weighted, NaN where no function rewards it, (S,), float64
+    steps: list[list[Step]]  # of each completion
     outcomes: torch.Tensor  # weighted rewards of whole completions, NaN where no function gives one, (N,), float64
-    states: torch.Tensor  # equal numbers for turns that answer the same, if the estimator reads them, (S,)
 
-    @property
-    def counts(self) -> torch.Tensor:
-        """Steps of each completion, `(N,)`."""
-        return self.completions.bincount(minlength=len(self.outcomes))
-
-    @property
-    def numbers(self) -> torch.Tensor:
-        """Number of each step in its completion, `(S,)`."""
-        return torch.arange(len(self.ends)) - (self.counts.cumsum(0) - self.counts)[self.completions]
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch index of each step's completion and its number in it, `(S,)`."""
+        pairs = torch.tensor([(i, number) for i, own in enumerate(self.steps) for number in range(len(own))])
+        return pairs[:, 0], pairs[:, 1]
 
     def of_turns(self) -> "Steps":
         """Whole turns, with the sums of the rewards of their steps."""
-        keys = self.completions * (self.turns.amax() + 1) + self.turns
-        _, index = keys.unique(return_inverse=True)
-        last = torch.cat([keys[1:] != keys[:-1], torch.ones(1, dtype=torch.bool)])
-        rewards = torch.zeros(int(last.sum()), dtype=torch.float64).index_add(0, index, self.rewards.nan_to_num(0.0))
-        completions, ends, turns, states = self.completions[last], self.ends[last], self.turns[last], self.states[last]
-        return Steps(completions, ends, turns, rewards, self.outcomes, states)
+        turns = [[[*each] for _, each in groupby(own, lambda step: step.turn)] for own in self.steps]
+        whole = [[part[-1]._replace(reward=sum(step.reward or 0 for step in part)) for part in own] for own in turns]
+        return Steps(whole, self.outcomes)
 
     def returns(self, discount: float) -> torch.Tensor:
         """Reward of each step and of what follows it, discounted per step; the outcome is one of the last, `(S,)`."""
-        numbers, counts = self.numbers, self.counts
-        table = torch.zeros(len(counts), int(counts.max()), dtype=torch.float64)
-        table[self.completions, numbers] = self.rewards.nan_to_num(0.0)
-        table[torch.arange(len(counts)), counts - 1] += self.outcomes.nan_to_num(0.0)
-        mask = torch.arange(table.size(1)) < counts[:, None]
-        return cumulative_returns(table, mask, discount)[self.completions, numbers]
+        found: list[float] = []
+        for own, outcome in zip(self.steps, self.outcomes.nan_to_num(0.0).tolist(), strict=True):
+            rewards = [step.reward or 0.0 for step in reversed(own)]
+            rewards[0] += outcome
+            found += [*accumulate(rewards, lambda later, reward: reward + discount * later)][::-1]
+        return torch.tensor(found, dtype=torch.float64)
 
     def on_tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The value `(S,)` of each token's step, 0 outside the mask. Shapes: `mask` `(N, T)`; returns `(N, T)`."""
-        ended = torch.zeros(mask.size(0), mask.size(1) + 1, dtype=torch.long)
-        ended[self.completions, self.ends + 1] = 1
-        counts = self.counts
-        within = torch.minimum(ended.cumsum(1)[:, :-1], counts[:, None] - 1)
-        return torch.where(mask.cpu().bool(), values[(counts.cumsum(0) - counts)[:, None] + within], 0)
+        found, left = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
+        for row, own in zip(found, self.steps, strict=True):
+            for start, step in zip([0, *(step.end + 1 for step in own)], own, strict=False):
+                row[start : step.end + 1] = next(left)
+        return torch.where(mask.cpu().bool(), found, 0)
 
 
 def whiten(

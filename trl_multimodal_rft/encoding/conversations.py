@@ -63,7 +63,10 @@ class Contexts(EncodedPrompt):
     ends: list[int]  # of each, the index in the completion behind the tokens that follow it
 
     @classmethod
-    def of(cls, prompts: list[EncodedPrompt], ends: list[int]) -> "Contexts":
+    def of(cls, prompts: list[EncodedPrompt], ends: list[int]) -> EncodedPrompt:
+        """The prompt itself, if none has replaced it."""
+        if len(prompts) == 1:
+            return prompts[0]
         inherited: dict[str, Any] = {spec.name: getattr(prompts[0], spec.name) for spec in fields(EncodedPrompt)}
         inherited["modalities"] = frozenset[str]().union(*(prompt.modalities for prompt in prompts))
         return cls(**inherited, prompts=prompts, ends=ends)

@@ -2,8 +2,9 @@
 """Joins the media and token fields of prompts for one forward, and compares prompts."""
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,26 +40,17 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 def content_digest(messages: Sequence[dict[str, Any]]) -> str:
     """A hash of messages and of their media as they are stored, equal for equal values of the same types."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in _content(messages):
-        digest.update(len(part).to_bytes(8) + part)
-    return digest.hexdigest()
+    text = json.dumps(messages, sort_keys=True, default=_for_json)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _content(value: Sequence | dict | MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image) -> Iterator[bytes]:
+def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | bytes) -> list[Any]:
     if isinstance(value, MediaRef):
-        value = [value.modality, value.stored, value.options]
-    if isinstance(value, dict):
-        value = [pair for key in sorted(value) for pair in (key, value[key])]
-    if isinstance(value, (list, tuple)):
-        yield f"[{len(value)}".encode()
-        for item in value:
-            yield from _content(item)
-    elif isinstance(value, (np.ndarray, torch.Tensor, PIL.Image.Image)):
+        return [value.modality, value.stored, value.options]
+    if isinstance(value, (np.ndarray, torch.Tensor, PIL.Image.Image)):
         array = np.asarray(value)
-        yield f"{array.dtype}{array.shape}".encode() + array.tobytes()
-    else:
-        yield value if isinstance(value, bytes) else f"{type(value).__name__}:{value}".encode()
+        return [str(array.dtype), array.shape, array.tobytes().hex()]
+    return [type(value).__name__, value.hex() if isinstance(value, bytes) else str(value)]
 
 
 def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:

@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Tools and environments of a trainer or an evaluation, by the rules of TRL's GRPO trainer."""
 
+import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
 
 from datasets import Dataset
@@ -177,31 +179,29 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 def reward_of(kind: type) -> Callable:
     """
-    A reward function from `get_reward` of a class, plain or async; `None` for other environments and failed ones. What
-    `get_reward` raises is noted in `failures`.
+    A reward function from `get_reward` of a class, plain or async, which gets its `completion` if it has this
+    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in `failures`.
     """
+    reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
-    def indices(environments: Sequence[Any], failures: Sequence[Exception | None]) -> list[int]:
-        return [i for i, each in enumerate(environments) if type(each) is kind and failures[i] is None]
-
-    if inspect.iscoroutinefunction(kind.get_reward):
-
-        async def reward(environments: list[Any], failures: list[Exception | None], **kwargs: Argument):
-            rewards: list[float | None] = [None] * len(environments)
-            for i in indices(environments, failures):
+    def call(
+        environments: list[Any], completions: list[Any], failures: list[Exception | None], **columns: Argument
+    ) -> list[Any]:
+        rewards: list[Any] = [None] * len(environments)
+        for i, each in enumerate(environments):
+            if type(each) is kind and failures[i] is None:
                 with _noting(failures, i):
-                    rewards[i] = await environments[i].get_reward()
-            return rewards
+                    rewards[i] = each.get_reward(**{"completion": completions[i]} if reads_completion else {})
+        return rewards
 
-    else:
+    async def call_and_wait(failures: list[Exception | None], **columns: Any) -> list[float | None]:
+        async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
+            with _noting(failures, i):
+                return None if reward is None else await reward
 
-        def reward(environments: list[Any], failures: list[Exception | None], **kwargs: Argument):
-            rewards: list[float | None] = [None] * len(environments)
-            for i in indices(environments, failures):
-                with _noting(failures, i):
-                    rewards[i] = environments[i].get_reward()
-            return rewards
+        return await asyncio.gather(*starmap(settle, enumerate(call(failures=failures, **columns))))
 
+    reward: Callable = call_and_wait if inspect.iscoroutinefunction(kind.get_reward) else call
     reward.__name__, vars(reward)["notes_failures"] = kind.__name__, True
     return reward
 

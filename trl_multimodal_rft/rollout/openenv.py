@@ -5,7 +5,7 @@ import base64
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -87,10 +87,11 @@ class OpenEnvironment:
         """The sum of the rewards of the episode's steps."""
         return sum(self.rewards)
 
-    def _step(self, action: Json) -> Observation:
+    def _act(self, tool: str | None, arguments: Json) -> Observation:
         if self._is_done:
             raise ValueError("The episode has ended; answer without a call.")
-        answer = self._session.ask("step", action)
+        call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
+        answer = self._session.ask("step", arguments if tool is None else call)
         self.rewards.append(float(answer["reward"] or 0.0))
         return self._shown(answer)
 
@@ -100,13 +101,7 @@ class OpenEnvironment:
             if seen.get("error"):
                 raise ValueError(seen["error"]["message"])
             seen = seen["result"].get("content") if isinstance(seen["result"], dict) else seen["result"]
-        blocks: list[Json] = []
-        rest = _take_blocks(seen, blocks, self.media)
-        text = rest if isinstance(rest, str) else json.dumps(rest) if rest else ""
-        texts = [text, "The episode has ended." if self._is_done else ""]
-        blocks += [{"type": "text", "text": each} for each in texts if each]
-        has_media = any(block["type"] != "text" for block in blocks)
-        return blocks if has_media else "\n".join(block["text"] for block in blocks)
+        return observation_of(seen, self.media, "The episode has ended." if self._is_done else "")
 
 
 def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnvironment]:
@@ -134,22 +129,21 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
         found |= answer.json()
     action, tools = found["action"], {}
     if action["properties"].get("type", {}).get("const") != "call_tool":
-        tools["step"] = _tool("step", action.get("description", "Acts."), action)
+        tools["step"] = tool_of("step", action.get("description", "Acts."), action, None)
     else:
-        session = Session(url)
-        for each in session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]:
-            call = {"type": "call_tool", "tool_name": each["name"]}
-            tools[each["name"]] = _tool(each["name"], each["description"], each["input_schema"], call)
-        session.close()
+        with closing(Session(url)) as session:
+            listed = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
+        for each in listed:
+            tools[each["name"]] = tool_of(each["name"], each["description"], each["input_schema"], each["name"])
     parts: Json = {"url": url, "media": media or {}, "__doc__": found["description"], **tools}
     return type(re.sub(r"\W", "_", found["name"]), (OpenEnvironment,), parts)
 
 
-def _tool(name: str, text: str, schema: Json, call: dict[str, str] | None = None) -> Callable:
-    """A method with the parameters of a JSON schema, as TRL reads those of tools."""
+def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
+    """A method with the parameters of a JSON schema, as TRL reads those of tools; `_act` gets its `remote` name."""
 
-    def tool(self: OpenEnvironment, **arguments: Value) -> Observation:
-        return self._step(arguments if call is None else {**call, "arguments": arguments})
+    def tool(self: Any, **arguments: Value) -> Observation:
+        return self._act(remote, arguments)
 
     lines, parameters = [" ".join(text.split()), "", "Args:"], []
     for key, each in schema.get("properties", {}).items():
@@ -166,6 +160,16 @@ def _tool(name: str, text: str, schema: Json, call: dict[str, str] | None = None
     tool.__annotations__ = {each.name: each.annotation for each in parameters}
     vars(tool)["__signature__"] = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])
     return tool
+
+
+def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Observation:
+    """Content blocks of a value and the rest as text; only text, if there are no media."""
+    blocks: list[Json] = []
+    rest = _take_blocks(value, blocks, media)
+    text = rest if isinstance(rest, str) else json.dumps(rest) if rest else ""
+    blocks += [{"type": "text", "text": each} for each in (text, last) if each]
+    has_media = any(block["type"] != "text" for block in blocks)
+    return blocks if has_media else "\n".join(block["text"] for block in blocks)
 
 
 def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> Any:

@@ -15,14 +15,14 @@ from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, nanstd
 
 from ..algorithms.advantages import group_statistics, rloo
-from ..algorithms.returns import Steps
+from ..algorithms.returns import Step, Steps
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import StepwiseReward, checked_reward
 from ..rewards.model import read_as_text
-from .rollout import EarlyRewards, Rollout, Step, Turn
+from .rollout import EarlyRewards, Rollout, Turn
 
 
 logger = get_logger(__name__)
@@ -139,7 +139,8 @@ def reward_rollout(
     rewards = [list(row) for row in zip(*(found[name] for name in functions), strict=True)]
     kept = [i for i, error in enumerate(rollout.source.failures) if error is None]
     warn_of_unscorable(rewards_per_func(rewards)[kept], [*functions], [rollout.source.row_indices[i] for i in kept])
-    return [row if i in kept else [None] * len(row) for i, row in enumerate(rewards)]
+    failures = zip(rewards, rollout.source.failures, strict=True)
+    return [row if error is None else [None] * len(row) for row, error in failures]
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
@@ -147,26 +148,14 @@ def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
     return torch.tensor([[torch.nan if each is None else each for each in row] for row in rewards])
 
 
-def steps_of(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> list[list[Step]]:
-    """The steps of completions, by their turns and what each function returned for them."""
-    found = []
-    for row, own in zip(rewards, turns, strict=True):
-        along = [dict(each.steps) if isinstance(each, StepwiseReward) else {} for each in row]
-        ends = sorted({turn.stop - 1 for turn in own}.union(*along))
-        numbers = [sum(turn.stop <= end for turn in own) for end in ends]
-        values = [tuple(each.get(end, torch.nan) for each in along) for end in ends]
-        found.append([*map(Step, ends, numbers, values)])
-    return found
-
-
-def rewards_by_turn(steps: Sequence[Sequence[Step]]) -> torch.Tensor:
+def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> torch.Tensor:
     """Sums of the rewards in each of the first turns, `(N, F, turns)`; NaN where a function doesn't give any."""
-    found = torch.full((len(steps), len(steps[0][0].rewards), _SHOWN_TURNS), torch.nan)
-    for sums, own in zip(found, steps, strict=True):
-        for step in own:
-            for i, reward in enumerate(step.rewards):
-                if step.turn < _SHOWN_TURNS and reward == reward:
-                    sums[i, step.turn] = sums[i, step.turn].nan_to_num(0.0) + reward
+    found = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
+    for sums, row, own in zip(found, rewards, turns, strict=True):
+        for i, each in enumerate(row):
+            for end, reward in each.steps if isinstance(each, StepwiseReward) else ():
+                if (turn := sum(turn.stop <= end for turn in own)) < _SHOWN_TURNS:
+                    sums[i, turn] = sums[i, turn].nan_to_num(0.0) + reward
     return found
 
 
@@ -236,25 +225,30 @@ def weighted_sum(
 
 
 def join_steps(
-    steps: Sequence[Sequence[Step]],
-    states: Sequence[Sequence[str]] | None,
+    rewards: Sequence[Sequence[float | None]],
+    turns: Sequence[Sequence[tuple[int, str]]],
     rewards_per_func: torch.Tensor,
     weights: torch.Tensor,
     bonus: torch.Tensor | None = None,
 ) -> Steps:
     """
-    Steps of all ranks' completions, with the `states` of their turns if anything reads these, and weighted rewards.
-    What functions return for whole completions, `(N, F)`, and the bonus, `(N,)`, are the outcome.
+    Steps of completions, by what each function returned for them, and for each of their turns the token behind it and
+    its state. What functions return for whole completions, `(N, F)`, and the bonus, `(N,)`, are the outcome.
     """
-    flat, weights = [(i, step) for i, own in enumerate(steps) for step in own], weights.cpu().double()
-    completions, ends, turns = torch.tensor([(i, step.end, step.turn) for i, step in flat]).T
-    rewards = torch.tensor([step.rewards for _, step in flat], dtype=torch.float64)
-    along = rewards.new_zeros(rewards_per_func.shape).index_add(0, completions, (~rewards.isnan()).double())
-    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along > 0, torch.nan), weights)
+    found, numbers, weights = [], {}, weights.cpu().double()
+    for row, own in zip(rewards, turns, strict=True):
+        along = [dict(each.steps) if isinstance(each, StepwiseReward) else {} for each in row]
+        steps = []
+        for end in sorted({stop - 1 for stop, _ in own}.union(*along)):
+            turn = sum(stop <= end for stop, _ in own)
+            values = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
+            state = numbers.setdefault(own[turn][1], len(numbers))
+            steps.append(Step(end, turn, sum(values) if values else None, state))
+        found.append(steps)
+    along = torch.tensor([[isinstance(each, StepwiseReward) for each in row] for row in rewards])
+    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
-    numbers: dict[str, int] = {}
-    anchors = [0 if states is None else numbers.setdefault(states[i][step.turn], len(numbers)) for i, step in flat]
-    return Steps(completions, ends, turns, weighted_sum(rewards, weights), outcomes, torch.tensor(anchors))
+    return Steps(found, outcomes)
 
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:

@@ -90,14 +90,6 @@ class Turn(NamedTuple):
         return content_digest(self.messages)
 
 
-class Step(NamedTuple):
-    """Tokens of a completion behind those of the step before, with a reward: a turn, or a part of one."""
-
-    end: int  # index of its last token
-    turn: int
-    rewards: tuple[float, ...]  # by function, NaN where one doesn't reward it
-
-
 @dataclass(eq=False)
 class Source(_Part):
     """What completions were sampled from, and their texts, which rewards, logs and checks read, and no loss."""
@@ -132,7 +124,7 @@ class Source(_Part):
 class Rewards(_Part):
     """What reward functions say of completions."""
 
-    steps: list[list[Step]] = field(default_factory=list)  # of each completion
+    by_function: list[list[float | None]] = field(default_factory=list)  # of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
     has_signal: torch.Tensor | None = None  # (N,), whether rewards differ within the group
@@ -268,7 +260,7 @@ class Rollout(_Part):
 
     def for_loss(self) -> "Rollout":
         """Without what only rewards, logs and checks read."""
-        rewards = replace(self.rewards, steps=[], per_func=None, bonus=None)
+        rewards = replace(self.rewards, by_function=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
     def micro_batches(self, n: int) -> list["Rollout"]:

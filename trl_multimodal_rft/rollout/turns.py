@@ -76,11 +76,6 @@ class Trajectory:
         """Index of the first token that follows the context."""
         return self.ends[-1] if self.ends else 0
 
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """Of each context, the indices of the first token that follows it and of the next context's first."""
-        return [*zip([0, *self.ends], [*self.ends, len(self.ids)], strict=True)]
-
     def replace_context(self, messages: list[dict[str, Any]], encoded: EncodedPrompt, model: PreTrainedModel) -> None:
         """Lets another context, which holds all messages so far in its way, precede what follows."""
         self.closed.append(scored_prompt(model, self))
@@ -122,8 +117,7 @@ class ToolLoop:
     loop: Any = None  # where async tools run
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
-        calling = {i: trajectory for i, trajectory in calling.items() if trajectory.failure is None}
+        calling = {i: each for i, each in enumerate(trajectories) if each.calls and each.failure is None}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
             continuing = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]
@@ -146,20 +140,18 @@ class ToolLoop:
     def _answer(self, index: int, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit and the environment goes on."""
         try:
-            return self._append_results(index, trajectory)
+            results = self._call_tools(index, trajectory)
+            try:
+                messages, encoded = self._encode(index, trajectory, results)
+            except MediaError as error:
+                results = self._failed(trajectory, results, error)
+                messages, encoded = self._encode(index, trajectory, results)
         except EnvironmentFailure as error:
             trajectory.failure = error
             return False
-
-    def _append_results(self, index: int, trajectory: Trajectory) -> bool:
-        results = self._call_tools(index, trajectory)
-        messages = self._rewritten(index, trajectory, results)
+        n_before = n_added = 0
         if messages is None:
-            encoded, results = self._encode_results(trajectory, results)
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
-        else:
-            messages, encoded, results = self._encode_context(index, trajectory, messages, results)
-            n_before = n_added = 0
         limits = [getattr(self._text_config, "max_position_embeddings", None), self.engine_length]
         fits = len(trajectory.ids) + max(n_added, 1) <= self.max_length
         if not fits or any(n is not None and n_before + len(encoded) >= n for n in limits):
@@ -214,20 +206,28 @@ class ToolLoop:
     def _row(self, index: int, trajectory: Trajectory) -> int:
         return index if trajectory.prompt.row is None else trajectory.prompt.row
 
-    def _encode_context(
-        self, index: int, trajectory: Trajectory, messages: list[dict[str, Any]], results: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], EncodedPrompt, list[dict[str, Any]]]:
-        """Messages of a context and their encoding; an error stands for results that can't be encoded."""
-        tools: dict[str, Any] = {}
-        if self.environments is not None:
-            tools["tools"] = [*self.tools[index].values()] or None
-        row = self._row(index, trajectory)
-        try:
-            return messages, self.encoder.encode(messages, row, **tools), results
-        except MediaError as error:
-            failed = self._failed(trajectory, results, error)
-            messages = self._rewritten(index, trajectory, failed) or [*self._conversation(trajectory), *failed]
-            return messages, self.encoder.encode(messages, row, **tools), failed
+    def _encode(
+        self, index: int, trajectory: Trajectory, results: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]] | None, EncodedPrompt]:
+        """The context with results as messages, or `None` if they are appended, and its encoding, or theirs."""
+        messages = self._rewritten(index, trajectory, results)
+        if messages is not None:
+            tools = [*self.tools[index].values()] or None
+            return messages, self.encoder.encode(messages, self._row(index, trajectory), tools=tools)
+        ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
+        turn = encode_turn(
+            trajectory.history,
+            results,
+            self.encoder.processor,
+            self.encoder.model,
+            ends=[end for end in ends if end is not None],
+            template_kwargs={k: v for k, v in self.encoder.template_kwargs.items() if k != "tools"},
+            audio_overlong=self.encoder.audio_overlong,
+            keep_decoded=self.engine_length is not None,
+            row=trajectory.prompt.row,
+        )
+        self._check_joins(trajectory, turn)
+        return None, turn
 
     def _call_tools(self, index: int, trajectory: Trajectory) -> list[dict[str, Any]]:
         """What the tools of a completion return, as messages in the order of the calls."""
@@ -273,26 +273,6 @@ class ToolLoop:
         for token in placeholder_tokens(self.encoder.model, self.encoder.processor):
             reason = reason.replace(token, "")
         return str({"error": checked_texts(reason, self.encoder.processor, "strip", "")})
-
-    def _encode_results(
-        self, trajectory: Trajectory, results: list[dict[str, Any]]
-    ) -> tuple[EncodedPrompt, list[dict[str, Any]]]:
-        """Results as tokens, and as messages; an error stands for what can't be encoded."""
-        ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
-        options = {
-            "ends": [end for end in ends if end is not None],
-            "template_kwargs": {k: v for k, v in self.encoder.template_kwargs.items() if k != "tools"},
-            "audio_overlong": self.encoder.audio_overlong,
-            "keep_decoded": self.engine_length is not None,
-            "row": trajectory.prompt.row,
-        }
-        try:
-            turn = encode_turn(trajectory.history, results, self.encoder.processor, self.encoder.model, **options)
-            self._check_joins(trajectory, turn)
-        except MediaError as error:
-            results = self._failed(trajectory, results, error)
-            turn = encode_turn(trajectory.history, results, self.encoder.processor, self.encoder.model, **options)
-        return turn, results
 
     def _failed(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
@@ -418,25 +398,23 @@ def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> 
     Prompts to score trajectories with: those in which tools returned media hold these media as well, those whose
     context was rewritten all contexts.
     """
-    scored = [(scored_prompt(model, each), each) for each in trajectories]
     return [
-        Contexts.of([*each.closed, last], [*each.ends, len(each.ids)]) if each.closed else last
-        for last, each in scored
+        Contexts.of([*each.closed, scored_prompt(model, each)], [*each.ends, len(each.ids)]) for each in trajectories
     ]
 
 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
     """What to score the tokens behind the context of a trajectory with."""
-    if trajectory.whole is None or not trajectory.media:
-        return trajectory.prompt
-    is_causal = _is_causal(model, trajectory.prompt, trajectory.whole)
-    return conversation(trajectory.prompt, trajectory.turns, trajectory.whole, is_causal)
+    prompt, whole = trajectory.prompt, trajectory.whole
+    if whole is None or not trajectory.media:
+        return prompt
+    return conversation(prompt, trajectory.turns, whole, _is_causal(model, prompt, whole))
 
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
     """Messages of an environment, whose new media become references."""
     are_messages = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    if not (are_messages and messages) or messages[-1].get("role") in (None, "assistant"):
+    if not are_messages or not messages or messages[-1].get("role") in (None, "assistant"):
         raise ValueError(
             f"row {row}: `get_context` returned {shortened(messages)}, which the assistant can't answer; return "
             "messages that end with the user's or a tool's, or `None` to keep those so far."
@@ -446,23 +424,19 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
     def read(block: dict[str, Any]) -> list[dict[str, Any]]:
         return [block] if next(iter_refs(block), None) is not None else blocks_to_refs([block], path, row, rules)
 
-    return [
-        {**message, "content": [part for block in message["content"] for part in read(block)]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+    return _with_blocks(messages, read)
 
 
 def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
     """Messages without their first `n` media."""
     dropped = {id(ref) for ref in itertools.islice(iter_refs(messages), n)}
+    return _with_blocks(messages, lambda block: [] if any(id(ref) in dropped for ref in iter_refs(block)) else [block])
 
-    def stays(block: dict[str, Any]) -> bool:
-        return all(id(ref) not in dropped for ref in iter_refs(block))
 
+def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) -> list[dict[str, Any]]:
+    """Messages with what `change` returns in place of each block of their contents."""
     return [
-        {**message, "content": [block for block in message["content"] if stays(block)] or ""}
+        {**message, "content": [part for block in message["content"] for part in change(block)] or ""}
         if isinstance(message.get("content"), list)
         else message
         for message in messages

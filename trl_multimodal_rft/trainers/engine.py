@@ -299,7 +299,8 @@ def continue_after_tools(
         flight.versions[called, 1] = require(rollout.source.batch_index)
     if run.is_training:
         contexts = [context for prompt in rollout.prompts for context in prompt.contexts]
-        behind = [each.ids[start:stop] for each in trajectories for start, stop in each.spans]
+        spans = [zip([0, *each.ends], [*each.ends, None], strict=True) for each in trajectories]
+        behind = [each.ids[slice(*span)] for each, own in zip(trajectories, spans, strict=True) for span in own]
         run.checks.on_tool_media(run.model(), contexts, behind, sampler.is_engine)
     counts = sum((each.counts for each in trajectories), Counter())
     counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]

@@ -294,13 +294,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _steps(self, rollout: Rollout) -> Steps | None:
         """The steps of all ranks' completions, if the estimator reads them."""
-        reads, rewards, states = self.args.estimator.reads, rollout.rewards, None
+        reads, rewards = self.args.estimator.reads, rollout.rewards
         if reads is None:
             return None
-        if reads == "states":
-            states = gather_object([[turn.state for turn in turns] for turns in rollout.source.sampled_turns])
-        steps = gather_object(rewards.steps)
-        return join_steps(steps, states, require(rewards.per_func), self.reward_weights, rewards.bonus)
+        turns = rollout.source.sampled_turns
+        turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in own] for own in turns]
+        by_function, turns = gather_object(rewards.by_function), gather_object(turns)
+        return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager
     def _extra_time(self):

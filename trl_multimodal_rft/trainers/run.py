@@ -35,7 +35,6 @@ from ..rollout.reward import (
     reward_rollout,
     rewards_by_turn,
     rewards_per_func,
-    steps_of,
     turn_metrics,
 )
 from ..rollout.rollout import Rollout
@@ -207,10 +206,10 @@ class Run:
         return reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
 
     def reward_together(self, rollout: Rollout) -> None:
-        """Notes the rewards of all ranks' completions, and of the steps of this rank's. All ranks must call this."""
-        rewards = self.reward(rollout)
-        rollout.rewards.steps = steps_of(rewards, rollout.source.sampled_turns)
-        found = torch.cat([rewards_per_func(rewards)[..., None], rewards_by_turn(rollout.rewards.steps)], dim=2)
+        """Notes the rewards of all ranks' completions. All ranks must call this."""
+        rollout.rewards.by_function = rewards = self.reward(rollout)
+        by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
+        found = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         found = self.accelerator.gather(found.to(self.accelerator.device))
         rollout.rewards.per_func = found[..., 0].contiguous()
         self.metrics.add(turn_metrics(found[..., 1:], self.rewards.names))

@@ -1,0 +1,61 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A taskset of the package verifiers, and the server of its tools."""
+
+import verifiers.v1 as vf
+from mcp.types import ImageContent, TextContent
+
+from helpers.openenv_server import png
+
+
+class Lit(vf.State):
+    colors: list[str] = []
+
+
+class Data(vf.TaskData):
+    wanted: str
+
+
+class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
+    async def setup_task(self, task):
+        self.wanted = task.wanted
+
+    @vf.tool
+    def switch(self, color: str) -> list:
+        """Switches the lamp."""
+        image = ImageContent(type="image", data=png(color), mime_type="image/png")
+        self.state.colors.append(color)
+        return [TextContent(type="text", text=f"{self.wanted} after {len(self.state.colors)}"), image]
+
+
+class Task(vf.Task[Data, Lit]):
+    async def setup(self, trace, runtime):
+        if self.data.wanted == "blue":
+            raise RuntimeError("no blue lamps")
+
+    @vf.reward(weight=2.0)
+    async def wanted(self, trace):
+        return trace.state.colors[-1:] == [self.data.wanted]
+
+    @vf.reward
+    async def replies(self, trace):
+        calls = [each.id for message in trace.assistant_messages for each in message.tool_calls or ()]
+        assert calls == [message.tool_call_id for message in trace.tool_messages]
+        return trace.num_turns / 8 + ("green after 2" in str(trace.messages)) / 16
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Lamp(vf.ToolsetConfig())]
+
+
+class Lamps(vf.Taskset[Task]):
+    def load(self):
+        for wanted in ("green", "red", "blue"):
+            image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png('red')}"}}
+            asked = vf.UserMessage(content=[image, {"type": "text", "text": f"Make it {wanted}."}])
+            yield Task(Data(prompt=[asked], wanted=wanted), self.config.task)
+
+
+__all__ = ["Lamps"]
+
+if __name__ == "__main__":
+    Lamp.run()
