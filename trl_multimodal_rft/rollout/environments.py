@@ -194,12 +194,14 @@ def reward_of(kind: type) -> Callable:
                     rewards[i] = each.get_reward(**{"completion": completions[i]} if reads_completion else {})
         return rewards
 
-    async def call_and_wait(failures: list[Exception | None], **columns: Any) -> list[float | None]:
+    async def call_and_wait(
+        environments: list[Any], completions: list[Any], failures: list[Exception | None], **columns: Argument
+    ) -> list[Any]:
         async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
             with _noting(failures, i):
                 return None if reward is None else await reward
 
-        return await asyncio.gather(*starmap(settle, enumerate(call(failures=failures, **columns))))
+        return await asyncio.gather(*starmap(settle, enumerate(call(environments, completions, failures))))
 
     reward: Callable = call_and_wait if inspect.iscoroutinefunction(kind.get_reward) else call
     reward.__name__, vars(reward)["notes_failures"] = kind.__name__, True

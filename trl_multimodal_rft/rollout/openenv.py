@@ -66,7 +66,13 @@ class Session:
     __del__ = close  # which lets the server open others
 
 
-class OpenEnvironment:
+class ServedEnvironment:
+    """An environment with the tools of a server."""
+
+    _act: Callable[..., Observation]  # gets a tool's name there and its arguments
+
+
+class OpenEnvironment(ServedEnvironment):
     """An environment in a session. Subclasses have its tools."""
 
     url: str
@@ -142,7 +148,7 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
 def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
     """A method with the parameters of a JSON schema, as TRL reads those of tools; `_act` gets its `remote` name."""
 
-    def tool(self: Any, **arguments: Value) -> Observation:
+    def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
         return self._act(remote, arguments)
 
     lines, parameters = [" ".join(text.split()), "", "Args:"], []

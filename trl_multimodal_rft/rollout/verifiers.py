@@ -8,19 +8,24 @@ import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..data.reading.decoding import require_module
 from .environments import EnvironmentFailure
-from .openenv import Json, Observation, Value, observation_of, tool_of
+from .openenv import Json, Observation, ServedEnvironment, Value, observation_of, tool_of
 
 
-class VerifiersEnvironment:
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult, ListToolsResult
+    from verifiers.v1 import Agent, HarnessSession, Task, TaskData
+
+
+class VerifiersEnvironment(ServedEnvironment):
     """A rollout of a task. Subclasses have its tools."""
 
     rows: list[Json]
-    tasks: list[Any]
-    agent: Any  # of verifiers, with the harness below
+    tasks: list["Task"]
+    agent: "Agent"  # with the harness below
     shared: Json  # servers of all tasks
     _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
 
@@ -89,7 +94,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
         async def setup(self, runtime):
             pass
 
-        async def session(self, *arguments: Any, **options: Any):
+        async def session(self, *arguments: Any, **options: str | None) -> "HarnessSession":
             session = await super().session(*arguments, **options)
             session.trace.info["urls"] = session.mcp_urls
             return session
@@ -122,12 +127,12 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
     return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
 
 
-async def _ask(url: str, method: str, *arguments: str | Json) -> Any:
+async def _ask(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
     async with require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 
 
-def _prompt_of(data: Any) -> list[Json]:
+def _prompt_of(data: "TaskData") -> list[Json]:
     """Messages of a task's prompt, as OpenAI's."""
     prompt = data.model_dump(exclude_none=True)["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
