@@ -188,7 +188,7 @@ def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind:
     uri = _DATA_URI.match(value) if isinstance(value, str) else None
     if (kind := uri.group(1) if uri else kind) is not None and value is not None:
         is_text = isinstance(value, str)
-        medium = base64.b64decode(value.rpartition(",")[2]) if is_text else np.asarray(value, np.uint8)
+        medium = base64.b64decode(value.rpartition(",")[2], validate=True) if is_text else np.asarray(value, np.uint8)
         return blocks.append({"type": kind, kind: medium})
     if isinstance(value, list):
         return [left for each in value if (left := _take_blocks(each, blocks, media)) is not None]
