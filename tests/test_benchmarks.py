@@ -59,7 +59,7 @@ def test_a_pair_of_preferences(policy_update, capsys):
     [("text", "qwen2_5_vl"), ("image", "qwen2_5_vl"), ("image", "qwen3_5"), ("audio", "qwen2_audio")],
 )
 def test_policy_update(policy_update, case, family, capsys):
-    options = ["--case", case, "--family", family, "--preset", "tiny", "--repeats", "1", *THREADS]
+    options = ["--case", case, "--family", family, "--preset", "tiny", "--repeats", "1", "--tokens", "16", *THREADS]
     policy_update.main([*options, "--json"])
     result = result_of(capsys)
     for name in ("update_ratio", "step_ratio", "memory_ratio", "processor_ratio"):

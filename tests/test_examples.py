@@ -33,6 +33,16 @@ ROOT = Path(__file__).parent.parent
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1")
+# Of the demos with a cold start, `test_tools` and `test_distillation` run it whole
+BRIEF = """
+import runpy, sys
+sys.path.insert(0, "examples")
+import demo
+whole, sys.argv = demo.cold_start, sys.argv[1:]
+demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": 2})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+BRIEFLY = ("-c", BRIEF)
 
 
 def launch(script, output_dir, *options, compact=False, launcher=()):
@@ -95,7 +105,7 @@ def test_vision_and_video(script, tmp_path):
 
 @pytest.mark.slow
 def test_preferences(tmp_path):
-    output = launch("preference_audio", tmp_path)
+    output = launch("preference_audio", tmp_path, launcher=BRIEFLY)
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics.keys() == {"accuracy_before", "reward_accuracy", "accuracy_grpo", "accuracy_dpo"}
     assert f"{metrics['accuracy_before']:.1%} before, {metrics['accuracy_grpo']:.1%} after GRPO" in output
@@ -141,9 +151,8 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
 
 @pytest.mark.slow
 def test_agent(tmp_path):
-    output = launch("grpo_agent", tmp_path, "--num_generations", "8")
+    output = launch("grpo_agent", tmp_path, "--num_generations", "8", launcher=BRIEFLY)
     check_results(tmp_path, output)
-    assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
     mean, longest, read = re.findall(r"\(.* to .*\); contexts of (\d+) tokens, (\d+) at most, (\d+) in a", output)[-1]
     assert 0 < int(mean) <= min(int(longest), int(read))
 
@@ -199,7 +208,7 @@ def check_critic(output_dir, output):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo_audio", "ppo_vision"])
 def test_ppo(script, tmp_path):
-    check_critic(tmp_path, launch(script, tmp_path))
+    check_critic(tmp_path, launch(script, tmp_path, launcher=BRIEFLY))
 
 
 @pytest.mark.slow
