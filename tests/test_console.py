@@ -230,12 +230,12 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
 
 
 def test_resumed_run_keeps_its_steps_if_its_file_has_them(tmp_path):
-    for text in (None, "", "- a", "max_steps: [", "max_steps", "b: 1", "max_steps: -1"):
+    kept = {"max_steps: 3\n": 3, "max_steps: -1": -1, "{max_steps: 9}": 9}
+    for text in (None, "", "- a\n", "max_steps: [", "max_steps", "max_steps:", "b: 1", *kept):
         if text is not None:
             (tmp_path / "run.yaml").write_text(text)
         write_run_file(tmp_path, "trl-multimodal-rft grpo", {"max_steps": 8}, resumed=True)
-        steps = -1 if text == "max_steps: -1" else 8
-        assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"max_steps": steps}
+        assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"max_steps": kept.get(text, 8)}, text
 
 
 def test_run_file_starts_the_same_run(given):

@@ -27,7 +27,8 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
     keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
     if resumed:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):  # a user may have edited it
-            keys["max_steps"] = yaml.safe_load(path.read_text(encoding="utf-8"))["max_steps"]
+            before = yaml.safe_load(path.read_text(encoding="utf-8"))["max_steps"]
+            keys |= {} if before is None else {"max_steps": before}
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
