@@ -317,7 +317,7 @@ def test_filter_samples_several_answers_by_default(tmp_path):
         (["--ablate", "image"], "leave out `--ablate`"),
         (["--temperature", "1.0"], "set `--num_samples` to at least 2"),
         (["--min_accuracy_with", "0.7"], "`--min_accuracy_with` has no effect with `--by accuracy`"),
-        (["--by", "contribution", "--min", "0.2"], "`--min` has no effect with `--by contribution`"),
+        (["--by", "contribution", "--min", "0.1"], "`--min` has no effect with `--by contribution`"),
         (["--min", "0.9", "--max", "0.1"], r"`--min` \(0.9\) and `--max` \(0.1\) must be between 0 and 1"),
         ([*FOUR, "--min", "0.8", "--max", "0.9"], "No row is left"),
     ],

@@ -42,8 +42,12 @@ class FilterArguments(EvaluationArguments):
             "those whose answers need their medium."
         },
     )
-    min: float = field(default=0.1, metadata={"help": "With `--by accuracy`, minimum share of correct answers."})
-    max: float = field(default=0.9, metadata={"help": "With `--by accuracy`, maximum share of correct answers."})
+    min: float | None = field(
+        default=None, metadata={"help": "With `--by accuracy`, minimum share of correct answers. Defaults to 0.1."}
+    )
+    max: float | None = field(
+        default=None, metadata={"help": "With `--by accuracy`, maximum share of correct answers. Defaults to 0.9."}
+    )
     min_accuracy_with: float = field(
         default=0.5, metadata={"help": "Minimum share of correct answers with the medium."}
     )
@@ -59,10 +63,14 @@ class FilterArguments(EvaluationArguments):
         for name in names:
             if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise ValueError(f"`--{name}` has no effect with `--by {self.by}`; leave it out, or change `--by`.")
-        if self.by == "accuracy" and not 0 <= self.min <= self.max <= 1:
-            raise ValueError(
-                f"`--min` ({self.min}) and `--max` ({self.max}) must be between 0 and 1, with `--min` at most `--max`."
-            )
+        if self.by == "accuracy":
+            self.min = 0.1 if self.min is None else self.min
+            self.max = 0.9 if self.max is None else self.max
+            if not 0 <= self.min <= self.max <= 1:
+                raise ValueError(
+                    f"`--min` ({self.min}) and `--max` ({self.max}) must be between 0 and 1, with `--min` at most "
+                    "`--max`."
+                )
 
 
 def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
