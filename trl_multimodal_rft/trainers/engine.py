@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from trl.models import unwrap_model_for_generation
 from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
 from ..encoding.prompts import EncodedPrompt
+from ..forward.contexts import by_context
 from ..generation.transformers import Branches
 from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
@@ -298,9 +300,9 @@ def continue_after_tools(
         called = torch.tensor([0 in each for each in mask], device=run.accelerator.device)
         flight.versions[called, 1] = require(rollout.source.batch_index)
     if run.is_training:
-        contexts = [context for prompt in rollout.prompts for context in prompt.contexts]
-        spans = [zip([0, *each.ends], [*each.ends, None], strict=True) for each in trajectories]
-        behind = [each.ids[slice(*span)] for each, own in zip(trajectories, spans, strict=True) for span in own]
+        contexts, lengths = by_context(rollout.prompts, list(map(len, ids)))
+        tokens = chain.from_iterable(ids)
+        behind = [[*islice(tokens, n)] for n in lengths]
         run.checks.on_tool_media(run.model(), contexts, behind, sampler.is_engine)
     counts = sum((each.counts for each in trajectories), Counter())
     counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
