@@ -305,8 +305,10 @@ def test_half_precision():
     actor, batch = make_both("qwen2_5_vl", bf16=True)
     expected = torch.stack(bare_logps(FAMILIES["qwen2_5_vl"].build()[0].to(torch.bfloat16), batch))
     exact = torch.stack(bare_logps(bare("qwen2_5_vl")[0], batch))
-    for values in (batch.score(actor), batch.score(actor, return_output=True)[0]):
-        assert values.dtype == torch.float32
+    with_output, output = batch.score(actor, return_output=True)
+    of_states = output.logits[:, -N - 1 : -1].float().log_softmax(-1).gather(-1, batch.sequences[:, -N:, None])[..., 0]
+    for values in (batch.score(actor), with_output):
+        assert values.dtype == torch.float32 and (values - of_states).abs().max() < 1e-5
         # About as close to float32 weights as the bare model, whatever the CPU, and not rounded to bfloat16's 8 bits
         assert (values - exact).abs().mean() < 2 * (expected - exact).abs().mean()
         assert not torch.equal(values, values.bfloat16().float())
