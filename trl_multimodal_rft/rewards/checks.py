@@ -260,7 +260,7 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
     steps: list[tuple[int, float]] = []
     for each in values:
         end, reward = map(_plain, each) if isinstance(each, (list, tuple)) and len(each) == 2 else (None, None)
-        sampled = isinstance(end, int) and any(start <= end < stop for start, stop in turns)
+        sampled = type(end) is int and any(start <= end < stop for start, stop in turns)
         if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
