@@ -77,6 +77,7 @@ def count(case: str, group: int = 8, layers: int = 2, depth: int = 2) -> dict[st
         with tempfile.TemporaryDirectory() as folder:
             arguments = policy_update.parse([*options, "--updates_only"])
             ours = policy_update.build_trainers(arguments, folder)["ours"]
+            ours.trainer.args.self_check = False  # which takes most of the time, before what is counted
             ours.warm_up(True)
             passes = {each: Pass() for each in PASSES}
             _count_calls(ours.trainer, "compute_loss", passes["forward"])
