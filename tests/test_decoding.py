@@ -302,4 +302,4 @@ def test_operations_of_a_token(layouts, monkeypatch):
         found[own] = [(b - a) / 32 for a, b in zip(*totals, strict=True)]
     (outside, layers, waits), (before, layers_before, waits_before) = found[True], found[False]
     assert outside <= 0.5 * before and waits <= 0.05 * waits_before
-    assert layers <= layers_before + 5 * len(model.get_decoder().layers)  # a second attention, and what merges them
+    assert layers <= layers_before  # with a second attention, and what merges them

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Completions while they are decoded, a token at a time: their cache, and attention to prompts that it holds once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,8 +15,8 @@ from . import kernels
 from .kernels import AttentionOptions
 
 
-# Tokens to make room for at a time
-_ROOM = 128
+# Tokens to make room for at a time, and layers
+_ROOM, _LAYERS = 128, 8
 
 # Added to scores of what isn't attended to, in any dtype; where that is all, all are equal
 _MASKED = -3e4
@@ -28,31 +29,28 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: at `slot`, from where
-    a window starts anew. Room is made as needed, or for all tokens, which are returned then: shapes don't change.
+    A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: views of what [`Room`]
+    holds. The next token goes to `slots`, or, where shapes don't change, to the `slot` of all that there is room for.
     """
 
-    def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int):
+    def __init__(self, prompts: DynamicLayer, slot: torch.Tensor | None):
         super().__init__()
         keys, values = _states(prompts)
         states = prompts.keys, _ = keys.to(values.dtype), values  # under autocast, rotary embeddings are in float32
         self.lazy_initialization(*states)
-        self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), 0
-        self._slot, self._is_static = slot, room > 0
-        self.keys, self.values = (each.new_zeros(n_rows, each.size(1), room, each.size(3)) for each in states)
+        self.prompts, self.n, self.slot, self.slots = prompts, 0, slot, [*states]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = _states(self)
-        if not self._is_static:
+        if self.slot is None:
             self.n += 1
-            if (size := keys.size(2)) < min(self.n, self.window or self.n):
-                more = (0, 0, 0, min(_ROOM, (self.window or size + _ROOM) - size))
-                keys, values = self.keys, self.values = F.pad(keys, more), F.pad(values, more)
-        keys.index_copy_(2, self._slot, key_states.to(keys.dtype))
-        values.index_copy_(2, self._slot, value_states.to(values.dtype))
-        return (keys, values) if self._is_static else (keys[:, :, : self.n], values[:, :, : self.n])
+            torch._foreach_copy_(self.slots, [key_states, value_states])
+        else:
+            keys.index_copy_(2, self.slot, key_states.to(keys.dtype))
+            values.index_copy_(2, self.slot, value_states.to(values.dtype))
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.prompts.get_seq_length() + self.n
@@ -68,6 +66,39 @@ class CompletionLayer(DynamicLayer):
         return self.prompts
 
 
+class Room:
+    """
+    The keys, or the values, of completions in `layers` of one shape and window, from where it starts anew. They are
+    one behind the other `(B, heads, layers * size, head_dim)`, so that one operation makes the views of all.
+    """
+
+    def __init__(self, layers: Sequence[CompletionLayer], is_value: bool, n_rows: int):
+        self.layers, self.is_value, self.size = layers, is_value, 0
+        self.window = cast(int | None, getattr(layers[0].prompts, "sliding_window", None))
+        states = _states(layers[0].prompts)[is_value]
+        self._hold(states.new_zeros(n_rows, states.size(1), 0, states.size(3)))
+
+    def _hold(self, states: torch.Tensor) -> None:
+        self.states, self._slots = states, states.split(1, 2)
+
+    def advance(self, n: int) -> None:
+        """Shows `n` tokens to the layers, of which they write the last."""
+        window = self.window or n
+        if self.size < (held := min(n, window)):
+            states = self.states.unflatten(2, (len(self.layers), self.size))
+            more = max(held - self.size, min(_ROOM, (self.window or self.size + _ROOM) - self.size))
+            self.size += more
+            self._hold(F.pad(states, (0, 0, 0, more)).flatten(2, 3))
+        views = self.states.split([held, self.size - held] * len(self.layers), 2)[::2]
+        for i, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
+            setattr(layer, "values" if self.is_value else "keys", view)
+            layer.slots[self.is_value] = self._slots[i * self.size + (n - 1) % window]
+
+    def reorder_cache(self, index: torch.Tensor) -> None:
+        """Goes on with the rows at an index."""
+        self._hold(self.states.index_select(0, index))
+
+
 @dataclass
 class Decoding:
     """
@@ -80,16 +111,20 @@ class Decoding:
             What is added to scores of prompts, `(N, 1, 1, P)`.
         room (`int`, *optional*):
             How many tokens of a completion the cache returns, if shapes must not change.
-        slots (`dict[int | None, torch.Tensor]`, *optional*):
-            By attention window, where the cache has the token `(1,)`.
+        slot (`torch.Tensor`, *optional*):
+            Where it then has the token `(1,)`.
     """
 
     shared: dict[int, DynamicLayer]
     padding: torch.Tensor | None = None
     room: int = 0
-    slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    # What is added to scores of a cache with room
+    slot: torch.Tensor | None = None
+    rooms: list[Room] = field(default_factory=list, init=False)
+    carried: list[LinearAttentionLayer] = field(default_factory=list, init=False)  # layers with states
+    # What is added to scores of a cache whose shapes don't change
     _unwritten: torch.Tensor | None = field(default=None, init=False)
+    # By shape, what attention to prompts is merged in
+    _merged: dict[torch.Size, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False)
 
     @property
     def n_prompts(self) -> int:
@@ -102,13 +137,18 @@ class Decoding:
 
     def advance(self) -> None:
         """Goes to the next token, before its forward."""
-        for window, slot in self.slots.items():
-            slot.add_(1)
-            if window is not None:
-                slot.remainder_(window)
-        if self.room:
-            later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
+        if self.slot is not None:
+            self.slot.add_(1)
+            later = torch.arange(self.room, device=self.slot.device) > self.slot
             self._unwritten = self.masked(later[None, None, None])
+            return
+        for room in self.rooms:
+            room.advance(room.layers[0].n + 1)
+
+    def reorder_cache(self, index: torch.Tensor) -> None:
+        """Goes on with the rows at an index."""
+        for each in (*self.rooms, *self.carried):
+            each.reorder_cache(cast(torch.LongTensor, index))
 
     def attend(
         self,
@@ -139,11 +179,21 @@ class Decoding:
             sinks = sinks.view(1, -1, 1)
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
             lse = torch.logaddexp(lse, sinks)
-        if prompt_key.size(2):
-            query, merged, lse = (_by_prompt(each, len(prompt_key)) for each in (query, output, lse))
-            other, other_lse = kernels.attention_with_lse(query, prompt_key, prompt_value, padding, *how)
-            merged.lerp_(other, (other_lse - lse).sigmoid()[..., None].to(other.dtype))
-        return output.transpose(1, 2)
+        if not prompt_key.size(2):
+            return output.transpose(1, 2)
+        query, own, lse = (_by_prompt(each, len(prompt_key)) for each in (query, output, lse))
+        other, other_lse = kernels.attention_with_lse(query, prompt_key, prompt_value, padding, *how)
+        if torch.compiler.is_compiling():
+            own.lerp_(other, (other_lse - lse).sigmoid()[..., None].to(other.dtype))
+            return output.transpose(1, 2)
+        if output.shape not in self._merged:  # what no operation needs to make for each layer and token
+            merged, share = output.new_empty(len(output), 1, *output.shape[1::2]), output.new_empty(lse.shape)
+            views = _by_prompt(merged.transpose(1, 2), len(prompt_key)), share[..., None]
+            self._merged[output.shape] = merged, torch.empty_like(other_lse), share, *views
+        merged, difference, share, *views = self._merged[output.shape]
+        torch.sigmoid(torch.sub(other_lse, lse, out=difference), out=share)
+        torch.lerp(own, other, views[1], out=views[0])
+        return merged
 
     def _layer(self, module: nn.Module) -> DynamicLayer:
         """The cache of prompts for an attention module, which may be that of an earlier layer of its type."""
@@ -165,15 +215,23 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
     each, and returns what these share. Layers with states get one for each completion.
     """
-    layout = Decoding({}, room=room)
+    slot = torch.full((1,), -1, device=mask.device) if room else None
+    layout, shapes = Decoding({}, room=room, slot=slot), dict[tuple, list[CompletionLayer]]()
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
             layer.reorder_cache(cast(torch.LongTensor, index))
+            layout.carried.append(layer)
         elif isinstance(layer, DynamicLayer):
-            window = getattr(layer, "sliding_window", None)
-            slot = layout.slots.setdefault(window, torch.full((1,), -1, device=mask.device))
-            layout.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room)
+            layout.shared[i], cache.layers[i] = layer, (own := CompletionLayer(layer, slot))
+            keys, values = _states(layer)
+            shape = getattr(layer, "sliding_window", None), keys.shape[1::2], values.shape[1::2], values.dtype
+            shapes.setdefault(shape, []).append(own)
+    for layers in shapes.values():
+        for parts in (layers[i : i + _LAYERS] for i in range(0, len(layers), _LAYERS)):
+            layout.rooms += [Room(parts, is_value, n_rows) for is_value in (False, True)]
+    for each in layout.rooms if room else ():
+        each.advance(room)
     if not mask.all():
         layout.padding = layout.masked(mask[:, None, None] == 0)
     return layout
