@@ -25,10 +25,9 @@ from ..encoding.media import decode_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, outputs_of_files, processor_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
-from ..generation.transformers import as_generation_config
 from ..models.modes import measuring
 from ..models.parts import same_adapters
-from ..models.wrapped import is_unsharded
+from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
 from .measure import Measure, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
@@ -516,7 +515,7 @@ class _Check(Measure):
         config.update(max_new_tokens=ids.size(1), min_new_tokens=None, do_sample=False, num_beams=1, eos_token_id=None)
         config.update(return_dict_in_generate=True, output_logits=True)
         results = []
-        as_config = as_generation_config(self.model, config)
+        as_config = replaced(self.model, generation_config=config)
         with self.settings.generating() as model, same_adapters(model), original_attention(self.model), as_config:
             for row in ids[:, None]:
                 forced = LogitsProcessorList([_Force(row)])

@@ -110,11 +110,18 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
-    """Within the context, a decoder that runs packed rows, and the model around it, create no masks for it."""
-    token = _runs_packed.set(decoder.config)
+def decoder_inputs(model: PreTrainedModel, **inputs: object) -> Iterator[None]:
+    """
+    Within the context, a model's text decoder gets other or further inputs. With a `prefix_layout`, nothing creates
+    masks for it.
+    """
+    decoder = model.get_decoder()
+    token = _runs_packed.set(decoder.config if "prefix_layout" in inputs else None)
     try:
-        yield
+        with decoder.register_forward_pre_hook(
+            lambda module, args, received: (args, {**received, **inputs}), with_kwargs=True
+        ):
+            yield
     finally:
         _runs_packed.reset(token)
 
@@ -123,23 +130,6 @@ def takes_layouts(model: PreTrainedModel) -> bool:
     """Whether the attention of a model takes a [`PrefixLayout`] or a [`Decoding`]."""
     implementation = model.get_decoder().config._attn_implementation or ""
     return implementation.startswith(_PREFIX) and sharing_obstacle(model) is None
-
-
-@contextmanager
-def decoded_by(model: PreTrainedModel, layout: Decoding | None) -> Iterator[None]:
-    """Within the context, a model decodes tokens by a layout, if there is one."""
-    if layout is None:
-        yield
-        return
-    decoder = model.get_decoder()
-    handle = decoder.register_forward_pre_hook(
-        lambda module, args, inputs: (args, {**inputs, "prefix_layout": layout}), with_kwargs=True
-    )
-    try:
-        with without_masks(decoder), kernels.without_cudnn():
-            yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -111,19 +111,17 @@ class Decoding:
             What is added to scores of prompts, `(N, 1, 1, P)`.
         room (`int`, *optional*):
             How many tokens of a completion the cache returns, if shapes must not change.
-        slot (`torch.Tensor`, *optional*):
-            Where it then has the token `(1,)`.
     """
 
     shared: dict[int, DynamicLayer]
     padding: torch.Tensor | None = None
     room: int = 0
-    slot: torch.Tensor | None = None
     rooms: list[Room] = field(default_factory=list, init=False)
     carried: list[LinearAttentionLayer] = field(default_factory=list, init=False)  # layers with states
-    # What is added to scores of a cache whose shapes don't change
+    # Of a cache whose shapes don't change: where it has the token `(1,)`, and what is added to scores
+    slot: torch.Tensor | None = field(default=None, init=False)
     _unwritten: torch.Tensor | None = field(default=None, init=False)
-    # By shape, what attention to prompts is merged in
+    # By shape, what attention to prompts is merged in, which the layer's projection reads before another layer writes
     _merged: dict[torch.Size, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False)
 
     @property
@@ -137,13 +135,11 @@ class Decoding:
 
     def advance(self) -> None:
         """Goes to the next token, before its forward."""
-        if self.slot is not None:
-            self.slot.add_(1)
-            later = torch.arange(self.room, device=self.slot.device) > self.slot
-            self._unwritten = self.masked(later[None, None, None])
-            return
         for room in self.rooms:
-            room.advance(room.layers[0].n + 1)
+            room.advance(self.room or room.layers[0].n + 1)
+        if self.slot is not None:
+            later = torch.arange(self.room, device=self.slot.device) > self.slot.add_(1)
+            self._unwritten = self.masked(later[None, None, None])
 
     def reorder_cache(self, index: torch.Tensor) -> None:
         """Goes on with the rows at an index."""
@@ -189,10 +185,10 @@ class Decoding:
         if output.shape not in self._merged:  # what no operation needs to make for each layer and token
             merged, share = output.new_empty(len(output), 1, *output.shape[1::2]), output.new_empty(lse.shape)
             views = _by_prompt(merged.transpose(1, 2), len(prompt_key)), share[..., None]
-            self._merged[output.shape] = merged, torch.empty_like(other_lse), share, *views
-        merged, difference, share, *views = self._merged[output.shape]
-        torch.sigmoid(torch.sub(other_lse, lse, out=difference), out=share)
-        torch.lerp(own, other, views[1], out=views[0])
+            self._merged[output.shape] = merged, share, *views
+        merged, share, by_prompt, weight = self._merged[output.shape]
+        torch.sigmoid(other_lse - lse, out=share)
+        torch.lerp(own, other, weight, out=by_prompt)
         return merged
 
     def _layer(self, module: nn.Module) -> DynamicLayer:
@@ -215,23 +211,21 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
     each, and returns what these share. Layers with states get one for each completion.
     """
-    slot = torch.full((1,), -1, device=mask.device) if room else None
-    layout, shapes = Decoding({}, room=room, slot=slot), dict[tuple, list[CompletionLayer]]()
+    layout, shapes = Decoding({}, room=room), dict[tuple, list[CompletionLayer]]()
+    layout.slot = torch.full((1,), -1, device=mask.device) if room else None
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
             layer.reorder_cache(cast(torch.LongTensor, index))
             layout.carried.append(layer)
         elif isinstance(layer, DynamicLayer):
-            layout.shared[i], cache.layers[i] = layer, (own := CompletionLayer(layer, slot))
+            layout.shared[i], cache.layers[i] = layer, (own := CompletionLayer(layer, layout.slot))
             keys, values = _states(layer)
             shape = getattr(layer, "sliding_window", None), keys.shape[1::2], values.shape[1::2], values.dtype
             shapes.setdefault(shape, []).append(own)
     for layers in shapes.values():
-        for parts in (layers[i : i + _LAYERS] for i in range(0, len(layers), _LAYERS)):
-            layout.rooms += [Room(parts, is_value, n_rows) for is_value in (False, True)]
-    for each in layout.rooms if room else ():
-        each.advance(room)
+        for i in range(0, len(layers), _LAYERS):
+            layout.rooms += [Room(layers[i : i + _LAYERS], is_value, n_rows) for is_value in (False, True)]
     if not mask.all():
         layout.padding = layout.masked(mask[:, None, None] == 0)
     return layout

@@ -210,7 +210,6 @@ def attention_with_lse(
     Attention of states `(B, heads, T, head_dim)` to all keys, with a `mask` that is added to scores, and the
     log-sum-exp of the scores `(B, heads, Q)`. Queries may have more heads than keys.
     """
-    mask = None if mask is None else mask.to(query.dtype)
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -4,7 +4,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, cast
@@ -21,7 +21,7 @@ from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
-from .attention import without_masks
+from .attention import decoder_inputs
 from .divergence import Target, divergences, head_of
 from .features import frozen_features
 from .head import run_backbone, scores_of_logits
@@ -48,14 +48,11 @@ def _running(
     """
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
-    decoder, outputs, overrides = model.get_decoder(), [], {**batch.injected, **kwargs}
+    outputs = []
     with (
-        decoder.register_forward_pre_hook(
-            lambda module, args, received: (args, {**received, **overrides}), with_kwargs=True
-        ),
-        decoder.register_forward_hook(lambda module, args, output: outputs.append(output)),
+        decoder_inputs(model, **batch.injected, **kwargs),
+        model.get_decoder().register_forward_hook(lambda module, args, output: outputs.append(output)),
         frozen_features(model, batch.parts),
-        without_masks(decoder) if "prefix_layout" in overrides else nullcontext(),
     ):
         yield outputs
 

@@ -27,7 +27,8 @@ from transformers.generation import (
 
 from ..algorithms.completions import up_to_first_end
 from ..families import family_of
-from ..forward.attention import decoded_by
+from ..forward import kernels
+from ..forward.attention import decoder_inputs
 from ..forward.decoding import Decoding
 from ..forward.masks import POINTWISE_LAYERS
 
@@ -103,9 +104,11 @@ def decode(
     finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups = 1 if layout is None else layout.n_prompts
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
-    (get_state, set_state), logits = _random_state(device), logits.float()
+    random, of_device = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+    logits = logits.float()
     processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
-    with decoded_by(model, layout), getattr(model, "_optimize_model_for_decode", nullcontext)():
+    shared = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
+    with shared, kernels.without_cudnn(), getattr(model, "_optimize_model_for_decode", nullcontext)():
         while True:
             scores, before = logits, ids[:, :n]
             for process in processors:  # the list would inspect the signature of each, for each token
@@ -118,14 +121,14 @@ def decode(
             else:
                 torch.argmax(scores, -1, keepdim=True, out=token)
             n += 1
-            states.append(get_state())
+            states.append(random.get_rng_state(*of_device))
             if n == stop or (n - start) % every == 0:
                 if ends is not None:
                     _pad_behind_ends(ids[:, looked:n], finished, ends, pad)
                     left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
                     if left == 0:
                         surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                        set_state(states[-1 - surplus])
+                        random.set_rng_state(states[-1 - surplus], *of_device)
                         n -= surplus
                         if keeps:
                             cache.crop(-surplus)
@@ -154,10 +157,8 @@ def decode(
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
-    for name, values in kept.items():
-        output[name] = tuple(values[: n - start])
-    return output
+    outputs = {name: tuple(values[: n - start]) for name, values in kept.items()}
+    return GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
@@ -188,11 +189,3 @@ def _as_sum(
         return process
     bias = process(input_ids, cast(torch.FloatTensor, torch.zeros_like(logits[:1])))
     return lambda _, scores: scores + bias
-
-
-def _random_state(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """What reads and sets the random state of a device."""
-    if device.type == "cpu":
-        return torch.get_rng_state, torch.set_rng_state
-    module = torch.get_device_module(device)
-    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)

@@ -4,7 +4,7 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -197,7 +197,9 @@ def _generated(
     model: nn.Module, unwrapped_model: PreTrainedModel, inputs: dict[str, Any], config: GenerationConfig, n: int
 ) -> torch.Tensor | ModelOutput:
     """What `generate` returns, or the ids after the first `n` prompts."""
-    with as_generation_config(unwrapped_model, config):
+    # `generate` fills options that are `None` from the model's, so that a `min_p` or a repetition penalty that a
+    # checkpoint recommends would change the distribution that completions are sampled from
+    with replaced(unwrapped_model, generation_config=config):
         output = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)(**inputs, generation_config=config)
     return output if isinstance(output, ModelOutput) else output[:n, inputs["input_ids"].size(1) :]
 
@@ -317,19 +319,7 @@ def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None
     Turns `output_router_logits` of a config off within the context: `generate` would compute the load-balancing loss
     of each decoding step, which fails on padded prompts.
     """
-    config = model.config.get_text_config(decoder=True)
-    is_on = getattr(config, "output_router_logits", False)
-    return replaced(config, output_router_logits=False) if is_on else nullcontext()
-
-
-def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> AbstractContextManager[None]:
-    """
-    Replaces a model's generation config within the context.
-
-    `generate` fills options that are `None` from it, so that a `min_p` or a repetition penalty that a checkpoint
-    recommends would change the distribution that completions are sampled from.
-    """
-    return replaced(model, generation_config=config)
+    return replaced(model.config.get_text_config(decoder=True), output_router_logits=False)
 
 
 def _cache_obstacle(model: PreTrainedModel) -> str | None:

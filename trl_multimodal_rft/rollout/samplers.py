@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 
 from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import original_attention
-from ..generation.transformers import Branches, as_generation_config, trim_after_eos
+from ..generation.transformers import Branches, trim_after_eos
 from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
-from ..models.wrapped import is_unsharded
+from ..models.wrapped import is_unsharded, replaced
 from ..policy import PolicyForward
 
 
@@ -128,7 +128,7 @@ class TransformersSampler(Sampler):
         with self.profile("transformers.generate_batch"), self.generating() as model:
             own = self.policy.unwrapped(model)
             # Continuous batching refuses names of attention that it doesn't know
-            with original_attention(own), as_generation_config(own, self.config):
+            with original_attention(own), replaced(own, generation_config=self.config):
                 if self.dtype is not None:
                     model.to(self.dtype)
                 outputs = model.generate_batch(
