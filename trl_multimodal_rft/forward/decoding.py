@@ -134,7 +134,7 @@ class Decoding:
         return hidden.to(_states(next(iter(self.shared.values())))[1].dtype) * _MASKED
 
     def advance(self) -> None:
-        """Goes to the next token, before its forward."""
+        """Goes to the next token, which the next forward writes."""
         for room in self.rooms:
             room.advance(self.room or room.layers[0].n + 1)
         if self.slot is not None:
@@ -142,9 +142,10 @@ class Decoding:
             self._unwritten = self.masked(later[None, None, None])
 
     def reorder_cache(self, index: torch.Tensor) -> None:
-        """Goes on with the rows at an index."""
+        """Goes on with the rows at an index, before the next token's forward. Fixed shapes keep theirs."""
         for each in (*self.rooms, *self.carried):
             each.reorder_cache(cast(torch.LongTensor, index))
+        self.advance()
 
     def attend(
         self,
@@ -228,4 +229,5 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
             layout.rooms += [Room(layers[i : i + _LAYERS], is_value, n_rows) for is_value in (False, True)]
     if not mask.all():
         layout.padding = layout.masked(mask[:, None, None] == 0)
+    layout.advance()
     return layout

@@ -48,7 +48,7 @@ def _running(
     """
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
-    outputs = []
+    outputs: list[ModelOutput] = []
     with (
         decoder_inputs(model, **batch.injected, **kwargs),
         model.get_decoder().register_forward_hook(lambda module, args, output: outputs.append(output)),

@@ -102,10 +102,9 @@ def decode(
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
     step["position_ids"] = step["position_ids"].clone()
     finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
-    groups = 1 if layout is None else layout.n_prompts
+    groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
     random, of_device = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
-    logits = logits.float()
     processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
     shared = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
     with shared, kernels.without_cudnn(), getattr(model, "_optimize_model_for_decode", nullcontext)():
@@ -145,20 +144,20 @@ def decode(
                     mask = None if mask is None else mask[index]
             step["input_ids"] = token if rows is None else token[rows]
             step["position_ids"].add_(1)
-            if layout is not None:
-                layout.advance()
             step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # it may be longer than the ids
             logits = model(**step, return_dict=True).logits[:, -1].float()
+            if layout is not None:
+                layout.advance()
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
-        if in_step and layout is not None and n == start + 1:  # no forward came before, which a surplus one repeats
-            layout.advance()
         while in_step and _most(0, device):
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    outputs = {name: tuple(values[: n - start]) for name, values in kept.items()}
-    return GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
+    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
+    for name, values in kept.items():
+        output[name] = tuple(values[: n - start])
+    return output
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
