@@ -256,11 +256,9 @@ def _joined(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a row behind those of a prefix, unless they are these."""
-    return (
-        states
-        if prefix is states
-        else (torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2))
-    )
+    if prefix is states:
+        return states
+    return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)
 
 
 def _varlen_attention(
@@ -274,10 +272,6 @@ def _varlen_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention `(Q, heads, head_dim)` of the sequences of a row, from its keys and values, and those they share."""
-
-    def select(states: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        return states if index is None else states.index_select(0, index)
-
     # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
     merges = window is None and _fits_torch(query, row_states[1], options)
     calls = layout.shared_sequences(with_prompts) if merges else None
@@ -288,7 +282,7 @@ def _varlen_attention(
     if calls is not None:
         rows, sequences, continuing, keys, shared_sequences = calls
         return kernels.merged_attention(
-            *(select(each, rows) for each in (query, *states[:2])),
+            *(kernels.rows_at(each, rows) for each in (query, *states[:2])),
             *(gather_copies(each, keys) for each in states[2:]),
             index=continuing,
             sequences=sequences,
@@ -297,7 +291,7 @@ def _varlen_attention(
         )
     queries, keys, sequences = layout.sequences(window, with_prompts)
     return kernels.varlen_attention(
-        select(query, queries),
+        kernels.rows_at(query, queries),
         *(gather_copies(each, keys) for each in states[:2]),
         sequences=sequences,
         scaling=options.get("scaling"),

@@ -14,6 +14,9 @@ from .autograd import Context
 from .layout import Sequences
 
 
+_signature = functools.cache(inspect.signature)
+
+
 class AttentionOptions(TypedDict, total=False):
     """Keyword arguments of transformers' attention functions that change what they compute."""
 
@@ -59,7 +62,7 @@ def varlen_attention(
         from torch.nn.attention.varlen import varlen_attn  # whose import takes longer than that of this folder
 
         # Before 2.13, torch always permits fewer heads of keys than of queries
-        gqa = {"enable_gqa": True} if "enable_gqa" in _parameters(varlen_attn) else {}
+        gqa = {"enable_gqa": True} if "enable_gqa" in _signature(varlen_attn).parameters else {}
         kernel = cast(Callable[..., torch.Tensor], varlen_attn)
         output = kernel(query, key, value, *sequences, scale=scaling, window_size=window_size, **gqa)
     return output if output.size(-1) == size else output[..., :size]
@@ -111,9 +114,9 @@ class _Merged(torch.autograd.Function):
     ) -> torch.Tensor:
         output, lse = flash_forward(query, key, value, sequences, True, scaling)
         others, others_lse = flash_forward(
-            _rows(query, index), shared_key, shared_value, shared_sequences, False, scaling
+            rows_at(query, index), shared_key, shared_value, shared_sequences, False, scaling
         )
-        before, both = _rows(output, index), torch.logaddexp(_rows(lse.T, index).T, others_lse)
+        before, both = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, others_lse)
         weight = (others_lse - both).exp().T[..., None]
         merged = torch.lerp(before.to(weight.dtype), others.to(weight.dtype), weight).to(output.dtype)
         if index is None:
@@ -132,8 +135,8 @@ class _Merged(torch.autograd.Function):
         sequences, shared_sequences, scaling = ctx.settings
         # With the output and the log-sum-exp of both calls, each gives its share of the gradient
         of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
-        gradient, query, output = (_rows(each, index) for each in (gradient, query, output))
-        lse = _rows(lse.T, index).T.contiguous()
+        gradient, query, output = (rows_at(each, index) for each in (gradient, query, output))
+        lse = rows_at(lse.T, index).T.contiguous()
         more, *of_shared = flash_backward(
             gradient, query, shared_key, shared_value, output, lse, shared_sequences, False, scaling
         )
@@ -141,7 +144,8 @@ class _Merged(torch.autograd.Function):
         return of_query, *of_own, *of_shared, None, None, None, None
 
 
-def _rows(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+def rows_at(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Values at an index along the first dimension, `None` for all."""
     return values if index is None else values.index_select(0, index)
 
 
@@ -174,11 +178,6 @@ def flash_backward(
     random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
     backward = torch.ops.aten._flash_attention_backward
     return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random, scale=scaling)
-
-
-@functools.cache
-def _parameters(kernel: Callable) -> frozenset[str]:
-    return frozenset(inspect.signature(kernel).parameters)
 
 
 @contextmanager

@@ -184,11 +184,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """Dtype of the engine's forward."""
         return self.prompts.renderer.model_config.dtype
 
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt and its completion that the engine was started for."""
-        return self.prompts.max_length
-
     # Samples
 
     def generate(
@@ -237,9 +232,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             last = prompt
             taken = self.prompts.take(prompt, prompt_images, index)
             requests.append(_Request(taken, 1, room[index], None if seed is None else seed + index))
-        if any(len(request.ids) + request.most > self.max_length for request in requests):
+        if any(len(request.ids) + request.most > self.prompts.max_length for request in requests):
             logger.warning_once(
-                f"The engine was started for {self.max_length} tokens, which leaves less than {max(room)} to "
+                f"The engine was started for {self.prompts.max_length} tokens, which leaves less than {max(room)} to "
                 f"completions of some prompts; {self.prompts.remedy_of_length}."
             )
         return requests

@@ -158,7 +158,7 @@ class VLLMSampler(Sampler):
 
     @property
     def max_length(self) -> int:
-        return self.engine.max_length
+        return self.engine.prompts.max_length
 
     @property
     def is_collective(self) -> bool:
