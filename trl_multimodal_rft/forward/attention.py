@@ -110,7 +110,7 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def decoder_inputs(model: PreTrainedModel, **inputs: object) -> Iterator[None]:
+def decoder_inputs(model: PreTrainedModel, **inputs: torch.Tensor | PrefixLayout | Decoding | bool) -> Iterator[None]:
     """
     Within the context, a model's text decoder gets other or further inputs. With a `prefix_layout`, nothing creates
     masks for it.
