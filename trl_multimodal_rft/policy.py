@@ -459,10 +459,8 @@ class PolicyForward:
         Returns completions `(B, N)`, or what [`~generation.transformers.generate_in_parts`] returns.
         """
         fallbacks = self.fallbacks
-        isolate, shared_prefill = (
-            fallbacks.isolate,
-            fallbacks.shared_prefill if shared_prefill is None else shared_prefill,
-        )
+        isolate = fallbacks.isolate
+        shared_prefill = fallbacks.shared_prefill if shared_prefill is None else shared_prefill
         if getattr(self.unwrapped(model), "_hf_peft_config_loaded", False):
             isolate, shared_prefill = "prompt", False  # Granite Speech uses the adapter where `generate` gets sounds
         with torch.no_grad():  # so that no rank waits for gradients

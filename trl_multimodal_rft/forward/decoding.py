@@ -159,7 +159,11 @@ class Decoding:
         Attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to keys and values of completions, and
         to those of their prompts: once for all queries of a prompt, merged by log-sum-exp.
         """
-        layer = self._layer(module)
+        index = cast(int, module.layer_idx)
+        if index not in self.shared:  # an earlier layer of its type has its keys
+            kinds = cast(PreTrainedConfig, module.config).layer_types
+            index = max(i for i in self.shared if kinds[i] == kinds[index])
+        layer = self.shared[index]
         prompt_key, prompt_value = _states(layer)
         padding, window = self.padding, getattr(layer, "sliding_window", None)
         if window is not None:
@@ -191,14 +195,6 @@ class Decoding:
         torch.sigmoid(other_lse - lse, out=share)
         torch.lerp(own, other, weight, out=by_prompt)
         return merged
-
-    def _layer(self, module: nn.Module) -> DynamicLayer:
-        """The cache of prompts for an attention module, which may be that of an earlier layer of its type."""
-        index = cast(int, module.layer_idx)
-        if index not in self.shared:
-            kinds = cast(PreTrainedConfig, module.config).layer_types
-            index = max(i for i in self.shared if kinds[i] == kinds[index])
-        return self.shared[index]
 
 
 def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:

@@ -128,7 +128,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 "or set `vllm_sync_adapter=False`."
             )
         try:
-            with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), processors_unchecked():
+            engine = getattr(vllm_generation, "LLM", None)  # which TRL constructs with fixed arguments
+            further = {**adapter_kwargs, **self._engine_kwargs}
+            with replaced(vllm_generation, LLM=lambda **own: engine(**{**own, **further})), processors_unchecked():
                 if self.mode == "server":
                     info = self._connect()
                 else:
@@ -546,9 +548,3 @@ def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:
     return lambda name: any(
         each.startswith(unused) for each in ([name] if mapper is None else mapper.apply_list([name]))
     )
-
-
-def _with_arguments(engine_kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-    """Adds arguments to the engine, which TRL constructs with fixed ones."""
-    engine = getattr(vllm_generation, "LLM", None)
-    return replaced(vllm_generation, LLM=lambda **kwargs: engine(**{**kwargs, **engine_kwargs}))
