@@ -1,8 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Environments of the package verifiers, with servers of their own."""
 
+import asyncio
+import gc
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.tools import call, check_rewards, play
 from helpers.trainer_utils import logged
@@ -41,3 +44,24 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
         broken.lamp_switch(color="red")
     with pytest.raises(ValueError, match="'lamps' never end, or need a user"):
         verifiers_environment("lamps", task={"stops": {"late": {"fn": "os.getcwd"}}})
+
+
+def test_rollouts_share_a_server_that_lives_as_long_as_their_class():
+    this, completion = psutil.Process(), [{"role": "assistant", "content": "Done"}]
+    before = {*this.children()}
+    lamps = verifiers_environment("lamps", task={"is_shared": True})
+    first, second, third = (lamps() for _ in range(3))
+    first.reset(task=0)
+    second.reset(task=1)
+    calls = ((first, "red"), (second, "green"), (first, "green"))
+    # The server counts all calls; colors, and so rewards, are a rollout's own
+    shown = [rollout.lamp_switch(color=color)[0]["text"] for rollout, color in calls]
+    assert shown == ["any after 1 of 1", "any after 1 of 2", "any after 2 of 3"]
+    assert [asyncio.run(each.get_reward(completion)) for each in (first, second)] == [2 + 1 / 8, 1 / 8]
+    third.reset(task=1)
+    assert third.lamp_switch(color="red")[0]["text"] == "any after 1 of 4"
+    assert asyncio.run(third.get_reward(completion)) == 2 + 1 / 8
+    [server] = {*this.children()} - before
+    del calls, first, second, third, lamps
+    gc.collect()
+    server.wait(60)

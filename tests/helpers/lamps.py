@@ -15,7 +15,17 @@ class Data(vf.TaskData):
     wanted: str
 
 
+class Config(vf.TaskConfig):
+    is_shared: bool = False  # whether one server has the tools of all tasks
+
+
+class LampsConfig(vf.TasksetConfig):
+    task: Config = Config()
+
+
 class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
+    wanted, n_calls = "any", 0
+
     async def setup_task(self, task):
         self.wanted = task.wanted
 
@@ -24,10 +34,12 @@ class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
         """Switches the lamp."""
         image = ImageContent(type="image", data=png(color), mime_type="image/png")
         self.state.colors.append(color)
-        return [TextContent(type="text", text=f"{self.wanted} after {len(self.state.colors)}"), image]
+        self.n_calls += 1
+        text = f"{self.wanted} after {len(self.state.colors)} of {self.n_calls}"
+        return [TextContent(type="text", text=text), image]
 
 
-class Task(vf.Task[Data, Lit]):
+class Task(vf.Task[Data, Lit, Config]):
     async def setup(self, trace, runtime):
         if self.data.wanted == "blue":
             raise RuntimeError("no blue lamps")
@@ -44,10 +56,14 @@ class Task(vf.Task[Data, Lit]):
 
     @classmethod
     def toolsets(cls, config):
-        return [Lamp(vf.ToolsetConfig())]
+        return [] if config.is_shared else [Lamp(vf.ToolsetConfig())]
 
 
-class Lamps(vf.Taskset[Task]):
+class Lamps(vf.Taskset[Task, LampsConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Lamp(vf.ToolsetConfig())] if config.task.is_shared else []
+
     def load(self):
         for wanted in ("green", "red", "blue"):
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png('red')}"}}
