@@ -116,29 +116,6 @@ def check_update(result, expected):
     assert norm(update) > 1e-4 and relative_difference(expected, update) <= 1e-4
 
 
-MOST = [("qwen3_vl", most) for most in (1, 2, 0)]
-MOST += [(family, 1) for family in ("qwen2_5_omni", "llava", "gemma3", "qwen3_5")]
-
-
-@pytest.mark.parametrize(("family", "most"), slow_but(MOST, MOST[0]))
-def test_each_token_is_scored_in_its_context(family, most):
-    """Also the update is that of plain forwards of each context in float64, by the formula of the loss."""
-    packed, padded = (
-        train(family=family, max_context_media=most, packing=packing) for packing in ("prefix", "padded")
-    )
-    draw = packed.trainer.draws[0]
-    assert draw.batch.packed and not padded.trainer.draws[0].batch.packed
-    assert {len(prompt.contexts) for prompt in draw.batch.prompts} == ({1, 2, 3} if most == 2 else {1, 2, 3, 4})
-    in_loss = draw.batch["completion_mask"].bool() & draw.batch["tool_mask"].bool()
-    # GRPO's gradient at a ratio of 1; a completion counts by its tokens, as `loss_type="dapo"` has it
-    weights = draw.batch["advantages"][:, None] * in_loss / in_loss.sum()
-    update, logps = plain_update(family, draw, most, weights)
-    for result in (packed, padded):
-        check_update(result, update)
-        found = result.trainer.micro_batches[0].logps[draw.batch["completion_mask"].bool()]
-        assert (found - torch.cat(logps)).abs().max() <= 1e-4
-
-
 # What each paper's loss multiplies a token's advantage by where policy and sampler are equal: of `n` completions, of
 # this one's tokens, and of all
 WEIGHTS = {
@@ -150,22 +127,34 @@ WEIGHTS = {
     "cispo": lambda n, tokens, total: 0.2 / total,  # the ratio's bound, `epsilon_high`
     **dict.fromkeys(["dapo", "bnpo", "vespo", "cpgd", "dual_clip"], lambda n, tokens, total: 1 / total),
 }
+PADDED, SPLIT = {"packing": "padded"}, {"max_tokens_per_microbatch": 200}
+CASES = [("qwen3_vl", most, "dapo", PADDED) for most in (1, 2, 0)]
+CASES += [(family, 1, "dapo", PADDED) for family in ("qwen2_5_omni", "llava", "gemma3", "qwen3_5")]
+CASES += [("qwen3_vl", 1, loss, SPLIT) for loss in LOSSES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_completion_counts_as_one_in_every_loss(loss):
-    """Each loss' gradient is that of plain forwards of each context, and a budget, which splits by contexts, too."""
-    whole, parts = (train(loss_type=loss, max_tokens_per_microbatch=n) for n in (None, 200))
-    batch = whole.trainer.draws[0].batch
-    sampled = batch["completion_mask"] * batch["tool_mask"]
+@pytest.mark.parametrize(("family", "most", "loss", "other"), slow_but(CASES, CASES[0]))
+def test_each_token_is_scored_in_its_context(family, most, loss, other):
+    """
+    Also the update is that of plain forwards of each context in float64, by the formula of the loss, whether prompts
+    are shared, rows are padded, or a budget splits by contexts.
+    """
+    options = {"family": family, "max_context_media": most, "loss_type": loss}
+    results = [train(**options, **way) for way in ({"packing": "prefix"}, other)]
+    packed, *_ = moments = [result.trainer.micro_batches[0] for result in results]
+    draw = results[0].trainer.draws[0]
+    assert [moment.batch.packed for moment in moments] == [True, other is SPLIT]
+    assert {len(prompt.contexts) for prompt in draw.batch.prompts} == ({1, 2, 3} if most == 2 else {1, 2, 3, 4})
+    mask = draw.batch["completion_mask"].bool()
+    sampled = mask * draw.batch["tool_mask"]
     tokens = sampled.sum(1, keepdim=True).double()
-    weights = WEIGHTS[loss](len(sampled), tokens, tokens.sum()) * batch["advantages"][:, None] * sampled
-    update, _ = plain_update("qwen3_vl", whole.trainer.draws[0], 1, weights)
-    for result in (whole, parts):
+    weights = WEIGHTS[loss](len(sampled), tokens, tokens.sum()) * draw.batch["advantages"][:, None] * sampled
+    update, logps = plain_update(family, draw, most, weights)
+    for result, moment in zip(results, moments, strict=True):
         check_update(result, update)
-    a, b = (result.trainer.micro_batches[0] for result in (whole, parts))
-    assert (a.loss - b.loss).abs() <= 1e-5 and a.logps.shape == b.logps.shape == a.batch["completion_ids"].shape
+        assert (moment.logps[mask] - torch.cat(logps)).abs().max() <= 1e-4 and (
+            moment.loss - packed.loss
+        ).abs() <= 1e-5
 
 
 class Short(Scripted):

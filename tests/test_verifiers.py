@@ -30,15 +30,19 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
     lamps = verifiers_environment("lamps")
     schema = get_json_schema(lamps().lamp_switch)["function"]
     assert schema["description"] == "Switches the lamp." and schema["parameters"]["required"] == ["color"]
-    turns = {0: ["green"], 1: ["red", "green"], 2: ["pink"], 4: ["red"], 5: ["green", "red"]}
-    script = {i: [call("lamp_switch", color=color) for color in colors] for i, colors in turns.items()}
+    lamp = {0: ["green"], 1: ["red", "green"], 2: ["pink"], 4: ["red"], 5: ["green", "red"]}
+    turns = {"lamp_switch": lamp, "sun_switch": {3: ["green"], 7: ["green", "red"]}}
+    script = {i: [call(name, color=each) for each in colors] for name in turns for i, colors in turns[name].items()}
     result = play(lamps, lamps.rows[:2], script)
-    # Twice whether the lamp is as wanted, an eighth of the turns, and a sixteenth for what the second call shows
-    rewards = [[2 + 2 / 8, 2 + 3 / 8 + 1 / 16, 2 / 8, 1 / 8], [2 + 2 / 8, 2 + 3 / 8, 1 / 8, 1 / 8]]
+    # Twice whether a lamp is as wanted, an eighth of the turns, and a sixteenth for what the second call shows
+    rewards = [[2 + 2 / 8, 2 + 3 / 8 + 1 / 16, 2 / 8, 2 + 2 / 8], [2 + 2 / 8, 2 + 3 / 8, 1 / 8, 2 + 3 / 8 + 1 / 16]]
     check_rewards(result, "lamps", rewards)
-    assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 7])
+    assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 10])
     assert all(prompt.modalities == {"image"} for prompt in result.trainer.inputs.rollout.prompts)
-    broken = lamps()
+    broken, later = lamps(), lamps()
+    later.reset(**lamps.rows[0])  # when other rollouts have ended, and the server of all tasks has not
+    assert later.sun_switch(color="green")[0]["text"] == "any after 1 of 4"
+    assert asyncio.run(later.get_reward([])) == 2
     broken.reset(**lamps.rows[2])
     with pytest.raises(EnvironmentFailure, match="no blue lamps"):
         broken.lamp_switch(color="red")
@@ -46,22 +50,11 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
         verifiers_environment("lamps", task={"stops": {"late": {"fn": "os.getcwd"}}})
 
 
-def test_rollouts_share_a_server_that_lives_as_long_as_their_class():
-    this, completion = psutil.Process(), [{"role": "assistant", "content": "Done"}]
+def test_servers_of_all_tasks_end_with_the_class():
+    this = psutil.Process()
     before = {*this.children()}
-    lamps = verifiers_environment("lamps", task={"is_shared": True})
-    first, second, third = (lamps() for _ in range(3))
-    first.reset(task=0)
-    second.reset(task=1)
-    calls = ((first, "red"), (second, "green"), (first, "green"))
-    # The server counts all calls; colors, and so rewards, are a rollout's own
-    shown = [rollout.lamp_switch(color=color)[0]["text"] for rollout, color in calls]
-    assert shown == ["any after 1 of 1", "any after 1 of 2", "any after 2 of 3"]
-    assert [asyncio.run(each.get_reward(completion)) for each in (first, second)] == [2 + 1 / 8, 1 / 8]
-    third.reset(task=1)
-    assert third.lamp_switch(color="red")[0]["text"] == "any after 1 of 4"
-    assert asyncio.run(third.get_reward(completion)) == 2 + 1 / 8
+    lamps = verifiers_environment("lamps")
     [server] = {*this.children()} - before
-    del calls, first, second, third, lamps
+    del lamps
     gc.collect()
     server.wait(60)

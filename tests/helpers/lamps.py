@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A taskset of the package verifiers, and the server of its tools."""
+"""A taskset of the package verifiers, and the servers of its tools."""
 
 import verifiers.v1 as vf
 from mcp.types import ImageContent, TextContent
@@ -13,14 +13,6 @@ class Lit(vf.State):
 
 class Data(vf.TaskData):
     wanted: str
-
-
-class Config(vf.TaskConfig):
-    is_shared: bool = False  # whether one server has the tools of all tasks
-
-
-class LampsConfig(vf.TasksetConfig):
-    task: Config = Config()
 
 
 class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
@@ -39,7 +31,11 @@ class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
         return [TextContent(type="text", text=text), image]
 
 
-class Task(vf.Task[Data, Lit, Config]):
+class Sun(Lamp):
+    """One lamp of all tasks."""
+
+
+class Task(vf.Task[Data, Lit]):
     async def setup(self, trace, runtime):
         if self.data.wanted == "blue":
             raise RuntimeError("no blue lamps")
@@ -52,17 +48,18 @@ class Task(vf.Task[Data, Lit, Config]):
     async def replies(self, trace):
         calls = [each.id for message in trace.assistant_messages for each in message.tool_calls or ()]
         assert calls == [message.tool_call_id for message in trace.tool_messages]
-        return trace.num_turns / 8 + ("green after 2" in str(trace.messages)) / 16
+        seen = [text in str(trace.messages) for text in ("green after 2 of 2", "any after 2 of 3")]
+        return trace.num_turns / 8 + any(seen) / 16
 
     @classmethod
     def toolsets(cls, config):
-        return [] if config.is_shared else [Lamp(vf.ToolsetConfig())]
+        return [Lamp(vf.ToolsetConfig())]
 
 
-class Lamps(vf.Taskset[Task, LampsConfig]):
+class Lamps(vf.Taskset[Task]):
     @classmethod
     def toolsets(cls, config):
-        return [Lamp(vf.ToolsetConfig())] if config.task.is_shared else []
+        return [Sun(vf.ToolsetConfig())]
 
     def load(self):
         for wanted in ("green", "red", "blue"):
