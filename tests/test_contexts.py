@@ -127,7 +127,7 @@ WEIGHTS = {
     "cispo": lambda n, tokens, total: 0.2 / total,  # the ratio's bound, `epsilon_high`
     **dict.fromkeys(["dapo", "bnpo", "vespo", "cpgd", "dual_clip"], lambda n, tokens, total: 1 / total),
 }
-PADDED, SPLIT = {"packing": "padded"}, {"max_tokens_per_microbatch": 200}
+PADDED, SPLIT = {"packing": "padded"}, {"max_tokens_per_microbatch": 200}  # by contexts
 CASES = [("qwen3_vl", most, "dapo", PADDED) for most in (1, 2, 0)]
 CASES += [(family, 1, "dapo", PADDED) for family in ("qwen2_5_omni", "llava", "gemma3", "qwen3_5")]
 CASES += [("qwen3_vl", 1, loss, SPLIT) for loss in LOSSES]
@@ -135,10 +135,7 @@ CASES += [("qwen3_vl", 1, loss, SPLIT) for loss in LOSSES]
 
 @pytest.mark.parametrize(("family", "most", "loss", "other"), slow_but(CASES, CASES[0]))
 def test_each_token_is_scored_in_its_context(family, most, loss, other):
-    """
-    Also the update is that of plain forwards of each context in float64, by the formula of the loss, whether prompts
-    are shared, rows are padded, or a budget splits by contexts.
-    """
+    """Also the update is that of plain forwards of each context in float64, by each loss' formula, in all layouts."""
     options = {"family": family, "max_context_media": most, "loss_type": loss}
     results = [train(**options, **way) for way in ({"packing": "prefix"}, other)]
     packed, *_ = moments = [result.trainer.micro_batches[0] for result in results]
@@ -152,9 +149,8 @@ def test_each_token_is_scored_in_its_context(family, most, loss, other):
     update, logps = plain_update(family, draw, most, weights)
     for result, moment in zip(results, moments, strict=True):
         check_update(result, update)
-        assert (moment.logps[mask] - torch.cat(logps)).abs().max() <= 1e-4 and (
-            moment.loss - packed.loss
-        ).abs() <= 1e-5
+        assert (moment.logps[mask] - torch.cat(logps)).abs().max() <= 1e-4
+        assert (moment.loss - packed.loss).abs() <= 1e-5
 
 
 class Short(Scripted):
@@ -255,10 +251,7 @@ def test_contexts_without_a_message_to_answer(chosen):
 
 
 class Engine(Sampler):
-    """
-    Takes decoded media, as vLLM does, of all prompts that have some. Every other completion of a group asks for
-    images, which rewrite its context.
-    """
+    """Takes decoded media, as vLLM does. Every other completion asks for images, which rewrite its context."""
 
     is_engine, max_length = True, 4096
 

@@ -102,10 +102,7 @@ def tensors(given) -> dict:
 
 
 def returns(each, discount, of_turns=False):
-    """
-    Returns the discounted sums from each step, or turn, on, behind what they are compared by, its number, or what it
-    answers, and before its last token.
-    """
+    """Returns by step, or turn, its number or state, which others share, the discounted sum, and the last token."""
     steps = [(end, turn, 0.0 if reward != reward else reward) for end, turn, reward in each["steps"]]
     if of_turns:
         ends = {turn: end for end, turn, _ in steps}
