@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.use_peft:
         peft = require_module("peft", "peft")
         # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
-        with mode, replaced(torch.utils, swap_tensors=_take):
+        with mode, replaced(torch.utils, swap_tensors=lambda given, moved: setattr(given, "data", moved)):
             model = peft.get_peft_model(
                 base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
             )
@@ -161,10 +161,6 @@ def measure(args: argparse.Namespace) -> Measured:
 def _count(model: nn.Module | None, trained: bool) -> int:
     weights = () if model is None else model.parameters()
     return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
-
-
-def _take(parameter: torch.Tensor, moved: torch.Tensor) -> None:
-    parameter.data = moved
 
 
 def _watch(

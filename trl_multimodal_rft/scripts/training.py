@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from accelerate import PartialState
 from accelerate.logging import get_logger
-from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import is_matplotlib_available
@@ -38,13 +36,12 @@ def run(
     script_args: RunArguments,
     training_args: TrainerConfig,
     model_args: ModelConfig,
-    **inputs: str | Dataset | None,
 ) -> None:
     """Trains, saves and publishes a model, or with `--dry_run` takes one step and saves nothing."""
     script_args.command = script_args.command or f"trl-multimodal-rft {name}"
     with script_run(script_args, training_args):
         announce("loading the dataset")
-        arguments: dict[str, Any] = {**trainer_inputs(script_args, training_args, model_args), **inputs}
+        arguments = trainer_inputs(script_args, training_args, model_args)
         announce("loading the model")
         trainer = trainer_class(**arguments, callbacks=[*curves(), ScriptCallback(script_args)])
         if script_args.disable_compact_log:
