@@ -77,9 +77,7 @@ class ScriptCallback(TrainerCallback):
             control.should_log = control.should_training_stop = True
             control.should_evaluate = control.should_save = False
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.script_args.dry_run:
-            control.should_evaluate = control.should_save = False
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.script_args.dry_run and state.is_world_process_zero:
