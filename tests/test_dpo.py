@@ -492,7 +492,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no use in DPO here"),
         (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` moves it"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
-        (text_pairs(2), {"rejected_view": "mask_patch"}, "did you mean 'mask_patches'"),
+        (text_pairs(2), {"rejected_view": "mask_patch"}, "Did you mean `mask_patches`"),
         (text_pairs(2), {"rejected_view": "blank(anchor_coeff=2.0)"}, "Did you mean `anchor_coef`"),
         (text_pairs(2), {"rejected_view": "blank(conditional_coef=0, anchor_coef=0)"}, "has no effect with"),
         (text_pairs(2), {"rejected_view": "blank", "ld_alpha": 0.5}, "`ld_alpha` compares the lengths"),

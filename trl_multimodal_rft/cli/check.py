@@ -161,9 +161,8 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
     try:
         total = len(rows) if isinstance(rows, Dataset) else None
         with progress_bar(total, "check") as bar:
-            for checked in loader:
+            for n_checked, checked in enumerate(loader, 1):
                 yield checked
-                n_checked += 1
                 bar.update()
     except RuntimeError as error:  # rows have their own errors
         raise ValueError(
@@ -296,8 +295,7 @@ def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> li
 def run(args: argparse.Namespace) -> None:
     check_ignored(args.ignored_media_columns)
     check_plot(args.plot)
-    source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
-    source |= {"trust_remote_code": True} if args.trust_remote_code else {}
+    source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     config, model_class = read_config(args.model_name_or_path, **source)
     try:
         processor = load_processor(args.model_name_or_path, **source)

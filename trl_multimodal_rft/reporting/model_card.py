@@ -44,7 +44,6 @@ from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
 
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {
@@ -116,7 +115,7 @@ def linked_repository(name: str, kind: str = "") -> str:
 
 def is_hub_name(name: str) -> bool:
     """Whether a name is `owner/name` of a repository on the Hub, and no local path, which takes precedence."""
-    return _REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def base_metadata(name: str) -> dict[str, str]:

@@ -131,12 +131,9 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
     data = ["--dataset_name", script_args.dataset_name or "path/to/dataset"]
     values = {**vars(script_args), "media_dir": args.media_dir}
-    for name in ("dataset_config", "media_dir", "prompt"):
-        if values[name] is not None:
-            data += [f"--{name}", str(values[name])]
-    for name in ("reward_funcs", "tools"):
-        if named := values.get(name):
-            data += [f"--{name}", *([named] if isinstance(named, str) else named)]
+    for name in ("dataset_config", "media_dir", "prompt", "reward_funcs", "tools"):
+        if value := values.get(name):
+            data += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
         data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
         data += ["--reward_label_column", script_args.reward_label_column]

@@ -171,8 +171,7 @@ def load_audiomcq(
     if task == "rl":
         return dataset
     answers = [[{"role": "assistant", "content": f"<answer>{each}</answer>"}] for each in dataset["solution"]]
-    completions = Dataset.from_dict({"completion": answers})
-    return concatenate_datasets([dataset.remove_columns(["solution", "choices"]), completions], axis=1)
+    return dataset.remove_columns(["solution", "choices"]).add_column("completion", answers)
 
 
 def _read(
