@@ -161,8 +161,9 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
     try:
         total = len(rows) if isinstance(rows, Dataset) else None
         with progress_bar(total, "check") as bar:
-            for n_checked, checked in enumerate(loader, 1):
+            for checked in loader:
                 yield checked
+                n_checked += 1
                 bar.update()
     except RuntimeError as error:  # rows have their own errors
         raise ValueError(
