@@ -20,13 +20,11 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import GenerationConfig
 
-from trl_multimodal_rft import TrainingCurvesCallback
-from trl_multimodal_rft.cli import arguments
+from trl_multimodal_rft import TrainingCurvesCallback, cli
 from trl_multimodal_rft.cli import chat as command
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.reporting.curves import FILE_NAME
-from trl_multimodal_rft.scripts.options import Parser
 
 
 pytest.importorskip("gradio", exc_type=ImportError)
@@ -46,9 +44,7 @@ def served():
     pages = []
 
     def serve(*argv):
-        parser = Parser("chat")
-        arguments.chat(parser)
-        args = parser.parse_args([*argv, "--max_completion_length", "6"])
+        args = cli._parser("chat").parse_args([*argv, "--max_completion_length", "6"])
         pages.append(command.run(args, waits=False))
         url, shared = pages[-1].local_url, pages[-1].share_url
         assert url.startswith("http://127.0.0.1:") and shared is None
@@ -112,9 +108,8 @@ def test_model_beside_another(served):
     answers = ask(served(folder, "--base", folder), "Is there a cat?")
     assert len(answers) == 2 and answers[0] == answers[1]
     assert ask(served(folder), "Is there a cat?") == answers[:1]
-    parser = Parser("chat")
-    arguments.chat(parser)
-    assert parser.parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder  # takes no value
+    # It takes no value
+    assert cli._parser("chat").parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder
 
 
 def test_conversation(served, tmp_path):
