@@ -53,8 +53,8 @@ _REWARDS = {
 }
 
 
-def _overridden(trainer: str, further: dict[str, str], **of_transformers: str) -> dict[str, str]:
-    methods = {trainer + name: given for name, given in {**_OF_TRL, **further}.items()}
+def _overridden(path: str, further: dict[str, str], **of_transformers: str) -> dict[str, str]:
+    methods = {path + name: given for name, given in {**_OF_TRL, **further}.items()}
     others = {**_OF_TRANSFORMERS, **of_transformers}
     return {**methods, **{f"transformers:Trainer.{name}": given for name, given in others.items()}}
 
