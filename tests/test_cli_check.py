@@ -16,7 +16,7 @@ import torch
 from datasets import Audio, Dataset, DatasetDict, List, load_from_disk
 from datasets import Image as ImageFeature
 from helpers import forked
-from helpers.chats import RATE, audio, image
+from helpers.chats import RATE, audio, image, user
 from helpers.families import FAMILIES
 from helpers.files import sound_by_ffmpeg, write_film
 from helpers.trainer_utils import load, saved
@@ -30,10 +30,6 @@ from trl_multimodal_rft.data.reading.sizes import media_size
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
-
-
-def user(words):
-    return [{"role": "user", "content": words}]
 
 
 @pytest.fixture

@@ -40,8 +40,12 @@ def video(frames: int, width: int, height: int, seed: int = 0) -> dict:
     return {"type": "video", "video": mosaic(frames, height, width, seed)}
 
 
+def user(content: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": content}]
+
+
 def chat(*blocks: dict) -> list[dict]:
-    return [{"role": "user", "content": list(blocks)}]
+    return user(list(blocks))
 
 
 # Prompts of several chats
