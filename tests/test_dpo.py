@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.chats import RATE, image
+from helpers.chats import turn as chat
 from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import PLAIN, assert_equal, relative_difference, run, shifted, sound, with_media
@@ -64,10 +65,6 @@ CASES = {
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "checkpointing": {**MPO, "gradient_checkpointing": True},
 }
-
-
-def chat(role, text):
-    return [{"role": role, "content": text}]
 
 
 def pairs(n=8):

@@ -11,6 +11,7 @@ import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value, load_dataset
 from helpers.chats import RATE, audio, image, mosaic
+from helpers.chats import assistant as answered
 from helpers.files import image_file, video_file, write_lines
 from helpers.trainer_utils import load, make_trainer, saved
 
@@ -326,10 +327,6 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
     with pytest.raises(SystemExit):
         main(["prepare", "charades-sta", str(path), "--output_dir", "out"])
     assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
-
-
-def answered(text):
-    return [{"role": "assistant", "content": text}]
 
 
 def trains(dataset, family, folder):

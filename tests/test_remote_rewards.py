@@ -15,7 +15,7 @@ import PIL.Image
 import pytest
 import soundfile
 import soxr
-from helpers.chats import RATE, audio, image, video
+from helpers.chats import RATE, assistant, audio, image, video
 from helpers.chats import chat as user
 from helpers.files import image_file, video_file
 
@@ -36,10 +36,6 @@ def waveform(encoded: str) -> np.ndarray:
     samples, rate = soundfile.read(io.BytesIO(base64.b64decode(encoded)), dtype="float32")
     assert rate == RATE
     return samples
-
-
-def assistant(words: str) -> list[dict]:
-    return [{"role": "assistant", "content": words}]
 
 
 # Requests
