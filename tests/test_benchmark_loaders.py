@@ -9,7 +9,7 @@ import pytest
 from datasets import Audio, Dataset, Features, Image, List, Value
 from helpers.chats import audio as chirp
 from helpers.chats import image as picture
-from helpers.files import sound_file
+from helpers.files import sound_file, write_lines
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.data import load_audiomcq, load_avqa, load_geo3k, load_mmau
@@ -27,32 +27,19 @@ TASKS = ["sound", "music", "speech"]
 # Rewards
 
 
-@pytest.mark.parametrize(
-    ("answer", "index"),
-    [
-        ("Woman", 1),
-        ("  WOMAN. ", 1),
-        ("B", 1),
-        ("b", 1),
-        ("(B)", 1),
-        ("B.", 1),
-        ("B)", 1),
-        ("(b) woman", 1),
-        ("B. Woman", 1),
-        ("B: because of the pitch", 1),
-        ("It is a woman.", 1),
-        ("the man and his dog", 2),
-        ("A man and a dog", 2),
-        ("D", None),  # no such letter
-        ("A. Woman", None),  # letter and text differ
-        ("A woman", 1),  # an article, no letter
-        ("man or woman", None),
-        ("a robot", None),
-        ("", None),
-    ],
-)
-def test_named_choice(answer, index):
-    assert named_choice(answer, ["Man", "Woman", "man, dog"]) == index
+SECOND = ["Woman", "  WOMAN. ", "B", "b", "(B)", "B.", "B)", "(b) woman", "B. Woman", "B: because of the pitch"]
+SECOND += ["It is a woman.", "A woman"]  # an article, no letter
+# No such letter; letter and text differ
+NONE = ["D", "A. Woman", "man or woman", "a robot", ""]
+
+
+THIRD = ["the man and his dog", "A man and a dog"]
+
+
+@pytest.mark.parametrize(("index", "answers"), [(1, SECOND), (2, THIRD), (None, NONE)])
+def test_named_choice(index, answers):
+    for answer in answers:
+        assert named_choice(answer, ["Man", "Woman", "man, dog"]) == index, answer
 
 
 def test_letters_of_choices():
@@ -223,7 +210,7 @@ def avqa(tmp_path):
         }
         for i in range(4)
     ]
-    (tmp_path / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "train_r1aqa_line.json", lines)
     for i in range(4):
         write_wav(tmp_path / "wavs" / f"-HG3Omg_89c_3{i}.wav", i)
     return tmp_path / "train_r1aqa_line.json"
@@ -273,10 +260,9 @@ def audiomcq(tmp_path):
         }
         for i in range(3)
     ]
-    (tmp_path / "Clotho").mkdir()
     for i in range(3):
-        (tmp_path / "Clotho" / f"{i}.wav").write_bytes(sound_file(chirp(0.2, seed=i)["audio"]))
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_wav(tmp_path / "Clotho" / f"{i}.wav", i)
+    write_lines(tmp_path / "data.jsonl", lines)
     return tmp_path / "data.jsonl"
 
 

@@ -14,19 +14,15 @@ import numpy as np
 import pytest
 import soundfile
 from helpers.chats import RATE, audio, chat, image, text
-from helpers.families import encode
+from helpers.families import greedy
 from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import GenerationConfig
 
-from trl_multimodal_rft import TrainingCurvesCallback
-from trl_multimodal_rft.cli import arguments
+from trl_multimodal_rft import TrainingCurvesCallback, cli
 from trl_multimodal_rft.cli import chat as command
-from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.reporting.curves import FILE_NAME
-from trl_multimodal_rft.scripts.options import Parser
 
 
 pytest.importorskip("gradio", exc_type=ImportError)
@@ -46,9 +42,7 @@ def served():
     pages = []
 
     def serve(*argv):
-        parser = Parser("chat")
-        arguments.chat(parser)
-        args = parser.parse_args([*argv, "--max_completion_length", "6"])
+        args = cli._parser("chat").parse_args([*argv, "--max_completion_length", "6"])
         pages.append(command.run(args, waits=False))
         url, shared = pages[-1].local_url, pages[-1].share_url
         assert url.startswith("http://127.0.0.1:") and shared is None
@@ -64,18 +58,6 @@ def ask(client, question, *files, **settings):
     message = {"text": question, "files": [handle_file(file) for file in files]}
     replies = client.predict(message, api_name="/chat", **settings)
     return (replies,) if isinstance(replies, str) else tuple(reply["content"] for reply in replies)
-
-
-def greedy(model, processor, messages, length=6):
-    config = GenerationConfig(
-        max_new_tokens=length,
-        eos_token_id=processor.tokenizer.eos_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
-        suppress_tokens=sorted(all_placeholder_ids(model, processor)),
-    )
-    inputs = encode(processor, messages)
-    output = model.generate(**inputs, generation_config=config)
-    return processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
 
 
 def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
@@ -112,9 +94,8 @@ def test_model_beside_another(served):
     answers = ask(served(folder, "--base", folder), "Is there a cat?")
     assert len(answers) == 2 and answers[0] == answers[1]
     assert ask(served(folder), "Is there a cat?") == answers[:1]
-    parser = Parser("chat")
-    arguments.chat(parser)
-    assert parser.parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder  # takes no value
+    # It takes no value
+    assert cli._parser("chat").parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder
 
 
 def test_conversation(served, tmp_path):

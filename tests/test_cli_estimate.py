@@ -14,15 +14,14 @@ from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import arguments, estimate, main
+from trl_multimodal_rft import MultimodalGRPOTrainer, cli
+from trl_multimodal_rft.cli import estimate, main
 from trl_multimodal_rft.cli.estimate import Measured, memory
 from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.scripts.arguments import parse as parse_script
 from trl_multimodal_rft.scripts.commands import grpo
-from trl_multimodal_rft.scripts.options import Parser
 
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
@@ -33,9 +32,7 @@ TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
 
 
 def parse(*argv):
-    parser = Parser("estimate")
-    arguments.estimate(parser)
-    return parser.parse_args([str(each) for each in argv])
+    return cli._parser("estimate").parse_args([str(each) for each in argv])
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,8 @@ from trl_multimodal_rft.reporting.console import (
     metric_values,
     prompt_text,
 )
-from trl_multimodal_rft.scripts import ppo
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import grpo, rloo, sft
+from trl_multimodal_rft.scripts.commands import grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.run_file import write_run_file
 
 

@@ -46,12 +46,6 @@ from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CALLED,
     OVERRIDDEN,
-    OVERRIDDEN_DISTILLATION,
-    OVERRIDDEN_DPO,
-    OVERRIDDEN_PPO,
-    OVERRIDDEN_REWARD,
-    OVERRIDDEN_RLOO,
-    OVERRIDDEN_SFT,
     TESTED,
     check_versions,
 )
@@ -77,13 +71,13 @@ def names(paths) -> set[str]:
 
 
 CONTRACTS = [
-    (MultimodalGRPOTrainer, GRPOTrainer, OVERRIDDEN),
-    (MultimodalRLOOTrainer, RLOOTrainer, OVERRIDDEN_RLOO),
-    (MultimodalPPOTrainer, GRPOTrainer, {**OVERRIDDEN, **OVERRIDDEN_PPO}),
-    (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN_SFT),
-    (MultimodalDPOTrainer, DPOTrainer, OVERRIDDEN_DPO),
-    (MultimodalRewardTrainer, RewardTrainer, OVERRIDDEN_REWARD),
-    (MultimodalDistillationTrainer, DistillationTrainer, OVERRIDDEN_DISTILLATION),
+    (MultimodalGRPOTrainer, GRPOTrainer, OVERRIDDEN["GRPO"]),
+    (MultimodalRLOOTrainer, RLOOTrainer, OVERRIDDEN["RLOO"]),
+    (MultimodalPPOTrainer, GRPOTrainer, OVERRIDDEN["PPO"]),
+    (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN["SFT"]),
+    (MultimodalDPOTrainer, DPOTrainer, OVERRIDDEN["DPO"]),
+    (MultimodalRewardTrainer, RewardTrainer, OVERRIDDEN["Reward"]),
+    (MultimodalDistillationTrainer, DistillationTrainer, OVERRIDDEN["Distillation"]),
 ]
 
 

@@ -26,7 +26,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, Mult
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.ppo import ARGUMENTS
+from trl_multimodal_rft.scripts.commands import ppo
 
 
 ROOT = Path(__file__).parent.parent
@@ -238,7 +238,7 @@ def test_arguments(tmp_path):
 
     def read(*args):
         demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}
-        script_args, training_args, model_args = parse(ARGUMENTS, ["--use_cpu", *args], demo)
+        script_args, training_args, model_args = parse(ppo.ARGUMENTS, ["--use_cpu", *args], demo)
         values = training_args.max_steps, training_args.learning_rate, training_args.output_dir
         return (*values, model_args.model_name_or_path, script_args.value_model_name_or_path)
 

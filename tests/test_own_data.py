@@ -17,9 +17,9 @@ from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
-from trl_multimodal_rft.scripts import evaluate, filter, ppo
+from trl_multimodal_rft.scripts import evaluate, filter
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import Script, distillation, dpo, grpo, reward, rloo, sft
+from trl_multimodal_rft.scripts.commands import Script, distillation, dpo, grpo, ppo, reward, rloo, sft
 
 
 MODEL = str(saved("qwen2_audio"))

@@ -145,7 +145,7 @@ def test_strength_follows_a_schedule():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mask_patch", "did you mean 'mask_patches'"),
+        ("mask_patch", "Did you mean `mask_patches`"),
         ("crop(size=1)", "'crop' has no setting 'size'"),
         ("a.b", "There is no view"),
     ],

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Pictures beside the tables of the commands, by their `--plot`: distributions, and accuracies with intervals."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +21,7 @@ _BAR_HEIGHT = 0.28  # inches
 
 
 def check_plot(path: str | None) -> None:
-    """
-    Checks before the work whether its picture can be written.
-
-    Raises:
-        `ImportError`: If matplotlib is missing.
-        `ValueError`: If the file isn't a PNG, or its folder is missing.
-    """
+    """Checks before the work that matplotlib is there to draw its picture, and a folder to write it to."""
     if path is None:
         return
     require_module("matplotlib.figure", "plots")
@@ -38,15 +33,8 @@ def check_plot(path: str | None) -> None:
 
 def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Sequence[float] | int = _BINS) -> "Figure":
     """
-    Draws distributions, a panel for each name, with the median as a line.
-
-    Args:
-        values (`Mapping[str, Sequence[float]]`):
-            Values by their name, which is the panel's title. Those without values have no panel.
-        count_of (`str`):
-            What the vertical axis counts.
-        bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
-            Edges of the bars, or the number of bars. Whole numbers that are close have a bar each.
+    Draws distributions, a panel for each name with values, with the median as a line. `bins` are the edges of bars or
+    their number; without edges, whole numbers that are close have a bar each.
     """
     drawn = {name: np.asarray(each, dtype=float) for name, each in values.items() if len(each)}
     n_columns = min(_COLUMNS, len(drawn)) or 1
@@ -69,16 +57,10 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
 
 
 def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
-    """
-    Draws `accuracy` of all rows and of each value of `group_by`, with their confidence intervals.
-
-    Args:
-        metrics (`Mapping[str, float | None]`):
-            Metrics of an [`~evaluation.EvaluationResult`].
-    """
+    """Draws `accuracy` of all rows and of each value of `group_by`, with their confidence intervals."""
     found = {name: value for name, value in metrics.items() if value is not None}
-    names = [name for name in found if name == "accuracy" or name.startswith("accuracy/")]
-    names = [name for name in names if f"{name}_low" in metrics][::-1]  # the ends of intervals have none
+    # The ends of intervals have none
+    names = [name for name in found if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
     for i, name in enumerate(names):
