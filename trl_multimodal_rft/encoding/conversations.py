@@ -207,28 +207,19 @@ def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -
 
 
 def conversation(
-    prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]], whole: EncodedPrompt, is_causal: bool
-) -> EncodedPrompt:
-    """The prompt that a completion is scored with."""
-    shown = [turn for _, turn in turns if turn.media]
-    if not shown:
-        return prompt
+    prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt, is_causal: bool
+) -> Conversation:
+    """The prompt that a completion is scored with, in which tools have `shown` media."""
     n = len(prompt)
-    fields = {name: (value[:n], value[n:]) for name, value in whole.token_fields.items()}
-    later = EncodedPrompt(
-        whole.input_ids[n:],
-        {name: after for name, (_, after) in fields.items()},
-        join_media(shown),
-        whole.position_ids[..., n:],
-    )
+    later = whole.part(slice(n, None))
     return Conversation(
         input_ids=prompt.input_ids,
-        token_fields={name: before for name, (before, _) in fields.items()},
+        token_fields={name: value[:n] for name, value in whole.token_fields.items()},
         media=prompt.media,
         position_ids=whole.position_ids[..., :n],
         modalities=whole.modalities,
         row=prompt.row,
         prompt=prompt,
-        later=later,
+        later=EncodedPrompt(later.input_ids, later.token_fields, join_media(shown), later.position_ids),
         is_causal=is_causal,
     )

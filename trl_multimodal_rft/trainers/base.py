@@ -218,7 +218,9 @@ class MultimodalTrainer(CheckpointMixin):
     def _make_run(self, unseen: set[str]) -> Run:
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         rewards = RewardFunctions(
-            lambda: (self.reward_func_names, self.reward_funcs, self.reward_processing_classes),
+            lambda: self.reward_func_names,
+            lambda: self.reward_funcs,
+            lambda: self.reward_processing_classes,
             self.chat_template_kwargs,
             {argument: getattr(self, name, None) for argument, name in names.items()},
             getattr(self, "async_loop", None),
@@ -374,7 +376,7 @@ class MultimodalTrainer(CheckpointMixin):
             ids, logps, tool_mask = continue_after_tools(run, *given)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
-            rollout.source.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
+            rollout.source.completions = without_tools(rollout, ids, self.processing_class)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
@@ -382,10 +384,10 @@ class MultimodalTrainer(CheckpointMixin):
         run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=masks)
         run.metrics.add(self.sampler.metrics())
 
-    def tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
+    def tool_loop(self, **options) -> ToolLoop:
         """Calls tools as in training, unless the options say otherwise."""
         most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
-        return self._run.tool_loop(self.sampler, tools, **{**most, **options})
+        return self._run.tool_loop(self.sampler, **{**most, **options})
 
     def _reward(self, rollout: Rollout) -> None:
         self._run.reward_together(rollout)
