@@ -36,6 +36,7 @@ from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Samples
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, run_turns
 from ..views import View, as_view
@@ -274,10 +275,8 @@ class Evaluation:
         """Completes prompts: an entry of each row for its record."""
         if rollout is None:
             return []
-        trajectories: list[Trajectory] = []
-        for start in range(0, len(rollout), self.args.batch_size):
-            part = range(start, min(start + self.args.batch_size, len(rollout)))
-            trajectories += self._sample(rollout.select(part))
+        parts = map(rollout.select, rollout.parts(self.args.batch_size))
+        trajectories = [trajectory for part in parts for trajectory in self._sample(part)]
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
         rollout.source.failures = [trajectory.failure for trajectory in trajectories]
         answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
@@ -328,8 +327,7 @@ class Evaluation:
             ]
         branches = Branches()
 
-        def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt | None]], _: list[int]):
-            branches.continuations = turns
+        def complete(prompts: list[EncodedPrompt], _: list[int]) -> Samples:
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)
@@ -338,6 +336,7 @@ class Evaluation:
         loop = policy.tool_loop(
             encoder=self.encoder,
             complete=complete,
+            branches=branches,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,
             loop=self.loop,

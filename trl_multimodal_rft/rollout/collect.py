@@ -126,8 +126,7 @@ _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Lists of numbers as a tensor `(N, C)`, padded on the right, to a multiple as TRL's `pad_to_multiple_of`."""
     longest = max(map(len, rows))
-    if multiple:
-        longest += -longest % multiple
+    longest += -longest % (multiple or 1)
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 

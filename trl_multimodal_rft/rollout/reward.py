@@ -139,7 +139,7 @@ def reward_rollout(
     called = {name: each for name, each in functions.items() if name not in early.values}
     found = call_rewards(called, arguments, loop, profile) | early.values
     kept = [error is None for error in rollout.source.failures]
-    return {name: [r if k else None for r, k in zip(found[name], kept, strict=True)] for name in functions}
+    return {name: [each if keep else None for each, keep in zip(found[name], kept, strict=True)] for name in functions}
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:

@@ -262,6 +262,10 @@ class Rollout(_Part):
         rewards = replace(self.rewards, by_function=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
+    def parts(self, size: int) -> list[range]:
+        """The batch indices of at most `size` completions at a time."""
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+
     def micro_batches(self, n: int) -> list["Rollout"]:
         """`n` parts of equal size, in order."""
         size = len(self) // n
@@ -269,8 +273,7 @@ class Rollout(_Part):
 
     def groups(self, size: int) -> list["Rollout"]:
         """One rollout per group of `size` completions, without columns that are padding in the whole group."""
-        parts = [self.select(range(start, start + size)) for start in range(0, len(self), size)]
-        tokens = self.token_fields()
+        parts, tokens = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
 
     def token_fields(self) -> set[Field]:

@@ -27,9 +27,11 @@ from ..encoding.processors import Processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
+from ..generation.transformers import Branches
 from .environments import EnvironmentFailure
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
+from .samplers import Samples
 
 
 logger = get_logger(__name__)
@@ -100,12 +102,9 @@ class ToolLoop:
     """Calls tools and samples the next turn, until no completion ends with a call."""
 
     encoder: PromptEncoder  # of the prompts, whose rules results follow; unless it says otherwise, control tokens fail
-    # Samples what follows prompts: takes the prompts, for each the index of its completion and the last result, if the
-    # prompt is no other context, and the tokens left for each; returns ids and log-probabilities, if any
-    complete: Callable[
-        [list[EncodedPrompt], list[tuple[int, EncodedPrompt | None]], list[int]],
-        tuple[list[list[int]], list[list[float | None]] | None],
-    ]
+    # Samples what follows prompts, as many tokens at most as are left for each
+    complete: Callable[[list[EncodedPrompt], list[int]], Samples]
+    branches: Branches  # which completions and results these continue
     max_length: int  # tokens of a completion at most, results included
     max_turns: float  # how often a completion's calls are answered at most
     max_media: int | None  # media in a completion at most
@@ -131,16 +130,9 @@ class ToolLoop:
         for trajectory in calling:
             trajectory.counts["turns"] += 1
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return tokenizer_of(self.encoder.processor)
-
-    @property
-    def _text_config(self):
-        return self.encoder.model.config.get_text_config(decoder=True)
-
     def _answer(self, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit and the environment goes on."""
+        encoder = self.encoder
         try:
             results = self._call_tools(trajectory)
             try:
@@ -154,7 +146,8 @@ class ToolLoop:
         n_before = n_added = 0
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
-        limits = [getattr(self._text_config, "max_position_embeddings", None), self.engine_length]
+        config = encoder.model.config.get_text_config(decoder=True)
+        limits = [getattr(config, "max_position_embeddings", None), self.engine_length]
         fits = len(trajectory.ids) + max(n_added, 1) <= self.max_length
         if not fits or any(n is not None and n_before + len(encoded) >= n for n in limits):
             trajectory.counts["length"] += 1
@@ -165,16 +158,14 @@ class ToolLoop:
             return False
         trajectory.messages += results
         if messages is not None:
-            trajectory.replace_context(messages, encoded, self.encoder.model)
+            trajectory.replace_context(messages, encoded, encoder.model)
             return True
         trajectory.turns.append((len(trajectory.ids) - trajectory.start, encoded))
         trajectory.history += [normalize_tool_calls(results), *results]
         trajectory.append(encoded.input_ids.tolist(), None, sampled=False)
-        engine_positions = {} if self.engine_length is None else {"processor": self.encoder.processor}
+        processor = None if self.engine_length is None else encoder.processor
         ids = trajectory.ids[trajectory.start :]
-        trajectory.whole = encode_prefix(
-            trajectory.prompt, ids, trajectory.turns, self.encoder.model, **engine_positions
-        )
+        trajectory.whole = encode_prefix(trajectory.prompt, ids, trajectory.turns, encoder.model, processor)
         return True
 
     def _rewritten(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
@@ -210,7 +201,8 @@ class ToolLoop:
         if messages is not None:
             tools = [*trajectory.tools.values()] or None
             return messages, self.encoder.encode(messages, trajectory.row, tools=tools)
-        ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
+        tokenizer = tokenizer_of(self.encoder.processor)
+        ends = tokenizer.convert_ids_to_tokens(sorted({*self.ends, tokenizer.eos_token_id}))
         turn = encode_turn(
             trajectory.history,
             results,
@@ -286,16 +278,18 @@ class ToolLoop:
             for name in before.media.keys() & turn.media.keys():
                 if before.media[name].shape[1:] != turn.media[name].shape[1:]:
                     raise MediaError(
-                        f"{self._text_config.model_type} pads media of one conversation to one size, which changes "
-                        "what it sees of them; return media of the size of those before"
+                        f"{self.encoder.model.config.model_type} pads media of one conversation to one size, which "
+                        "changes what it sees of them; return media of the size of those before"
                     )
 
     def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt) -> None:
         """Samples what follows the results; a rank without any samples once, for the collectives of the others."""
         wholes = [each.whole or each.prompt for each in trajectories] or [idle]
         asked = [(each.index, each.turns[-1][1] if each.turns else None) for each in trajectories]
+        self.branches.continuations = asked
         room = [self.max_length - len(each.ids) for each in trajectories]
-        ids, logps = self.complete(wholes, asked, [max(n, 1) for n in room] or [1])
+        tokenizer = tokenizer_of(self.encoder.processor)
+        ids, logps = self.complete(wholes, [max(n, 1) for n in room] or [1])
         for i, trajectory in enumerate(trajectories):
             new = ids[i][: room[i]]
             before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
@@ -304,7 +298,7 @@ class ToolLoop:
             trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
                 trajectory.sampled.append(Turn(n, n + len(new), [*results][::-1]))
-                trajectory.messages.append(parse_assistant_turn(self.tokenizer, new, before, trajectory.tools))
+                trajectory.messages.append(parse_assistant_turn(tokenizer, new, before, trajectory.tools))
 
 
 def parse_assistant_turn(

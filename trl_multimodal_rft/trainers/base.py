@@ -536,12 +536,10 @@ class MultimodalTrainer(CheckpointMixin):
     def _log_engine(self, parts: Sequence[Rollout]) -> None:
         self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.now)
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Scores of the micro-batch, media included, for a `_compute_loss` of the user that calls TRL's hook."""
         if self._micro_batch is None:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scores = self._score(model, self._micro_batch)
         return scores.logps, scores.entropies, scores.aux_loss
 

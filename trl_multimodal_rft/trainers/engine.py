@@ -272,13 +272,10 @@ def continue_after_tools(
     Returns ids, log-probabilities, and masks that are 0 on results.
     """
 
-    def sample(
-        prompts: list[EncodedPrompt], continuations: list[tuple[int, EncodedPrompt | None]], room: list[int]
-    ) -> Samples:
-        branches.continuations = continuations
+    def sample(prompts: list[EncodedPrompt], room: list[int]) -> Samples:
         return sampler(run.wrapped(), prompts, step=run.step, room=room, branches=branches)
 
-    loop = make_loop(complete=sample)
+    loop = make_loop(complete=sample, branches=branches)
     trajectories = run_turns(rollout, *samples, loop)
     for part in (part for each in trajectories for prompt in (each.prompt, *each.closed) for part in prompt.parts):
         part.decoded = ()  # the engine has processed the last turn

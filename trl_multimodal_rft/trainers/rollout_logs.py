@@ -153,8 +153,9 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
 
         def encode(row: int, view: View) -> EncodedPrompt:
             source = rollout.source
-            number, tools = source.row_indices[row], source.template_tools(row)
-            return run.prompts.encode(source.messages[row], number, view=view, **tools)
+            return run.prompts.encode(
+                source.messages[row], source.row_indices[row], view, **source.template_tools(row)
+            )
 
         measured = rollout.completions, rollout.loss_mask
         run.metrics.add(media_contribution(run.policy, run.model(), *measured, encode))
