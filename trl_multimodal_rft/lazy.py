@@ -10,9 +10,11 @@ from collections.abc import Callable
 from .versions import unfit_packages
 
 
-def lazy_names(package: str, modules: dict[str, str] | None = None) -> tuple[Callable, Callable, list[str]]:
-    """The attributes of a package that imports its names lazily, by default those that type checkers import."""
-    known = _names_for_checkers(package) if modules is None else modules
+def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
+    """The attributes of a package that imports lazily what its block `if TYPE_CHECKING:` imports."""
+    (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    known = {name.name: str(each.module) for each in imports for name in each.names}
 
     def load(name: str):
         if name not in known:
@@ -25,10 +27,3 @@ def lazy_names(package: str, modules: dict[str, str] | None = None) -> tuple[Cal
             raise ImportError(unfit) from error
 
     return load, lambda: sorted({*vars(importlib.import_module(package)), *known}), sorted(known)
-
-
-def _names_for_checkers(package: str) -> dict[str, str]:
-    """Names in the block `if TYPE_CHECKING:` of a package, with their modules."""
-    (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(each.module) for each in imports for name in each.names}
