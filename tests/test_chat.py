@@ -98,7 +98,7 @@ def test_model_beside_another(served):
     assert cli._parser("chat").parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder
 
 
-def test_conversation(served, tmp_path):
+def test_conversation(served, tmp_path, capfd):
     """Each model gets the earlier questions with their sounds, and its earlier answers."""
     model, processor = load("qwen2_audio")
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
@@ -140,6 +140,10 @@ def test_conversation(served, tmp_path):
     assert other == expected(asked[2:3]) != third
     drawn = {ask(client, QUESTION, temperature=2.0) for _ in range(4)}
     assert len(drawn) > 1
+    capfd.readouterr()
+    with pytest.raises(AppError, match="There is no question"):
+        ask(client, " ")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_example_of_the_card(served, tmp_path, monkeypatch):

@@ -185,6 +185,7 @@ def test_unknown_keyword_arguments(kind, refused):
         "tokenizer": "It was removed: use `processing_class`.",
         "processor": "It was removed: use `processing_class`.",
         "train_datset": "Did you mean `train_dataset`?",
+        "data_collator": "The trainer encodes and joins the rows itself.",
     }
     extra = (
         {"reward_function": "mean `reward_funcs`?", "compute_metrics": "GenerationEvalCallback(trainer))`."}
