@@ -148,7 +148,6 @@ CALLED = {
     "transformers.masking_utils:create_masks_for_generate": (
         "config inputs_embeds attention_mask past_key_values position_ids"
     ),
-    "transformers:DynamicCache.activate_past_recording": "self",
 }
 
 
