@@ -178,9 +178,10 @@ def test_messages_of_the_page(tmp_path):
     shown = [{"role": "user", "content": [{"path": str(picture)}, "A bird?"]}]
     shown += [{"role": "assistant", "content": f"{name} 1", "metadata": {"title": name}} for name in models]
     history = page.chatbot.preprocess(page.chatbot.postprocess(shown))
-    page.fn({"text": "A cat?", "files": []}, history, "Be brief.", 0.0, 5)
+    for earlier, told in ((history, "Be brief."), ([], "")):
+        page.fn({"text": "A cat?", "files": []}, earlier, told, 0.0, 5)
     start, end = [("system", "Be brief.", []), ("user", "A bird?", [str(picture)])], ("user", "A cat?", [])
-    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models]
+    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models] + [[end]] * 2
 
 
 SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own@h/c?own as hf_own123456"

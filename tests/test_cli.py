@@ -245,8 +245,7 @@ def run_of(n_processes, folder, *more):
 
 
 def launched(*arguments):
-    command = run_of(*arguments)
-    return forked.run(command, capture_output=True, cwd=arguments[1], timeout=PATIENCE)
+    return forked.run(run_of(*arguments), capture_output=True, cwd=arguments[1], timeout=PATIENCE)
 
 
 def test_error_of_input_in_launched_processes_is_one_line(tmp_path):

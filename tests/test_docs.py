@@ -28,9 +28,9 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
+from extras import MEDIA
 from families_report.report import MARK
-from helpers.chats import RATE, audio, image, video
-from helpers.files import image_file, sound_file, video_file
+from helpers.chats import RATE, audio
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
@@ -82,16 +82,6 @@ def blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def save_medium(kind, path, seed):
-    suffix, data = {
-        "audio": lambda: (".wav", sound_file(audio(0.3, seed)["audio"])),
-        "image": lambda: (".png", image_file(image(84, 56, seed)["image"])),
-        "video": lambda: (".mp4", video_file(video(4, 84, 56, seed)["video"], codec="mpeg4", rate=2)),
-    }[kind]()
-    path.with_suffix(suffix).write_bytes(data)
-    return str(path.with_suffix(suffix))
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Returns the folder in which code runs, as if it had downloaded what it names."""
@@ -100,7 +90,9 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(saved(family))
     for name, kind in DATASETS.items():
         (tmp_path / name).mkdir(parents=True)
-        media = [save_medium(kind, tmp_path / f"{kind}{i}", seed=i) for i in range(2)]
+        media = [str(tmp_path / f"{kind}{i}") for i in range(2)]
+        for i, path in enumerate(media):
+            Path(path).write_bytes(MEDIA[kind][1](i))
         columns = {"prompt": ["What is it?"] * 2, kind: media, "solution": ["a bird", "a cat"]}
         Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
     monkeypatch.chdir(tmp_path)
