@@ -60,22 +60,20 @@ def ask(client, question, *files, **settings):
     return (replies,) if isinstance(replies, str) else tuple(reply["content"] for reply in replies)
 
 
-def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
+@pytest.fixture
+def adapted(tmp_path):
+    """Returns a model with the adapter in `adapter`, its processor, and the sounds in `0.wav` and `1.wav`."""
     model, processor = load("qwen2_audio")
-    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
-    prompts = [chat({"type": "audio", "audio": sound}, text(QUESTION)) for sound in sounds]
-    by_base = [greedy(model, processor, prompt) for prompt in prompts]
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    by_adapter = [greedy(model, processor, prompt) for prompt in prompts]
-    assert len({*by_base, *by_adapter}) == 4
     model.save_pretrained(tmp_path / "adapter")
-
-    client = served(str(tmp_path / "adapter"))
+    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
     for i, sound in enumerate(sounds):
         soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
-        answers = ask(Client(client.src, verbose=False), QUESTION, tmp_path / f"{i}.wav")
-        assert answers == (by_adapter[i], by_base[i])
-    # What the docs show
+    return model, processor, sounds
+
+
+def test_code_of_the_docs_and_what_is_no_question(served, adapted, tmp_path, monkeypatch, capfd):
+    client = served(str(tmp_path / "adapter"))
     shutil.copy(tmp_path / "0.wav", tmp_path / "seven.wav")
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"^```py\n(.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE)
@@ -85,8 +83,10 @@ def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
     (tmp_path / "none.wav").write_text("no sound")
     with pytest.raises(AppError, match="^this is no file of audio that can be read"):
         ask(client, QUESTION, tmp_path / "none.wav")
+    capfd.readouterr()
     with pytest.raises(AppError, match="There is no question"):
         ask(client, " ")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_model_beside_another(served):
@@ -98,15 +98,10 @@ def test_model_beside_another(served):
     assert cli._parser("chat").parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder
 
 
-def test_conversation(served, tmp_path, capfd):
-    """Each model gets the earlier questions with their sounds, and its earlier answers."""
-    model, processor = load("qwen2_audio")
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path / "adapter")
+def test_conversation(served, adapted, tmp_path):
+    """An adapter and its base get the earlier questions with their sounds, and their earlier answers."""
+    model, processor, sounds = adapted
     client = served(str(tmp_path / "adapter"), "--system_prompt", "Is there a cat?")
-    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
-    for i, sound in enumerate(sounds):
-        soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
     told = {"role": "system", "content": [text("Is there a cat?")]}
 
     def expected(asked):
@@ -125,7 +120,8 @@ def test_conversation(served, tmp_path, capfd):
         return {"type": "audio", "audio": sounds[i]}
 
     asked = [([heard(0), text(QUESTION)], 6)]
-    assert ask(client, QUESTION, tmp_path / "0.wav") == expected(asked)
+    first = ask(client, QUESTION, tmp_path / "0.wav")
+    assert first == expected(asked) and len({*first, *expected([([heard(1), text(QUESTION)], 6)])}) == 4
     # A position in the text, and a separate length
     asked.append(([text("Is it "), heard(1), text(" ?")], 4))
     assert ask(client, "Is it <audio> ?", tmp_path / "1.wav", max_completion_length=4) == expected(asked)
@@ -138,12 +134,7 @@ def test_conversation(served, tmp_path, capfd):
     # Not another user's conversation
     other = ask(Client(client.src, verbose=False), "Is there a bird?")
     assert other == expected(asked[2:3]) != third
-    drawn = {ask(client, QUESTION, temperature=2.0) for _ in range(4)}
-    assert len(drawn) > 1
-    capfd.readouterr()
-    with pytest.raises(AppError, match="There is no question"):
-        ask(client, " ")
-    assert "Traceback" not in capfd.readouterr().err
+    assert len({ask(client, QUESTION, temperature=2.0) for _ in range(4)}) > 1
 
 
 def test_example_of_the_card(served, tmp_path, monkeypatch):
@@ -187,9 +178,10 @@ def test_messages_of_the_page(tmp_path):
     shown = [{"role": "user", "content": [{"path": str(picture)}, "A bird?"]}]
     shown += [{"role": "assistant", "content": f"{name} 1", "metadata": {"title": name}} for name in models]
     history = page.chatbot.preprocess(page.chatbot.postprocess(shown))
-    page.fn({"text": "A cat?", "files": []}, history, "Be brief.", 0.0, 5)
+    for earlier, told in ((history, "Be brief."), ([], "")):
+        page.fn({"text": "A cat?", "files": []}, earlier, told, 0.0, 5)
     start, end = [("system", "Be brief.", []), ("user", "A bird?", [str(picture)])], ("user", "A cat?", [])
-    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models]
+    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models] + [[end]] * 2
 
 
 SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own@h/c?own as hf_own123456"

@@ -64,13 +64,10 @@ def sounds(tmp_path):
         files[name] = str(tmp_path / f"{name}.wav")
     soundfile.write(tmp_path / "click.wav", np.zeros(5), RATE)
     (tmp_path / "corrupt.wav").write_bytes(b"RIFF but no more")
-    broken = [str(tmp_path / f"{name}.wav") for name in ("corrupt", "click")]
-    prompts, media = [], []
-    for i in range(24):
-        prompts.append(user("What do you hear?" + " Is there a cat?" * (i % 5)))
-        media.append(files["long" if i % 2 else "short"])
-    media[3] = media[11] = broken[0]
-    media[17] = broken[1]
+    prompts = [user("What do you hear?" + " Is there a cat?" * (i % 5)) for i in range(24)]
+    media = [files["long" if i % 2 else "short"] for i in range(24)]
+    media[3] = media[11] = str(tmp_path / "corrupt.wav")
+    media[17] = str(tmp_path / "click.wav")
     media[5] = media[6] = files["beyond"]
     media[9] = None
     prompts[8] = None
@@ -269,10 +266,8 @@ def test_sizes(tmp_path, said):
     assert sizes["sampled frames of a video"]["max"] == "8"
     model, processor = load("qwen2_5_vl")
     rules = MediaRules(max_pixels=6000, min_pixels=5000, max_frames=8, video_fps=5.0)
-    lengths = [
-        len(encode_prompt(each["prompt"], processor, model))
-        for each in rows_to_messages([rows[i] for i in (0, 1, 3, 4)], rules=rules)
-    ]
+    read = rows_to_messages([rows[i] for i in (0, 1, 3, 4)], rules=rules)
+    lengths = [len(encode_prompt(each["prompt"], processor, model)) for each in read]
     tokens = table(report, "tokens of")["prompt"]
     assert [tokens[name] for name in ("rows", "min", "max")] == ["4", str(min(lengths)), str(max(lengths))]
     assert f"Overlong, of more than 40 tokens: {sum(length > 40 for length in lengths)} of 5 rows" in report

@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 import soundfile
 import yaml
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Image, List
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.files import video_file, write_lines
 from helpers.four_bits import save_wide
@@ -46,8 +46,7 @@ FAMILIES = {
     "llava-1.5": "llava",
 }
 # Kinds of media of prepared datasets, images if it isn't here
-KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
-KINDS["intent-train"] = {"video"}
+KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}, "intent-train": {"video"}}
 KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
 KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-chains"), {"audio"})
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
@@ -108,9 +107,9 @@ def sources(folder):
     (folder / "omni_rl_format_train.json").write_text(json.dumps(rows))
     pictures = [str(folder / "media" / f"{i}.png") for i in range(4)]
     rows = [{"images": [each], "problem": f"<image>Find x. {i}", "answer": "2"} for i, each in enumerate(pictures)]
-    features = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
+    rows = Dataset.from_list(rows).cast_column("images", List(Image()))
     for split in ("train", "test"):
-        Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
+        rows.to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
     save_grounding(folder, pictures)
     save_preferences(folder, pictures)
     for name, crop in (("images", None), ("teacher_images", (0, 0, 28, 56))):
