@@ -11,6 +11,7 @@ from helpers.tools import call, check_rewards, play
 from helpers.trainer_utils import logged
 from transformers.utils import get_json_schema
 
+from trl_multimodal_rft.rollout import verifiers
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
 from trl_multimodal_rft.rollout.verifiers import verifiers_environment
 
@@ -26,7 +27,7 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests / 'helpers'}")
 
 
-def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
+def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused(monkeypatch):
     lamps = verifiers_environment("lamps")
     schema = get_json_schema(lamps().lamp_switch)["function"]
     assert schema["description"] == "Switches the lamp." and schema["parameters"]["required"] == ["color"]
@@ -42,6 +43,9 @@ def test_a_policy_plays_tasks_and_has_their_rewards_and_others_are_refused():
     broken, later = lamps(), lamps()
     later.reset(**lamps.rows[0])  # when other rollouts have ended, and the server of all tasks has not
     assert later.sun_switch(color="green")[0]["text"] == "any after 1 of 4"
+    with monkeypatch.context() as patch, pytest.raises(EnvironmentFailure, match="^switch: TimeoutError"):
+        patch.setattr(verifiers, "TIMEOUT", 0)
+        later.sun_switch(color="red")
     assert asyncio.run(later.get_reward([])) == 2
     broken.reset(**lamps.rows[2])
     with pytest.raises(EnvironmentFailure, match="no blue lamps"):

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 from ..data.reading.refs import MediaRef
 from ..data.reading.rules import MediaRules
 from ..encoding.budgets import budgeted_size
-from ..encoding.processors import audio_rate, load_processor
+from ..encoding.processors import Processor, audio_rate, load_processor
 from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 
@@ -64,20 +64,24 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
             side, _ = budgeted_size(args.image_size, args.image_size, given)
             encoders = _from_config(model, 0 if seconds else images, side)
         else:
-            blocks = []
-            for i in range(images):
-                # Some models need fewer tokens for uniform images
-                size = (args.image_size, args.image_size, 3)
-                pixels = np.random.default_rng(i).integers(0, 256, size, dtype=np.uint8)
-                ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, MediaRules(**limits))
-                blocks.append({"type": "image", "image": ref})
-            if seconds:
-                rate = audio_rate(processor) or 0
-                sound = {"array": np.zeros(int(seconds * rate), dtype=np.float32), "sampling_rate": rate}
-                blocks.append({"type": "audio", "audio": MediaRef("audio", sound, {}, "audio", 0)})
-            asked = [{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}]
-            prompt = encode_prompt(asked, processor, model)
+            prompt = _encoded(model, processor, images, args.image_size, seconds, MediaRules(**limits))
     return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
+
+
+def _encoded(
+    model: PreTrainedModel, processor: Processor, images: int, size: int, seconds: float, rules: MediaRules
+) -> EncodedPrompt:
+    blocks = []
+    for i in range(images):
+        # Some models need fewer tokens for uniform images
+        pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
+        ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, rules)
+        blocks.append({"type": "image", "image": ref})
+    if seconds:
+        rate = audio_rate(processor) or 0
+        sound = {"array": np.zeros(int(seconds * rate), dtype=np.float32), "sampling_rate": rate}
+        blocks.append({"type": "audio", "audio": MediaRef("audio", sound, {}, "audio", 0)})
+    return encode_prompt([{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}], processor, model)
 
 
 def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:

@@ -21,7 +21,13 @@ _BAR_HEIGHT = 0.28  # inches
 
 
 def check_plot(path: str | None) -> None:
-    """Checks before the work that matplotlib is there to draw its picture, and a folder to write it to."""
+    """
+    Checks before the work whether its picture can be written.
+
+    Raises:
+        `ImportError`: If matplotlib is missing.
+        `ValueError`: If the file isn't a PNG, or its folder is missing.
+    """
     if path is None:
         return
     require_module("matplotlib.figure", "plots")
@@ -33,8 +39,15 @@ def check_plot(path: str | None) -> None:
 
 def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Sequence[float] | int = _BINS) -> "Figure":
     """
-    Draws distributions, a panel for each name with values, with the median as a line. `bins` are the edges of bars or
-    their number; without edges, whole numbers that are close have a bar each.
+    Draws distributions, a panel for each name, with the median as a line.
+
+    Args:
+        values (`Mapping[str, Sequence[float]]`):
+            Values by their name, which is the panel's title. Those without values have no panel.
+        count_of (`str`):
+            What the vertical axis counts.
+        bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
+            Edges of the bars, or the number of bars. Whole numbers that are close have a bar each.
     """
     drawn = {name: np.asarray(each, dtype=float) for name, each in values.items() if len(each)}
     n_columns = min(_COLUMNS, len(drawn)) or 1
@@ -57,7 +70,13 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
 
 
 def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
-    """Draws `accuracy` of all rows and of each value of `group_by`, with their confidence intervals."""
+    """
+    Draws `accuracy` of all rows and of each value of `group_by`, with their confidence intervals.
+
+    Args:
+        metrics (`Mapping[str, float | None]`):
+            Metrics of an [`~evaluation.EvaluationResult`].
+    """
     found = {name: value for name, value in metrics.items() if value is not None}
     # The ends of intervals have none
     names = [name for name in found if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]

@@ -37,9 +37,10 @@ def collect(
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
     source = Source(columns, numbers, [row.messages for row in rows], failures=[None] * len(rows))
+    source.tools = [toolbox.tools_in(None)] * len(rows)
     if toolbox:
         source.environments, source.messages, source.failures = toolbox.enter(source.messages, columns, numbers)
-    source.tools = [toolbox.tools_in(each) for each in source.environments or [None] * len(rows)]
+        source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
     # A group may straddle ranks
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size

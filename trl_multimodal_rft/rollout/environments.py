@@ -60,7 +60,9 @@ class Environments:
         self.standalone, self.factory = list(tools), factory
         self.media_rules = media_rules
         self.several = isinstance(factory, dict)
-        self.factories: dict[Any, Callable] = {None: factory} if callable(factory) else {**(factory or {})}
+        self.factories: dict[Any, Callable] = {}
+        if factory is not None:
+            self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
         # One of each kind, to know its tools and whether it gives a reward
         self.pool = {name: [make()] for name, make in self.factories.items()}
         for [environment] in self.pool.values():

@@ -23,8 +23,9 @@ from .rollout import Rollout, require
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
     """Scores of a rollout, or of a part of it, `size` completions in a forward."""
-    places = rollout.parts(size)
-    parts = [policy.score(model, *part.completions, packed=part.packed) for part in map(rollout.select, places)]
+    (prompts, ids, mask), places = rollout.completions, rollout.parts(size)
+    slices = [slice(place.start, place.stop) for place in places]  # which copy no tensor, as `select` would
+    parts = [policy.score(model, prompts[part], ids[part], mask[part], packed=rollout.packed) for part in slices]
     return parts[0] if len(parts) == 1 else Scores.join(parts, places)
 
 
