@@ -22,6 +22,7 @@ from pathlib import Path
 import soundfile
 import soxr
 from extras import environment, write_wheel
+from helpers.files import write_lines
 from PIL import Image
 from tasks import SPOKEN_QUESTION
 
@@ -79,8 +80,8 @@ def write_files(folder: Path) -> None:
         samples, rate = soundfile.read(path)
         soundfile.write(path, soxr.resample(samples, rate, RATE), RATE)
     rows = [line.split(",") for line in (folder / "train.csv").read_text().splitlines()[1:]]
-    lines = [{"question": SPOKEN_QUESTION, "audio": name, "solution": answer} for name, answer in rows]
-    write_lines(folder / "train.jsonl", lines)
+    rows = [{"question": SPOKEN_QUESTION, "audio": name, "solution": answer} for name, answer in rows]
+    write_lines(folder / "train.jsonl", rows)
     Image.new("RGB", (28, 28)).save(folder / "image.png")
     deaf = {"prompt": SPOKEN_QUESTION, "audio_path": "recordings/train_0.wav", "solution": "one"}
     for name, row in {**LAYOUTS, "deaf": deaf}.items():
@@ -97,10 +98,6 @@ def typed() -> list[tuple[str, str]]:
         lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
         commands += [(line, "" if following else shown) for line in lines if not line.startswith(BY_HAND)]
     return commands
-
-
-def write_lines(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def masked(console: str, folder: Path) -> list[str]:
@@ -134,11 +131,9 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     # Rows of other tools
     for layout in LAYOUTS:
         command("prepare", layout, f"{layout}.jsonl", "--output_dir", f"prepared/{layout}")
-        kind = (
-            ["sft", *SHORT[:-4]] if layout in ("sharegpt", "llama-factory", "ms-swift") else ["grpo", *SHORT, *SCORED]
-        )
-        model = "seeing" if layout in ("easyr1", "verl") else "model"
-        command(*kind, "--model_name_or_path", model, "--dataset_name", f"prepared/{layout}", "--dry_run")
+        seeing = ["grpo", "--model_name_or_path", "seeing", *SHORT, *SCORED]
+        kind = seeing if layout in ("easyr1", "verl") else ["sft", *MODEL, *SHORT[:-4]]
+        command(*kind, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
     # The page, whose lines are printed in their order
     for line, shown in typed():
@@ -160,10 +155,9 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     assert metrics["accuracy"] > 0.8, metrics
 
     # The card's code accepts a sound of any rate
-    code = re.search(
-        r"## Quick start\n\n```python\n(.*?)```", (folder / "digits" / "README.md").read_text(), re.DOTALL
-    )
-    script = code[1].replace("audio.wav", "recordings/test_7.wav")
+    card = (folder / "digits" / "README.md").read_text()
+    code = re.search(r"## Quick start\n\n```python\n(.*?)```", card, re.DOTALL)[1]
+    script = code.replace("audio.wav", "recordings/test_7.wav")
     heard = subprocess.run([programs / "python", "-c", script], cwd=folder, env=env, text=True, capture_output=True)
     assert heard.stdout.split()[-1].strip("[]'\"") == "seven", script + heard.stdout + heard.stderr
 

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, load_dataset
-from helpers.chats import RATE
+from helpers.chats import RATE, user
 from helpers.encoding import own_logps
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
 from helpers.marks import slow_but
@@ -43,10 +43,6 @@ def tone(answer, generator):
 
 def told(answer):
     return f"{QUESTION} The answer is {answer}."
-
-
-def user(words):
-    return [{"role": "user", "content": words}]
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Audio, Dataset, Features, Image, List, Value
+from datasets import Audio, Dataset
 from helpers.chats import audio as chirp
 from helpers.chats import image as picture
-from helpers.files import sound_file
+from helpers.files import sound_file, write_lines
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.data import load_audiomcq, load_avqa, load_geo3k, load_mmau
@@ -27,32 +27,19 @@ TASKS = ["sound", "music", "speech"]
 # Rewards
 
 
-@pytest.mark.parametrize(
-    ("answer", "index"),
-    [
-        ("Woman", 1),
-        ("  WOMAN. ", 1),
-        ("B", 1),
-        ("b", 1),
-        ("(B)", 1),
-        ("B.", 1),
-        ("B)", 1),
-        ("(b) woman", 1),
-        ("B. Woman", 1),
-        ("B: because of the pitch", 1),
-        ("It is a woman.", 1),
-        ("the man and his dog", 2),
-        ("A man and a dog", 2),
-        ("D", None),  # no such letter
-        ("A. Woman", None),  # letter and text differ
-        ("A woman", 1),  # an article, no letter
-        ("man or woman", None),
-        ("a robot", None),
-        ("", None),
-    ],
-)
-def test_named_choice(answer, index):
-    assert named_choice(answer, ["Man", "Woman", "man, dog"]) == index
+SECOND = ["Woman", "  WOMAN. ", "B", "b", "(B)", "B.", "B)", "(b) woman", "B. Woman", "B: because of the pitch"]
+SECOND += ["It is a woman.", "A woman"]  # an article, no letter
+# No such letter; letter and text differ
+NONE = ["D", "A. Woman", "man or woman", "a robot", ""]
+
+
+THIRD = ["the man and his dog", "A man and a dog"]
+
+
+@pytest.mark.parametrize(("index", "answers"), [(1, SECOND), (2, THIRD), (None, NONE)])
+def test_named_choice(index, answers):
+    for answer in answers:
+        assert named_choice(answer, ["Man", "Woman", "man, dog"]) == index, answer
 
 
 def test_letters_of_choices():
@@ -90,9 +77,10 @@ def test_choice_reward():
 # MMAU
 
 
-def write_wav(path: Path, seed: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(sound_file(chirp(0.3 + 0.1 * seed, seed)["audio"]))
+def write_wavs(folder: Path, start: str, n: int) -> None:
+    folder.mkdir()
+    for i in range(n):
+        (folder / f"{start}{i}.wav").write_bytes(sound_file(chirp(0.3 + 0.1 * i, i)["audio"]))
 
 
 def mmau_entries(n: int) -> list[dict]:
@@ -117,12 +105,10 @@ def mmau_entries(n: int) -> list[dict]:
 @pytest.fixture
 def mmau(tmp_path):
     """The format of the MMAU repository: a list and a folder of recordings."""
-    entries = mmau_entries(5)
-    (tmp_path / "MMAU").mkdir()
-    (tmp_path / "MMAU" / "mmau-test-mini.json").write_text(json.dumps(entries, indent=2))
-    for i in range(5):
-        write_wav(tmp_path / "MMAU" / "test-mini-audios" / f"id-{i}.wav", i)
-    return tmp_path / "MMAU"
+    (folder := tmp_path / "MMAU").mkdir()
+    (folder / "mmau-test-mini.json").write_text(json.dumps(mmau_entries(5), indent=2))
+    write_wavs(folder / "test-mini-audios", "id-", 5)
+    return folder
 
 
 def test_mmau(mmau):
@@ -149,10 +135,8 @@ def test_mmau_from_the_hub_has_letters(tmp_path):
         row = {"context": {"bytes": sound_file(chirp(0.3, i)["audio"]), "path": None}}
         row |= {"instruction": entry["question"], "choices": lettered, "answer": lettered[i]}
         rows.append({**row, "other_attributes": json.dumps({name: entry[name] for name in names})})
-    features = {"context": Audio(decode=False), "instruction": Value("string"), "choices": List(Value("string"))}
-    features |= {"answer": Value("string"), "other_attributes": Value("string")}
-    (tmp_path / "hub").mkdir()
-    Dataset.from_list(rows, Features(features)).to_parquet(tmp_path / "hub" / "test_mini.parquet")
+    hub = Dataset.from_list(rows).cast_column("context", Audio(decode=False))
+    hub.to_parquet(tmp_path / "hub" / "test_mini.parquet")
     for path in (tmp_path / "hub", tmp_path / "hub" / "test_mini.parquet"):
         dataset = load_mmau(path)
         row = dataset[2]
@@ -186,8 +170,7 @@ def test_recordings_that_are_not_there_and_rows_of_another_layout(mmau, tmp_path
     dataset = load_mmau(mmau, skip_missing=True)
     assert dataset["id"][:] == ["id-0", "id-1", "id-2", "id-4"] and "1 of 5 rows are skipped" in caplog.text
     assert dataset[3]["audio"]["path"].endswith("id-4.wav") and dataset[3]["solution"] == "Man"
-    for i in range(5):
-        write_wav(tmp_path / "elsewhere" / f"id-{i}.wav", i)
+    write_wavs(tmp_path / "elsewhere", "id-", 5)
     dataset = load_mmau(mmau, audio_dir=tmp_path / "elsewhere")
     assert dataset[3]["audio"]["path"] == str(tmp_path / "elsewhere" / "id-3.wav")
     with pytest.raises(FileNotFoundError, match="None of the 5 audio files"):
@@ -223,9 +206,8 @@ def avqa(tmp_path):
         }
         for i in range(4)
     ]
-    (tmp_path / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for i in range(4):
-        write_wav(tmp_path / "wavs" / f"-HG3Omg_89c_3{i}.wav", i)
+    write_lines(tmp_path / "train_r1aqa_line.json", lines)
+    write_wavs(tmp_path / "wavs", "-HG3Omg_89c_3", 4)
     return tmp_path / "train_r1aqa_line.json"
 
 
@@ -273,10 +255,8 @@ def audiomcq(tmp_path):
         }
         for i in range(3)
     ]
-    (tmp_path / "Clotho").mkdir()
-    for i in range(3):
-        (tmp_path / "Clotho" / f"{i}.wav").write_bytes(sound_file(chirp(0.2, seed=i)["audio"]))
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_wavs(tmp_path / "Clotho", "", 3)
+    write_lines(tmp_path / "data.jsonl", lines)
     return tmp_path / "data.jsonl"
 
 
@@ -320,19 +300,16 @@ def geo3k(tmp_path):
         }
         for i in range(4)
     ]
-    features = {"images": List(Image()), "problem": Value("string"), "answer": Value("string"), "id": Value("int64")}
-    features |= {"choices": List(Value("string")), "ground_truth": Value("string")}
-    (tmp_path / "geometry3k" / "data").mkdir(parents=True)
-    for split in ("train", "validation", "test"):
+    for split, n in (("train", 4), ("validation", 1), ("test", 4)):
         file = tmp_path / "geometry3k" / "data" / f"{split}-00000-of-00001.parquet"
-        Dataset.from_list(rows if split != "validation" else rows[:1], Features(features)).to_parquet(file)
+        Dataset.from_list(rows[:n]).to_parquet(file)
     return tmp_path / "geometry3k"
 
 
 def test_geo3k(geo3k):
     dataset = load_geo3k(geo3k)
     assert dataset.column_names == ["prompt", "images", "solution", "id", "choices", "ground_truth"]
-    assert len(load_geo3k(geo3k, split="validation")) == 1
+    assert len(dataset) == 4 and len(load_geo3k(geo3k, split="validation")) == 1
     blocks = dataset[1]["prompt"][0]["content"]
     assert [block["type"] for block in blocks] == ["text", "image", "text", "image", "text"]
     assert blocks[4]["text"] == ": what is $y$? Output the final answer in <answer> </answer>."

@@ -14,19 +14,15 @@ import numpy as np
 import pytest
 import soundfile
 from helpers.chats import RATE, audio, chat, image, text
-from helpers.families import encode
+from helpers.families import greedy
 from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import GenerationConfig
 
-from trl_multimodal_rft import TrainingCurvesCallback
-from trl_multimodal_rft.cli import arguments
+from trl_multimodal_rft import TrainingCurvesCallback, cli
 from trl_multimodal_rft.cli import chat as command
-from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.reporting.curves import FILE_NAME
-from trl_multimodal_rft.scripts.options import Parser
 
 
 pytest.importorskip("gradio", exc_type=ImportError)
@@ -46,9 +42,7 @@ def served():
     pages = []
 
     def serve(*argv):
-        parser = Parser("chat")
-        arguments.chat(parser)
-        args = parser.parse_args([*argv, "--max_completion_length", "6"])
+        args = cli._parser("chat").parse_args([*argv, "--max_completion_length", "6"])
         pages.append(command.run(args, waits=False))
         url, shared = pages[-1].local_url, pages[-1].share_url
         assert url.startswith("http://127.0.0.1:") and shared is None
@@ -66,34 +60,20 @@ def ask(client, question, *files, **settings):
     return (replies,) if isinstance(replies, str) else tuple(reply["content"] for reply in replies)
 
 
-def greedy(model, processor, messages, length=6):
-    config = GenerationConfig(
-        max_new_tokens=length,
-        eos_token_id=processor.tokenizer.eos_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
-        suppress_tokens=sorted(all_placeholder_ids(model, processor)),
-    )
-    inputs = encode(processor, messages)
-    output = model.generate(**inputs, generation_config=config)
-    return processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
-
-
-def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
+@pytest.fixture
+def adapted(tmp_path):
+    """Returns a model with the adapter in `adapter`, its processor, and the sounds in `0.wav` and `1.wav`."""
     model, processor = load("qwen2_audio")
-    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
-    prompts = [chat({"type": "audio", "audio": sound}, text(QUESTION)) for sound in sounds]
-    by_base = [greedy(model, processor, prompt) for prompt in prompts]
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    by_adapter = [greedy(model, processor, prompt) for prompt in prompts]
-    assert len({*by_base, *by_adapter}) == 4
     model.save_pretrained(tmp_path / "adapter")
-
-    client = served(str(tmp_path / "adapter"))
+    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
     for i, sound in enumerate(sounds):
         soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
-        answers = ask(Client(client.src, verbose=False), QUESTION, tmp_path / f"{i}.wav")
-        assert answers == (by_adapter[i], by_base[i])
-    # What the docs show
+    return model, processor, sounds
+
+
+def test_code_of_the_docs_and_what_is_no_question(served, adapted, tmp_path, monkeypatch, capfd):
+    client = served(str(tmp_path / "adapter"))
     shutil.copy(tmp_path / "0.wav", tmp_path / "seven.wav")
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"^```py\n(.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE)
@@ -103,8 +83,10 @@ def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
     (tmp_path / "none.wav").write_text("no sound")
     with pytest.raises(AppError, match="^this is no file of audio that can be read"):
         ask(client, QUESTION, tmp_path / "none.wav")
+    capfd.readouterr()
     with pytest.raises(AppError, match="There is no question"):
         ask(client, " ")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_model_beside_another(served):
@@ -112,20 +94,14 @@ def test_model_beside_another(served):
     answers = ask(served(folder, "--base", folder), "Is there a cat?")
     assert len(answers) == 2 and answers[0] == answers[1]
     assert ask(served(folder), "Is there a cat?") == answers[:1]
-    parser = Parser("chat")
-    arguments.chat(parser)
-    assert parser.parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder  # takes no value
+    # It takes no value
+    assert cli._parser("chat").parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder
 
 
-def test_conversation(served, tmp_path):
-    """Each model gets the earlier questions with their sounds, and its earlier answers."""
-    model, processor = load("qwen2_audio")
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path / "adapter")
+def test_conversation(served, adapted, tmp_path):
+    """An adapter and its base get the earlier questions with their sounds, and their earlier answers."""
+    model, processor, sounds = adapted
     client = served(str(tmp_path / "adapter"), "--system_prompt", "Is there a cat?")
-    sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
-    for i, sound in enumerate(sounds):
-        soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
     told = {"role": "system", "content": [text("Is there a cat?")]}
 
     def expected(asked):
@@ -144,7 +120,8 @@ def test_conversation(served, tmp_path):
         return {"type": "audio", "audio": sounds[i]}
 
     asked = [([heard(0), text(QUESTION)], 6)]
-    assert ask(client, QUESTION, tmp_path / "0.wav") == expected(asked)
+    first = ask(client, QUESTION, tmp_path / "0.wav")
+    assert first == expected(asked) and len({*first, *expected([([heard(1), text(QUESTION)], 6)])}) == 4
     # A position in the text, and a separate length
     asked.append(([text("Is it "), heard(1), text(" ?")], 4))
     assert ask(client, "Is it <audio> ?", tmp_path / "1.wav", max_completion_length=4) == expected(asked)
@@ -157,8 +134,7 @@ def test_conversation(served, tmp_path):
     # Not another user's conversation
     other = ask(Client(client.src, verbose=False), "Is there a bird?")
     assert other == expected(asked[2:3]) != third
-    drawn = {ask(client, QUESTION, temperature=2.0) for _ in range(4)}
-    assert len(drawn) > 1
+    assert len({ask(client, QUESTION, temperature=2.0) for _ in range(4)}) > 1
 
 
 def test_example_of_the_card(served, tmp_path, monkeypatch):
@@ -202,9 +178,10 @@ def test_messages_of_the_page(tmp_path):
     shown = [{"role": "user", "content": [{"path": str(picture)}, "A bird?"]}]
     shown += [{"role": "assistant", "content": f"{name} 1", "metadata": {"title": name}} for name in models]
     history = page.chatbot.preprocess(page.chatbot.postprocess(shown))
-    page.fn({"text": "A cat?", "files": []}, history, "Be brief.", 0.0, 5)
+    for earlier, told in ((history, "Be brief."), ([], "")):
+        page.fn({"text": "A cat?", "files": []}, earlier, told, 0.0, 5)
     start, end = [("system", "Be brief.", []), ("user", "A bird?", [str(picture)])], ("user", "A cat?", [])
-    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models]
+    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models] + [[end]] * 2
 
 
 SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own@h/c?own as hf_own123456"

@@ -245,8 +245,7 @@ def run_of(n_processes, folder, *more):
 
 
 def launched(*arguments):
-    command = run_of(*arguments)
-    return forked.run(command, capture_output=True, cwd=arguments[1], timeout=PATIENCE)
+    return forked.run(run_of(*arguments), capture_output=True, cwd=arguments[1], timeout=PATIENCE)
 
 
 def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
@@ -272,11 +271,9 @@ def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_pat
     run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     last = run.stderr.splitlines()[-1]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "torchvision", "transformers"))
-    expected = (
-        f"packages of this environment don't fit together: {reason}. It has {versions}; install versions that fit"
-    )
     start = "ImportError" if command == "python" else f"trl-multimodal-rft {command}: error"
-    assert run.returncode == 1 and last.startswith(f"{start}: {expected}, see 'Packages ")
+    start += f": packages of this environment don't fit together: {reason}. It has {versions}; install versions"
+    assert run.returncode == 1 and last.startswith(f"{start} that fit, see 'Packages ")
     assert ("Traceback" in run.stderr) == (command == "python")
 
 

@@ -16,12 +16,13 @@ import torch
 from datasets import Audio, Dataset, DatasetDict, List, load_from_disk
 from datasets import Image as ImageFeature
 from helpers import forked
-from helpers.chats import RATE, audio, image
+from helpers.chats import RATE, audio, image, user
 from helpers.families import FAMILIES
 from helpers.files import sound_by_ffmpeg, write_film
 from helpers.trainer_utils import load, saved
 
-from trl_multimodal_rft.cli import arguments, main
+from trl_multimodal_rft import cli
+from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
@@ -29,17 +30,21 @@ from trl_multimodal_rft.data.reading.sizes import media_size
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
-from trl_multimodal_rft.scripts.options import Parser
 
 
-def user(words):
-    return [{"role": "user", "content": words}]
+@pytest.fixture
+def said(capsys):
+    """Returns what the command prints: its report if it has one, or its error."""
 
+    def run(family, rows, *argv, status=0):
+        model = saved(family) if family in FAMILIES else family
+        words = ["--model_name_or_path", model, "--num_workers", 0, *["--dataset_name", rows] * bool(rows), *argv]
+        with pytest.raises(SystemExit) if status else nullcontext() as exit:
+            main(["check", *map(str, words)])
+        assert not status or exit.value.code == status
+        return "".join(capsys.readouterr())
 
-def run(*argv, status=0):
-    with pytest.raises(SystemExit) if status else nullcontext() as exit:
-        main(["check", *map(str, argv)])
-    assert not status or exit.value.code == status
+    return run
 
 
 def table(report, first):
@@ -59,13 +64,10 @@ def sounds(tmp_path):
         files[name] = str(tmp_path / f"{name}.wav")
     soundfile.write(tmp_path / "click.wav", np.zeros(5), RATE)
     (tmp_path / "corrupt.wav").write_bytes(b"RIFF but no more")
-    broken = [str(tmp_path / f"{name}.wav") for name in ("corrupt", "click")]
-    prompts, media = [], []
-    for i in range(24):
-        prompts.append(user("What do you hear?" + " Is there a cat?" * (i % 5)))
-        media.append(files["long" if i % 2 else "short"])
-    media[3] = media[11] = broken[0]
-    media[17] = broken[1]
+    prompts = [user("What do you hear?" + " Is there a cat?" * (i % 5)) for i in range(24)]
+    media = [files["long" if i % 2 else "short"] for i in range(24)]
+    media[3] = media[11] = str(tmp_path / "corrupt.wav")
+    media[17] = str(tmp_path / "click.wav")
     media[5] = media[6] = files["beyond"]
     media[9] = None
     prompts[8] = None
@@ -93,16 +95,14 @@ def truth(rows, **options):
 
 
 @pytest.mark.parametrize("overlong", ["raise", "truncate"])
-def test_report_is_true(sounds, tmp_path, overlong, capsys):
+def test_report_is_true(sounds, tmp_path, overlong, said):
     sounds.save_to_disk(tmp_path / "rows")
     lengths, tokens, failed = truth(load_from_disk(tmp_path / "rows"), audio_overlong=overlong)
     limit = 200
-    words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio")]
-    words += ["--output", tmp_path / "report.md", "--max_prompt_length", limit, "--num_workers", 0]
-    words += ["--plot", tmp_path / "report.png"]
-    run(*words, "--audio_overlong", overlong, status=1)
+    words = ["--output", tmp_path / "report.md", "--max_prompt_length", limit, "--plot", tmp_path / "report.png"]
+    shown = said("qwen2_audio", tmp_path / "rows", *words, "--audio_overlong", overlong, status=1)
     report = (tmp_path / "report.md").read_text()
-    assert capsys.readouterr().out.endswith(report) and report.startswith("# Check of `")
+    assert report in shown and report.startswith("# Check of `")
     assert sorted(failed) == [3, *([5, 6] if overlong == "raise" else []), 8, 11, 14, 17]
     assert [i for i in lengths if lengths[i] > limit] == [20]
     assert f"{len(failed) + 1} of 24 rows" in report.split("## ")[0]
@@ -131,25 +131,24 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
 
 
 @pytest.mark.slow
-def test_entry_point_with_workers(sounds, tmp_path, capsys):
+def test_entry_point_with_workers(sounds, tmp_path, said):
     """Worker processes on one split of a dataset give the same report as no workers."""
     DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")
     options = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--dataset_split"]
     command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "check", *options, "all"]
     shown = forked.run([*command, "--num_workers", "2"], capture_output=True)
     assert shown.returncode == 1, shown.stderr
-    run(*options, "all", "--num_workers", 0, status=1)
-    alone = capsys.readouterr().out
-    assert shown.stdout[shown.stdout.index("# Check of") :] == alone[alone.index("# Check of") :]
+    alone, good, other = (
+        said("qwen2_audio", tmp_path / "rows", "--dataset_split", split, status=status)
+        for split, status in (("all", 1), ("good", 0), ("other", 1))
+    )
+    assert shown.stdout[shown.stdout.index("# Check of") :] in alone
     assert "7 of 24 rows (29.2 %) would not train." in alone
-    run(*options, "good", "--num_workers", 0)
-    good = capsys.readouterr().out
     assert "All 4 rows would train." in good and "What would fail" not in good
-    run(*options, "other", status=1)
-    assert "it has the splits ['all', 'good'], not 'other'" in capsys.readouterr().err
+    assert "it has the splits ['all', 'good'], not 'other'" in other
 
 
-def test_streams_and_files(tmp_path, capsys):
+def test_streams_and_files(tmp_path, said):
     rows = [{"prompt": "What is it?", "images": [str(tmp_path / "a.png")] * n} for n in (1, 2, 0, 3, 1)]
     image(56, 84)["image"].save(tmp_path / "a.png")
     for name, row, place in (("b", 1, 1), ("c", 4, 0)):
@@ -160,33 +159,28 @@ def test_streams_and_files(tmp_path, capsys):
     Dataset.from_list(rows).to_json(tmp_path / "folder" / "rows.jsonl")
     (tmp_path / "run.yaml").write_text(f"dataset_name: {tmp_path / 'rows.parquet'}\nlearning_rate: 1.0e-6\n")
     for options in (
-        ["--config", tmp_path / "run.yaml"],
-        ["--dataset_name", tmp_path / "rows.parquet"],
-        ["--dataset_name", tmp_path / "folder"],
-        ["--dataset_name", tmp_path / "folder", "--dataset_streaming", "--num_workers", 1],
+        [None, "--config", tmp_path / "run.yaml"],
+        [tmp_path / "rows.parquet"],
+        [tmp_path / "folder"],
+        [tmp_path / "folder", "--dataset_streaming", "--num_workers", 1],
     ):
-        run("--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options, status=1)
-        report = capsys.readouterr().out
+        report = said("qwen2_5_vl", *options, status=1)
         assert "2 of 5 rows (40 %) would not train." in report and "Rows: 1 (b.png), 4 (c.png)\n" in report
         assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
         media = table(report, "kind")["image"]
         assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
     for rule, value in (("max_image_pixels", 100), ("allowed_media_folders", [str(tmp_path / "folder")])):
-        words = ["--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options[:2]]
-        run(*words, "--media_rules", json.dumps({rule: value}), status=1)
-        report = capsys.readouterr().out
+        report = said("qwen2_5_vl", options[0], "--media_rules", json.dumps({rule: value}), status=1)
         assert "4 of 5 rows (80 %) would not train." in report and f"`{rule}`" in report
 
 
-def test_no_weights_are_read(tmp_path, capsys):
-    family = FAMILIES["qwen2_5_vl"]
-    model, processor = family.build()
+def test_no_weights_are_read(tmp_path, said):
+    model, processor = FAMILIES["qwen2_5_vl"].build()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     Dataset.from_list([{"prompt": "What is it?"}] * 3).to_parquet(tmp_path / "rows.parquet")
-    run("--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "rows.parquet", "--num_workers", 0)
-    report = capsys.readouterr().out
+    report = said(tmp_path / "model", tmp_path / "rows.parquet")
     # By default, the model's positions minus those for completions
     assert f"Overlong, of more than {2048 - 256} tokens: 0 of 3 rows (0 %)" in report
     assert "Media of a row" not in report
@@ -195,9 +189,7 @@ def test_no_weights_are_read(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_omni", "glm4v", "gemma4", "phi4_multimodal", "llava_onevision"])
 def test_rows_are_as_long_as_for_the_model_with_its_weights(name):
     model, processor = FAMILIES[name].build()
-    parser = Parser("check")
-    arguments.check(parser)
-    args = parser.parse_args(["--dataset_name", "-", "--model_name_or_path", "-"])
+    args = cli._parser("check").parse_args(["--dataset_name", "-", "--model_name_or_path", "-"])
     checker = RowChecker(None, without_weights(model.config, type(model)), processor, args)
     kinds = set()
     for i, prompt in enumerate(FAMILIES[name].prompts()):
@@ -225,25 +217,22 @@ def test_a_killed_process_is_named():
         list(check(Dataset.from_dict({"prompt": ["?"] * 2}), Killed(), 1))
 
 
-def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
+def test_datasets_that_have_no_rows_to_train_on(tmp_path, said):
     Dataset.from_list([{"question": "What?"}] * 3).to_parquet(tmp_path / "rows.parquet")
-    options = ("--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0)
-    run(*options, "--dataset_name", tmp_path / "rows.parquet", status=1)
-    report = capsys.readouterr().out
-    assert "3 of 3 rows (100 %) would not train." in report and "rename 'question' to 'prompt'" in report
-    run(*options, "--dataset_name", tmp_path / "rows.parquet", "--prompt", "{question}", "--system_prompt", "Answer.")
-    assert "All 3 rows would train." in capsys.readouterr().out
     picture = image(56, 56)["image"]
     Dataset.from_list([{"prompt": "What?", "photo": picture}] * 3).to_parquet(tmp_path / "unread.parquet")
-    run(*options, "--dataset_name", tmp_path / "unread.parquet", status=1)
-    assert "rename it to 'image'" in capsys.readouterr().out
-    run(*options, "--dataset_name", tmp_path / "unread.parquet", "--ignored_media_columns", "photo")
-    assert "All 3 rows would train." in capsys.readouterr().out
-    run(*options, "--dataset_name", tmp_path / "none", status=1)
-    assert "There is no file or folder" in capsys.readouterr().err
+    for name, options, *messages in (
+        ("rows.parquet", (), "3 of 3 rows (100 %) would not train.", "rename 'question' to 'prompt'"),
+        ("rows.parquet", ("--prompt", "{question}", "--system_prompt", "Answer."), "All 3 rows would train."),
+        ("unread.parquet", (), "rename it to 'image'"),
+        ("unread.parquet", ("--ignored_media_columns", "photo"), "All 3 rows would train."),
+        ("none", (), "There is no file or folder"),
+    ):
+        shown = said("qwen2_5_vl", tmp_path / name, *options, status=int(not options))
+        assert all(message in shown for message in messages)
 
 
-def test_files_silence_and_repeated_rows(tmp_path, capsys):
+def test_files_silence_and_repeated_rows(tmp_path, said):
     sounds = {"loud": audio(0.3)["audio"], "same": audio(0.3)["audio"], "mute": np.full(4800, 9e-4)}
     for name, samples in sounds.items():
         soundfile.write(tmp_path / f"{name}.wav", samples, RATE, "FLOAT")
@@ -252,15 +241,13 @@ def test_files_silence_and_repeated_rows(tmp_path, capsys):
     rows = [{"prompt": user("What?"), "audio": str(tmp_path / f"{name}.wav")} for name in names]
     rows += [{**rows[0], "prompt": user("Is there a cat?")}]
     Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
-    words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--num_workers", 0]
-    run(*words, status=1)
-    report = capsys.readouterr().out
+    report = said("qwen2_audio", tmp_path / "rows", status=1)
     assert "Rows: 3 (bad.wav)" in report
     assert "Silence, nowhere above -60 dB: 1 of 6 rows (16.7 %). Rows: 1 (mute.wav)" in report
     assert "The prompt and media of an earlier row: 2 of 6 rows (33.3 %). Rows: 2 (as 0), 4 (as 0)" in report
 
 
-def test_sizes(tmp_path, capsys):
+def test_sizes(tmp_path, said):
     """Also those of media that a limit refuses, from their headers."""
     rows = []
     for i, (width, height) in enumerate([(84, 56), (168, 112), (280, 280), (84, 56)]):
@@ -269,11 +256,9 @@ def test_sizes(tmp_path, capsys):
     write_film(tmp_path / "film.mp4")  # 20 frames in two seconds
     rows.append({"prompt": user("What happens?"), "image": None, "video": str(tmp_path / "film.mp4")})
     Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
-    words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0]
-    words += ["--media_rules", '{"max_image_pixels": 50000}', "--max_pixels", 6000, "--min_pixels", 5000]
-    words += ["--max_frames", 8, "--video_fps", 5]
-    run(*words, "--max_completion_length", 20, "--vllm_max_model_length", 60, status=1)
-    report = capsys.readouterr().out
+    words = ["--media_rules", '{"max_image_pixels": 50000}', "--max_pixels", 6000, "--min_pixels", 5000]
+    words += ["--max_frames", 8, "--video_fps", 5, "--max_completion_length", 20, "--vllm_max_model_length", 60]
+    report = said("qwen2_5_vl", tmp_path / "rows", *words, status=1)
     sizes = table(report, "size")
     pixels = sizes["pixels of an image"]
     assert (pixels["number"], pixels["min"], pixels["max"]) == ("4", str(84 * 56), str(280 * 280))
@@ -281,10 +266,8 @@ def test_sizes(tmp_path, capsys):
     assert sizes["sampled frames of a video"]["max"] == "8"
     model, processor = load("qwen2_5_vl")
     rules = MediaRules(max_pixels=6000, min_pixels=5000, max_frames=8, video_fps=5.0)
-    lengths = [
-        len(encode_prompt(each["prompt"], processor, model))
-        for each in rows_to_messages([rows[i] for i in (0, 1, 3, 4)], rules=rules)
-    ]
+    read = rows_to_messages([rows[i] for i in (0, 1, 3, 4)], rules=rules)
+    lengths = [len(encode_prompt(each["prompt"], processor, model)) for each in read]
     tokens = table(report, "tokens of")["prompt"]
     assert [tokens[name] for name in ("rows", "min", "max")] == ["4", str(min(lengths)), str(max(lengths))]
     assert f"Overlong, of more than 40 tokens: {sum(length > 40 for length in lengths)} of 5 rows" in report

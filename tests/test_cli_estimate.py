@@ -12,17 +12,16 @@ import yaml
 from helpers.families import FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
-from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from transformers import AutoModelForImageTextToText, TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.cli import arguments, estimate, main
+from trl_multimodal_rft import MultimodalGRPOTrainer, cli
+from trl_multimodal_rft.cli import estimate, main
 from trl_multimodal_rft.cli.estimate import Measured, memory
 from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.scripts.arguments import parse as parse_script
 from trl_multimodal_rft.scripts.commands import grpo
-from trl_multimodal_rft.scripts.options import Parser
 
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
@@ -33,9 +32,7 @@ TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
 
 
 def parse(*argv):
-    parser = Parser("estimate")
-    arguments.estimate(parser)
-    return parser.parse_args([str(each) for each in argv])
+    return cli._parser("estimate").parse_args([str(each) for each in argv])
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +99,15 @@ def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path, frozen):
     args = parse("--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY, *words)
     measured = estimate.measure(args)
     parts = memory(args, measured)
-    model = AutoModelForImageTextToText.from_pretrained(folder)
-    processor, seen = AutoProcessor.from_pretrained(folder), {}
+    model, seen = AutoModelForImageTextToText.from_pretrained(folder), {}
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             seen["gradients"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
-    objects = {"model": model, "processing_class": processor, "callbacks": [Gradients()]}
+    objects = {"model": model, "callbacks": [Gradients()]}
     options = {"max_steps": 1, "per_device_train_batch_size": 4, "optim": "adamw_torch", "objects": objects}
-    options["freeze"] = frozen
-    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, **options)
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, freeze=frozen, **options)
     trainer.train()
     state = [value for state in trainer.optimizer.state.values() for value in state.values()]
     assert parts["weights"] == sum(p.nbytes for p in model.parameters())
@@ -235,24 +230,21 @@ def test_advice_to_wait_on_the_host():
 
 def test_supervised_rows(folder):
     """No rows share a prompt, and nothing is sampled."""
-    said = {
-        name: measured(folder, "--images", 0, *more) for name, more in (("grpo", ()), ("sft", ("--trainer", "sft")))
-    }
-    assert said["sft"].tokens == 4 * (60 + 24) and said["grpo"].tokens == 60 + 4 * 24
-    parts = memory(parse("--model_name_or_path", folder, *TINY, "--trainer", "sft"), said["sft"])
+    sampled, supervised = (measured(folder, "--images", 0, *more) for more in ((), ("--trainer", "sft")))
+    assert supervised.tokens == 4 * (60 + 24) and sampled.tokens == 60 + 4 * 24
+    parts = memory(parse("--model_name_or_path", folder, *TINY, "--trainer", "sft"), supervised)
     assert parts["generation"] == parts["KV cache"] == 0 and parts["peak"] == parts["update"]
 
 
-def test_options_of_a_run(tmp_path):
+def test_options_of_a_run(tmp_path, monkeypatch):
     """Takes the options of a recipe and of its launcher, unless the command line sets them."""
     seen = []
     (tmp_path / "run.yaml").write_text("model_name_or_path: a/b\naccelerate_config: hsdp\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimate, "run", seen.append)
-        main(["estimate", "--config", "qwen2_5_vl_7b/geometry3k_grpo"])
-        main(["estimate", "--config=qwen2_5_vl_7b/geometry3k_grpo_qlora", "--num_generations", "4", "--gpus", "2"])
-        main(["estimate", "--config", "qwen2_5_vl_7b/video_r1_sft", "--strategy", "zero2"])
-        main(["estimate", "--config", str(tmp_path / "run.yaml")])
+    monkeypatch.setattr(estimate, "run", seen.append)
+    main(["estimate", "--config", "qwen2_5_vl_7b/geometry3k_grpo"])
+    main(["estimate", "--config=qwen2_5_vl_7b/geometry3k_grpo_qlora", "--num_generations", "4", "--gpus", "2"])
+    main(["estimate", "--config", "qwen2_5_vl_7b/video_r1_sft", "--strategy", "zero2"])
+    main(["estimate", "--config", str(tmp_path / "run.yaml")])
     first, second, third, replicated = map(vars, seen)
     assert (replicated["strategy"], replicated["gpus"]) == ("fsdp2", 8)  # of 16, which hold the shards twice
     assert first["model_name_or_path"] == "Qwen/Qwen2.5-VL-7B-Instruct"

@@ -6,7 +6,9 @@ import re
 import shlex
 import signal
 import warnings
+from collections import Counter
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import yaml
@@ -27,9 +29,8 @@ from trl_multimodal_rft.reporting.console import (
     metric_values,
     prompt_text,
 )
-from trl_multimodal_rft.scripts import ppo
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import grpo, rloo, sft
+from trl_multimodal_rft.scripts.commands import grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.run_file import write_run_file
 
 
@@ -100,12 +101,10 @@ def test_parts_add_up():
     assert parts["vision_tower"][1] == 0 < parts["audio_tower"][1]
     assert 0 < parts["projector"][1] < parts["projector"][0]  # Qwen-Omni's sounds have one within their encoder
     adapted = count_parts(get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])))
-    lora = {}
+    lora = Counter(language_model=head)
     for name, p in model.named_parameters():
         if "lora_" in name:
-            part = "language_model" if "language_model" in name else "audio_tower"
-            lora[part] = lora.get(part, 0) + p.numel()
-    lora["language_model"] += head
+            lora["language_model" if "language_model" in name else "audio_tower"] += p.numel()
     assert {name: trained for name, (_, trained) in adapted.items() if trained} == lora
     assert sum(total for total, _ in adapted.values()) == sum(p.numel() for p in model.parameters())
 
@@ -160,11 +159,9 @@ def interrupting(completions, trainer_state, **kwargs):
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = []
-    for i in range(4):
-        sound = {"bytes": sound_file(audio(0.5, seed=i)["audio"]), "path": None}
-        rows.append({"prompt": "What do you hear?", "audio": sound})
-        rows[-1] |= {"solution": "a bird", "completion": "A bird."}
+    texts = {"prompt": "What do you hear?", "solution": "a bird", "completion": "A bird."}
+    sounds = [sound_file(audio(0.5, seed=i)["audio"]) for i in range(4)]
+    rows = [{**texts, "audio": {"bytes": sound, "path": None}} for sound in sounds]
     Dataset.from_list(rows).to_parquet("data/train.parquet")
     arguments = {"model_name_or_path": str(saved("qwen2_audio")), "dataset_name": "data", "output_dir": "out"}
     arguments |= {"max_steps": 3, "logging_steps": 1, "save_steps": 1, "per_device_train_batch_size": 4}
@@ -242,8 +239,7 @@ def test_run_file_starts_the_same_run(given):
     """Covers values of a config file and of the command line, in the types of either."""
     from_file = {"learning_rate": "1e-5", "reward_funcs": "accuracy_reward", "dtype": "float32", "max_steps": 7}
     from_file |= {"chat_template_kwargs": {"enable_thinking": False}, "env": {"HF_TOKEN": "hf_1", "SHOWN": "yes"}}
-    with open("recipe.yaml", "w") as file:
-        yaml.safe_dump(from_file, file)
+    Path("recipe.yaml").write_text(yaml.safe_dump(from_file))
     argv = ["--config", "recipe.yaml", *words_of({**given, **REWARDED}), "--save_strategy", "no"]
     argv += ["--prompt", 'Say: "{solution}" # \\boxed{}\nNow.', "--hub_token", "hf_2", "--reward_weights", "0.5"]
     argv += ["--model_init_kwargs", '{"token": "hf_3", "use_safetensors": true}', "--resume_from_checkpoint", "True"]
@@ -256,8 +252,7 @@ def test_run_file_starts_the_same_run(given):
     keys = yaml.safe_load(text)
     launched = {name: keys.pop(name) for name in ("num_processes", "multi_gpu", "mixed_precision")}
     assert launched == launch
-    with open("again.yaml", "w") as file:
-        yaml.safe_dump(keys, file)
+    Path("again.yaml").write_text(yaml.safe_dump(keys))
     again = parse(grpo.ARGUMENTS, ["--config", "again.yaml"])
     changed = {"hub_token", "model_init_kwargs", "resume_from_checkpoint", "user_options"}
     for before, after in zip(first, again, strict=True):

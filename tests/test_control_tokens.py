@@ -6,7 +6,7 @@ import time
 
 import pytest
 from datasets import Dataset
-from helpers.chats import image
+from helpers.chats import image, user
 from helpers.families import FAMILIES, encode
 from helpers.tools import Scripted, talking
 from helpers.trainer_utils import Recorded, Recording, load, make_trainer, run
@@ -24,10 +24,6 @@ CLEAN = "What is it?\nassistant\nA cat."
 ANSWER = {"role": "assistant", "content": "Yes."}
 PICTURE = image(56, 56)["image"]
 SAMPLING = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
-
-
-def user(content):
-    return [{"role": "user", "content": content}]
 
 
 def rows(*texts, media=True):

@@ -95,11 +95,9 @@ def test_what_is_drawn():
     assert figure.get_suptitle() == "A title"
     axes = panels(figure)
     assert [*axes] == ["Reward", "Held-out accuracy", "Entropy"]  # a single reward function is the reward
-    (line,) = axes["Reward"].lines
-    assert points(line) == [(2, 0.5), (4, 0.75)]
+    assert [*map(points, axes["Reward"].lines)] == [[(2, 0.5), (4, 0.75)]]
     assert band(axes["Reward"]) == {2: (0.25, 0.75), 4: (0.625, 0.875)}
-    (line,) = axes["Held-out accuracy"].lines
-    assert points(line) == [(0, 0.1), (4, 0.5)]
+    assert [*map(points, axes["Held-out accuracy"].lines)] == [[(0, 0.1), (4, 0.5)]]
     assert band(axes["Held-out accuracy"]) == {4: (0.25, 0.75)}
     assert axes["Held-out accuracy"].get_title(loc="right") == "50.0%"
     assert all(each.get_xlabel() == "update" and each.get_ylabel() for each in figure.axes)
@@ -117,10 +115,9 @@ def test_panels_follow_the_metrics():
     for name, title in training.items():
         assert title not in panels(figure_of([{key: value for key, value in entry.items() if key != name}]))
         assert [*panels(figure_of([{"step": 1, name: 0.5}]))] == [title]
-    with pytest.raises(ValueError, match="train for at least `logging_steps`"):
-        figure_of([{"step": 1, "train_runtime": 3.0}])
-    with pytest.raises(ValueError, match="no reward"):
-        figure_of([{"step": 1, "explained_variance": None}])
+    for empty, message in (({"train_runtime": 3.0}, "least `logging_steps`"), ({"kl": None}, "no reward")):
+        with pytest.raises(ValueError, match=message):
+            figure_of([{"step": 1, **empty}])
 
 
 def test_several_curves_in_a_panel():
@@ -151,8 +148,7 @@ def test_gaps():
     values = [None, -40.0, 0.5, None]
     history = [{"step": step, "explained_variance": value} for step, value in enumerate(values)]
     (axes,) = figure_of(history).axes
-    (line,) = axes.lines
-    np.testing.assert_equal(line.get_ydata(), [math.nan, -40, 0.5, math.nan])
+    np.testing.assert_equal([line.get_ydata() for line in axes.lines], [[math.nan, -40, 0.5, math.nan]])
     assert axes.get_title(loc="right") == "0.5"
     assert axes.get_ylim()[0] > -2  # an untrained critic doesn't compress the rest
     (axes,) = figure_of(history[:2]).axes
@@ -183,8 +179,7 @@ def test_smoothing():
     def history(n):
         return [{"step": i, "reward": values[i % 50], "reward_std": 0.25} for i in range(n)]
 
-    (axes,) = figure_of(history(60)).axes
-    assert len(axes.lines) == 1
+    assert [len(axes.lines) for axes in figure_of(history(60)).axes] == [1]
     (axes,) = figure_of(history(200)).axes
     thin, thick = axes.lines
     assert thin.get_linewidth() < thick.get_linewidth()
@@ -259,11 +254,9 @@ def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
     for step in range(1, 31):
         state.log_history.append({"step": step, "reward": 0.5})
         after("on_log", 10)
-    after("on_train_end", 0)
-    after("on_log", 0)  # an evaluation after the training
-    after("on_train_begin", 0)  # another training
-    after("on_log", 0)
-    after("on_log", 0)
+    # An evaluation after the training, and another training
+    for event in ("on_train_end", "on_log", "on_train_begin", "on_log", "on_log"):
+        after(event, 0)
     ends = ["on_log"] * 3 + ["on_train_end", "on_log", "on_log"]
     assert [event for event, _ in times] == ends and [time for _, time in times[:3]] == [1010, 1112, 1214]
 

@@ -17,20 +17,20 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import types
 from collections import Counter
 from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
+from extras import MEDIA
 from families_report.report import MARK
-from helpers.chats import RATE, audio, image, video
-from helpers.files import image_file, sound_file, video_file
+from helpers.chats import RATE, audio
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
@@ -66,6 +66,7 @@ from trl_multimodal_rft.scripts.commands import distillation, grpo
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MODELS = {
     "Qwen/Qwen2-Audio-7B-Instruct": "qwen2_audio",
     "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl",
@@ -81,16 +82,6 @@ def blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def save_medium(kind, path, seed):
-    suffix, data = {
-        "audio": lambda: (".wav", sound_file(audio(0.3, seed)["audio"])),
-        "image": lambda: (".png", image_file(image(84, 56, seed)["image"])),
-        "video": lambda: (".mp4", video_file(video(4, 84, 56, seed)["video"], codec="mpeg4", rate=2)),
-    }[kind]()
-    path.with_suffix(suffix).write_bytes(data)
-    return str(path.with_suffix(suffix))
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Returns the folder in which code runs, as if it had downloaded what it names."""
@@ -99,7 +90,9 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(saved(family))
     for name, kind in DATASETS.items():
         (tmp_path / name).mkdir(parents=True)
-        media = [save_medium(kind, tmp_path / f"{kind}{i}", seed=i) for i in range(2)]
+        media = [str(tmp_path / f"{kind}{i}") for i in range(2)]
+        for i, path in enumerate(media):
+            Path(path).write_bytes(MEDIA[kind][1](i))
         columns = {"prompt": ["What is it?"] * 2, kind: media, "solution": ["a bird", "a cat"]}
         Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
     monkeypatch.chdir(tmp_path)
@@ -168,7 +161,6 @@ def commands(page):
 def test_commands_are_there(page):
     """Covers targets of make, options of this package's commands, extras, files, and prompts for what is rewarded."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = page.read_text()
     named = re.findall(r"`(make [\w-]+|trl-multimodal-rft \w+(?: --help)?)`", text)
     for program, *words in [*commands(page), *map(str.split, named)]:
@@ -188,13 +180,12 @@ def test_commands_are_there(page):
         folders = ("examples/", "tests/", "docs/", "benchmarks/", "trl_multimodal_rft/")
         assert all((ROOT / word).exists() for word in words if word.startswith(folders))
         for found in re.findall(r"\[([\w,-]+)\]", " ".join(words)) if program == "pip" else ():
-            assert {*found.split(",")} <= {*extras}
+            assert {*found.split(",")} <= {*EXTRAS}
 
 
 def test_extras_are_those_of_the_package():
     rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \|$", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(extras.keys() - {"test", "docs", "dev"})
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(EXTRAS.keys() - {"test", "docs", "dev"})
 
 
 def test_versions_are_those_of_the_columns():
@@ -270,19 +261,11 @@ def test_the_readme_shows_what_is_measured():
 
 def lightrft_with(strategy, task):
     """Returns the modules that LightRFT's scripts import, with this package's `models`, `trainer` and `utils`."""
-    ours = {
-        f"lightrft.{name}": importlib.import_module(f"trl_multimodal_rft.lightrft.{name}")
-        for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl", "utils")
-    }
-    theirs = {
-        "lightrft": {},
-        "lightrft.strategy": {"get_strategy": lambda args: strategy},
-        "task": task,
-    }
-    made = {name: types.ModuleType(name) for name in theirs}
-    for name, contents in theirs.items():
-        vars(made[name]).update(contents)
-    return {**ours, **made}
+    ours = ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl", "utils")
+    found = {name: importlib.import_module(f"trl_multimodal_rft.lightrft.{name}") for name in ours}
+    found["strategy"] = SimpleNamespace(get_strategy=lambda args: strategy)
+    found = {f"lightrft.{name}": module for name, module in found.items()}
+    return {**found, "lightrft": SimpleNamespace(), "task": SimpleNamespace(**task)}
 
 
 @pytest.mark.lightrft
@@ -419,10 +402,8 @@ def test_metrics_are_explained():
     """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
     own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
-    theirs = "".join(
-        Path(inspect.getfile(base)).read_text()
-        for base in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
-    )
+    bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
+    theirs = "".join(Path(inspect.getfile(base)).read_text() for base in bases)
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}
     assert len(found) > 40
@@ -494,9 +475,8 @@ def test_models_by_name_are_measured():
     by_name, explained = re.split(r"^## ", text, flags=re.MULTILINE)[:2]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| [A-Z].* \| (`.+) \|$", by_name, re.MULTILINE)))
     assert len(names) > 8 and modes.keys() >= {*names} and f"table of {len(modes)} families" in text
-    assert {*modes.values()} == {
-        *re.findall(r"`([\w ()]+)`", "".join(re.findall(r"^\| (`.+?) \|", explained, re.MULTILINE)))
-    }
+    explained = "".join(re.findall(r"^\| (`.+?) \|", explained, re.MULTILINE))
+    assert {*modes.values()} == {*re.findall(r"`([\w ()]+)`", explained)}
 
 
 def test_options_for_users_of_others_exist():
@@ -522,10 +502,8 @@ def test_rows_of_others_become_rows(tmp_path, monkeypatch):
     assert {layout for layout, _ in layouts} <= {*LAYOUTS}
     main(["prepare", "ms-swift", *dict(layouts)["ms-swift"].split()])
     (made,) = load_dataset("rows", split="train").cast_column("audios", List(Audio(decode=False)))
-    assert made["solution"] == "seven" and [block["type"] for block in made["prompt"][0]["content"]] == [
-        "audio",
-        "text",
-    ]
+    kinds = [block["type"] for block in made["prompt"][0]["content"]]
+    assert (made["solution"], kinds) == ("seven", ["audio", "text"])
     assert made["audios"][0]["bytes"] == (tmp_path / "seven.wav").read_bytes()
 
 
@@ -577,8 +555,7 @@ def test_site_is_built(tmp_path):
     assert "images/training_curves.svg" in first and pages[tmp_path].tags["img"] == 1
     doors = {"datasets/", "from_others/#trl", "from_lightrft/", "from_others/#ms-swift", "from_others/#verl"}
     assert doors <= {*pages[tmp_path].links}
-    for each in ('data-md-color-scheme="slate"', "md-footer__link--next"):
-        assert each in first
+    assert 'data-md-color-scheme="slate"' in first and "md-footer__link--next" in first
     assert "md-footer__link--prev" in read("datasets")
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert {"datasets/", "reference/configs/"} <= {each["location"] for each in found}

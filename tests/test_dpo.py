@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.chats import RATE, image
+from helpers.chats import turn as chat
 from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import PLAIN, assert_equal, relative_difference, run, shifted, sound, with_media
@@ -64,10 +65,6 @@ CASES = {
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "checkpointing": {**MPO, "gradient_checkpointing": True},
 }
-
-
-def chat(role, text):
-    return [{"role": role, "content": text}]
 
 
 def pairs(n=8):
@@ -492,7 +489,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (text_pairs(2), {"padding_free": True}, "`padding_free=True` has no use in DPO here"),
         (text_pairs(2), {"sync_ref_model": True, "precompute_ref_log_probs": True}, "`sync_ref_model=True` moves it"),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
-        (text_pairs(2), {"rejected_view": "mask_patch"}, "did you mean 'mask_patches'"),
+        (text_pairs(2), {"rejected_view": "mask_patch"}, "Did you mean `mask_patches`"),
         (text_pairs(2), {"rejected_view": "blank(anchor_coeff=2.0)"}, "Did you mean `anchor_coef`"),
         (text_pairs(2), {"rejected_view": "blank(conditional_coef=0, anchor_coef=0)"}, "has no effect with"),
         (text_pairs(2), {"rejected_view": "blank", "ld_alpha": 0.5}, "`ld_alpha` compares the lengths"),

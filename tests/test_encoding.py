@@ -13,6 +13,7 @@ from helpers.chats import chat as user
 from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, FAMILIES, encode, tokenizer
 from helpers.files import write_film
+from helpers.trainer_utils import sound
 from PIL import Image
 
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -34,10 +35,6 @@ def messages_of(row):
 def encode_row(family, row, **kwargs):
     model, processor = FAMILIES[family].build()
     return encode_prompt(messages_of(row), processor, model, **kwargs)
-
-
-def sound(seconds):
-    return {"array": audio(seconds)["audio"], "sampling_rate": RATE}
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Environments that fail: their trajectories are in no loss and no baseline, and are counted."""
 
+from functools import partial
+from itertools import count
+
 import pytest
 import torch
+from helpers.synthetic import own_logps
 from helpers.tools import GRPO, RLOO, call, play, talking
 from helpers.trainer_utils import logged, relative_difference
 
@@ -13,11 +17,8 @@ from trl_multimodal_rft.rollout.environments import EnvironmentFailure
 class Office:
     """The fourth is closed, and others fail when they are asked to."""
 
-    made = 0
-
-    def __init__(self):
-        self.place = Office.made
-        Office.made += 1
+    def __init__(self, places):
+        self.place = next(places)
 
     def reset(self, **row):
         self.how = "idle"
@@ -53,17 +54,13 @@ class Office:
         return {"idle": 0.0, "badly": 1.0, "well": 3.0}[self.how]
 
 
-QUESTION = [{"role": "user", "content": "Work."}]
+ROWS = [{"prompt": [{"role": "user", "content": "Work."}], "number": i} for i in range(2)]
 WORK = {2: ["well"], 4: ["well", "forgetfully", "badly"], 5: ["unpaid"], 6: ["badly", "badly"]}
 
 
-ROWS = [{"prompt": QUESTION, "number": i} for i in range(2)]
-
-
 @pytest.mark.parametrize("trainer", [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)])
-def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch):
-    monkeypatch.setattr(Office, "made", 0)
-    seen, is_grpo, going = [], trainer is GRPO, (0, 2, 6, 7)
+def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer):
+    seen, is_grpo, going = [], trainer is GRPO, [0, 2, 6, 7]
 
     def punctual(completions, **kwargs):
         seen.extend(completions)
@@ -71,7 +68,8 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch)
 
     script = {1: [call("wait")], **{i: [call("work", how=how) for how in hows] for i, hows in WORK.items()}}
     options = {"loss_type": "dapo"} if is_grpo else {}
-    result = play(Office, ROWS, script, trainer, unanswered={1: 0, 4: 1}, reward=punctual, beta=0.0, **options)
+    options |= {"unanswered": {1: 0, 4: 1}, "reward": punctual, "beta": 0.0}
+    result = play(partial(Office, count()), ROWS, script, trainer, **options)
     assert logged(result, "tools/environment_failures") == [4]
     assert logged(result, "reward") == [8.0] and logged(result, "rewards/punctual/mean") == [7.0]
     # Failures end a conversation; other errors of tools are results
@@ -80,33 +78,28 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer, monkeypatch)
     advantages = [-first, 0, first, 0, 0, 0, second, -second]
     inputs, model = result.trainer.inputs, talking("qwen3_vl")["model"]
     assert inputs["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
-    loss, n_tokens = 0.0, 0
-    for i in going:
-        n = int(inputs["completion_mask"][i].sum())
-        completion, sampled = inputs["completion_ids"][i][:n], inputs["tool_mask"][i][:n]
-        ids = torch.cat([inputs.rollout.prompts[i].input_ids, completion])
-        logps = model(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1).gather(-1, completion[:, None])
-        loss, n_tokens = loss - advantages[i] * (logps[:, 0] @ sampled.float()), n_tokens + int(sampled.sum())
-    (loss / (n_tokens if is_grpo else 8)).backward()
+    logps = own_logps(model, inputs.rollout.prompts, inputs["completion_ids"], inputs["completion_mask"])
+    sampled = (inputs["completion_mask"] * inputs["tool_mask"])[going]
+    loss = -(torch.tensor(advantages)[going, None] * sampled * logps[going]).sum()
+    (loss / (sampled.sum() if is_grpo else 8)).backward()
     truth = {name: -1e-2 * each.grad for name, each in model.named_parameters() if each.grad is not None}
     assert relative_difference(truth, {name: result.update[name] for name in truth}) <= 1e-4
 
 
 def test_a_run_ends_when_every_environment_fails(monkeypatch):
-    monkeypatch.setattr(Office, "made", 4)
     script = dict.fromkeys(range(8), [call("work", how="hastily")])
     with pytest.raises(RuntimeError, match="All environments .*row 0: .*EnvironmentFailure: burnt down") as info:
-        play(Office, ROWS, script, unanswered=dict.fromkeys(range(8), 0))
+        play(partial(Office, count(4)), ROWS, script, unanswered=dict.fromkeys(range(8), 0))
     assert isinstance(info.value.__cause__, EnvironmentFailure)
     monkeypatch.setattr(Office, "reset", lambda self: None)  # which takes no row
     with pytest.raises(RuntimeError, match="TypeError: .*unexpected keyword argument"):
-        play(Office, ROWS, {})
+        play(partial(Office, count()), ROWS, {})
 
 
-def test_evaluations_count_failed_trajectories_and_score_the_others(monkeypatch):
-    monkeypatch.setattr(Office, "made", 0)
-    rows, config = [{"prompt": QUESTION}] * 4, EvaluationConfig(max_completion_length=8, correct_threshold=0.0)
-    result = evaluate(**talking("qwen3_vl"), dataset=rows, reward_funcs=None, args=config, environment_factory=Office)
+def test_evaluations_count_failed_trajectories_and_score_the_others():
+    options = {"dataset": ROWS * 2, "reward_funcs": None, "environment_factory": partial(Office, count())}
+    args = EvaluationConfig(max_completion_length=8, correct_threshold=0.0)
+    result = evaluate(**talking("qwen3_vl"), **options, args=args)
     names = ("tools/environment_failures", "rows", "scored_rows", "accuracy")
     assert [result.metrics[name] for name in names] == [1, 4, 3, 1.0]
     assert [row["environment_failures"] for row in result.rows] == [[None]] * 3 + [["closed today"]]

@@ -18,7 +18,7 @@ import trl
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers import forked
-from helpers.families import FAMILIES, encode
+from helpers.families import FAMILIES, greedy
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.trainer_utils import (
@@ -36,7 +36,7 @@ from helpers.trainer_utils import (
 )
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import EarlyStoppingCallback, GenerationConfig
+from transformers import EarlyStoppingCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import (
@@ -147,23 +147,12 @@ def test_what_makes_no_sense(call, message):
 def greedy_answers(family: str, rows: Dataset, length: int) -> list[str]:
     """Answers each row alone, with the processor and `generate`."""
     model, processor = load(family)
-    kinds = ("image", "audio")
-    placeholders = {getattr(model.config, f"{kind}_token_{name}", None) for kind in kinds for name in ("id", "index")}
-    config = GenerationConfig(
-        max_new_tokens=length,
-        do_sample=False,
-        eos_token_id=processor.tokenizer.eos_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
-        suppress_tokens=sorted(placeholders - {None}) or None,
-    )
     answers = []
     for row in rows:
         text = {"type": "text", "text": row["prompt"][0]["content"]}
         media = [{"type": "image", "image": row["image"]}] if row.get("image") else []
         media += [{"type": "audio", "audio": np.float32(row["audio"]["array"])}] if row.get("audio") else []
-        inputs = encode(processor, [{"role": "user", "content": [*media, text]}])
-        output = model.generate(**inputs, generation_config=config)
-        answers.append(processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True))
+        answers.append(greedy(model, processor, [{"role": "user", "content": [*media, text]}], length))
     return answers
 
 

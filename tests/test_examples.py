@@ -26,7 +26,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, Mult
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.ppo import ARGUMENTS
+from trl_multimodal_rft.scripts.commands import ppo
 
 
 ROOT = Path(__file__).parent.parent
@@ -39,10 +39,10 @@ import runpy, sys
 sys.path.insert(0, "examples")
 import demo
 whole, sys.argv = demo.cold_start, sys.argv[1:]
-demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": 2})
+demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": MOST})
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-BRIEFLY = ("-c", BRIEF)
+BRIEFLY = ("-c", BRIEF.replace("MOST", "2"))
 
 
 def launch(script, output_dir, *options, compact=False, launcher=()):
@@ -145,6 +145,7 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
         *("--model_name_or_path", str(tmp_path / "model"), "--dtype", "float32", *more),
         *("--dataset_name", str(tmp_path / "data"), "--num_generations", "8", "--max_completion_length", "16"),
         *("--bf16", "False", "--use_cpu", "--eval_strategy", "steps", "--eval_steps", "1"),
+        *("--per_device_eval_batch_size", "80"),
     )
     output = launch(script, tmp_path / "trained", *options)
     assert "'tools/call_frequency':" in output and "rewards/format_reward/mean" in output and "eval_reward" in output
@@ -218,7 +219,7 @@ def test_distillation(tmp_path):
     """A student that sees noisy digits learns from a teacher that sees clean ones."""
     options = ["--max_steps", "60", "--per_device_train_batch_size", "128"]
     options += ["--student_view", "diffusion_noise(step=200)"]
-    output = launch("distillation_vision", tmp_path, *options)
+    output = launch("distillation_vision", tmp_path, *options, launcher=("-c", BRIEF.replace("MOST", "60")))
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics["updates"] == 60 and metrics["accuracy_after"] > 0.2 > metrics["accuracy_before"]
     assert "'packing/shared_frac':" in output and "distillation" in (tmp_path / "README.md").read_text()
@@ -237,7 +238,7 @@ def test_arguments(tmp_path):
 
     def read(*args):
         demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}
-        script_args, training_args, model_args = parse(ARGUMENTS, ["--use_cpu", *args], demo)
+        script_args, training_args, model_args = parse(ppo.ARGUMENTS, ["--use_cpu", *args], demo)
         values = training_args.max_steps, training_args.learning_rate, training_args.output_dir
         return (*values, model_args.model_name_or_path, script_args.value_model_name_or_path)
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.chats import image, text, video
+from helpers.chats import user as question
 from helpers.families import FAMILIES
 from helpers.reference import Injected, media_of
 from helpers.trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
+from helpers.trainer_utils import length_and_sum as by_length
 from PIL import ImageChops
 from torch import nn
 from torch.testing import assert_close
@@ -94,11 +96,6 @@ def judged(each, *models):
 # Makers and rewards
 
 
-def by_length(completion_ids, **kwargs):
-    """Returns rewards that differ between most completions."""
-    return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
-
-
 def make(
     cls=NaiveExperienceMaker,
     family="qwen2_5_vl",
@@ -149,10 +146,6 @@ def flat(experiences, name):
             value = getattr(experience, name)
             rows += [row[keep] for row, keep in zip(value, experience.action_mask, strict=True)]
     return rows
-
-
-def question(words):
-    return [{"role": "user", "content": words}]
 
 
 # Prompts

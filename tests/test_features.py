@@ -18,6 +18,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
 from helpers.chats import RATE, audio, image, video
+from helpers.chats import user as chat
 from helpers.marks import slow_but
 from helpers.trainer_utils import InjectedOurs, load, make_trainer, run
 
@@ -37,10 +38,6 @@ ENDING = {"image": "png", "audio": "wav", "video": "mp4"}
 FORMS = ["table", "stream", "parquet"]
 OPTIONS = {"self_check": False, "max_steps": 1, "shuffle_dataset": False}
 N = 4
-
-
-def chat(words: str) -> list[dict]:
-    return [{"role": "user", "content": words}]
 
 
 @pytest.fixture(scope="module")

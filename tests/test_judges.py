@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from datasets import Dataset
 from helpers.chats import image
+from helpers.chats import turn as chat
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import Recording, load, make_trainer, saved
 from test_reward_models import alone, classifier
@@ -85,10 +86,6 @@ def test_references_are_verdicts():
 
 
 # Pairs
-
-
-def chat(role, text):
-    return [{"role": role, "content": text}]
 
 
 @functools.cache

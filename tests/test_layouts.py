@@ -11,7 +11,8 @@ import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value, load_dataset
 from helpers.chats import RATE, audio, image, mosaic
-from helpers.files import image_file, video_file
+from helpers.chats import assistant as answered
+from helpers.files import image_file, video_file, write_lines
 from helpers.trainer_utils import load, make_trainer, saved
 
 from trl_multimodal_rft import MultimodalDPOTrainer
@@ -328,10 +329,6 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
     assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
 
 
-def answered(text):
-    return [{"role": "assistant", "content": text}]
-
-
 def trains(dataset, family, folder):
     """One update on all pairs by DPO."""
     trainer = make_trainer(MultimodalDPOTrainer, family, dataset, folder, reward=None, max_steps=1, self_check=False)
@@ -370,9 +367,7 @@ def test_mmpr(files, tmp_path, capsys):
     shutil.copytree(tmp_path / "data" / "media", mmpr / "images" / "M3CoT")
     meta = {}
     for name, rows, times in (("a", one, 0.5), ("b", [several], 2), ("c", text, 1)):
-        file = mmpr / "annotations" / f"{name}.jsonl"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(mmpr / "annotations" / f"{name}.jsonl", rows)
         meta[name] = {"root": "MMPR-v1.2/images/M3CoT", "annotation": f"MMPR-v1.2/annotations/{name}.jsonl"}
         meta[name] |= {"data_augment": False, "repeat_time": times, "length": len(rows)}
     (mmpr / "meta.json").write_text(json.dumps(meta, indent=4))
@@ -415,9 +410,7 @@ def omni_preference(folder, changes=()):
                 "messages": [{"role": "user", "content": f"{asked}Candidate B: A dog: it barks.\n"}],
             }
             rows.append({**row, "solution": json.dumps(solution), **dict(changes)})
-        file = folder / "omni" / "dataset_jsonl" / modality / "final_rl_data.jsonl"
-        file.parent.mkdir(parents=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / "omni" / "dataset_jsonl" / modality / "final_rl_data.jsonl", rows)
     return folder / "omni"
 
 

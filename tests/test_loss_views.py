@@ -330,7 +330,7 @@ def test_the_bound_of_mapos_weights():
 
 WRONG = [
     ({"loss_view": MASKED}, "has no effect by itself; set one of `kl_coef`"),
-    ({"loss_view": "mask_patch(kl_coef=0.01)"}, "did you mean 'mask_patches'"),
+    ({"loss_view": "mask_patch(kl_coef=0.01)"}, "Did you mean `mask_patches`"),
     ({"loss_view": "blank(kl_ceof=0.01)"}, "has no setting 'kl_ceof': the view 'blank' has "),
     ({"loss_view": "blank(kl_ceof=0.01)"}, "Did you mean `kl_coef`"),
     ({"loss_view": "blank(entropy_coefs=[0.03])"}, "`entropy_coefs` of `loss_view` are two"),

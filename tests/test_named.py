@@ -14,9 +14,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
 
 from trl_multimodal_rft.data import load_easyr1
-from trl_multimodal_rft.scripts import ppo
-from trl_multimodal_rft.scripts.arguments import PromptArguments, parse
-from trl_multimodal_rft.scripts.inputs import load_split
+from trl_multimodal_rft.scripts.arguments import PPOScriptArguments, PromptArguments, parse
+from trl_multimodal_rft.scripts.inputs import critic_inputs, load_split
 
 
 ROWS = Dataset.from_dict({"prompt": [f"What is it? {i}" for i in range(4)], "n": [*range(4)]})
@@ -121,8 +120,8 @@ def test_what_cant_be_read(words, message, folder):
 
 
 def test_supervised_rows_of_ppo_and_other_layouts(folder):
-    (args,) = parse([ppo.PPOScriptArguments], ["--ptx_dataset_name", "./rows.jsonl"])
-    assert len(ppo.critic_inputs(args)["ptx_dataset"]) == 4
+    (args,) = parse([PPOScriptArguments], ["--ptx_dataset_name", "./rows.jsonl"])
+    assert len(critic_inputs(args)["ptx_dataset"]) == 4
     Path("home", "r1.jsonl").write_text(json.dumps({"problem": "2 + 2", "answer": "4"}) + "\n")
     assert load_easyr1("~/r1.jsonl")["solution"] == ["4"]
     with pytest.raises(ValueError, match="There is no file or folder './r1.jsonl'; "):

@@ -52,14 +52,16 @@ def execute(name, result, *, after=None, **parameters):
     return notebook, json.loads(written.read_text())
 
 
+def outputs_of(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
 def printed(notebook):
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    return "".join(output.text for output in outputs_of(notebook) if output.get("name") == "stdout")
 
 
 def shown(notebook, kind):
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return sum(kind in output.get("data", {}) for output in outputs)
+    return [output.data[kind] for output in outputs_of(notebook) if kind in output.get("data", {})]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -68,8 +70,7 @@ def test_as_committed(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert parameters_cell(notebook).cell_type == "code"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    outputs = [output for cell in code for output in cell.outputs]
+    code, outputs = [cell for cell in notebook.cells if cell.cell_type == "code"], outputs_of(notebook)
     assert "colab.research.google.com/github" in notebook.cells[0].source
     if path.stem in ("qwen2_audio_lora", "qwen2_5_vl_t4"):
         assert not outputs and all(cell.execution_count is None for cell in code)
@@ -110,11 +111,8 @@ def test_grpo_audio(tmp_path):
     assert "self-check: largest differences" in output
     assert f"held-out accuracy: {result['accuracy']:.1%} before, {result['after']['accuracy']:.1%} after" in output
     # The curves and the bars; three recordings, and the one in the question
-    assert shown(notebook, "image/png") == 2
-    sounds = [
-        o.data["text/html"] for c in notebook.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})
-    ]
-    assert sum("<audio" in html for html in sounds) == 4
+    assert len(shown(notebook, "image/png")) == 2
+    assert sum("<audio" in html for html in shown(notebook, "text/html")) == 4
 
 
 @pytest.mark.slow
@@ -153,7 +151,7 @@ def test_custom_advantage_and_reward(tmp_path):
         logs = [entry for entry in history if "reward" in entry]
         assert [entry["step"] for entry in logs] == [1, 2] and all(-1 <= entry["reward"] <= 1 for entry in logs)
         assert (tmp_path / name / "model.safetensors").exists()
-    assert shown(notebook, "image/png") >= 5
+    assert len(shown(notebook, "image/png")) >= 5
 
 
 @pytest.mark.slow
@@ -192,7 +190,7 @@ def test_qwen2_audio_lora(tmp_path):
     assert (trained / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert (trained / "evaluation" / "step-2" / "metrics.json").exists()
     assert "PeftModel" in (trained / "README.md").read_text()
-    assert shown(notebook, "image/png") == 1
+    assert len(shown(notebook, "image/png")) == 1
 
 
 @pytest.mark.slow
@@ -219,4 +217,4 @@ def test_qwen2_5_vl_t4(tmp_path):
     assert result["four"] > 10 and result["answers"] == result["same"][:3]
     names = {*load_file(trained / "adapter_model.safetensors")}
     assert names and all(re.search(r"language_model.*\.[qkvo]_proj\.lora_", name) for name in names)
-    assert "PeftModel" in (trained / "README.md").read_text() and shown(notebook, "image/png") == 2
+    assert "PeftModel" in (trained / "README.md").read_text() and len(shown(notebook, "image/png")) == 2

@@ -27,6 +27,7 @@ from helpers.option_draws import (
     neutral,
     values_of,
 )
+from helpers.ppo_runs import rough
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
     TRAINERS,
@@ -101,11 +102,6 @@ def of_last_token(completion_ids, **kwargs):
     return [ids[-1] % 3 / 2 for ids in completion_ids]
 
 
-def partly_missing(completion_ids, **kwargs):
-    rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
-    return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
-
-
 def partly_equal(prompts, completion_ids, **kwargs):
     """Gives all completions of about every other prompt the same reward, by the prompt's last text."""
     contents = [prompt[-1]["content"] for prompt in prompts]
@@ -118,7 +114,7 @@ def partly_equal(prompts, completion_ids, **kwargs):
 REWARDS = {
     "one": length_and_sum,
     "two": [length_and_sum, of_last_token],
-    "missing": partly_missing,
+    "missing": rough,
     "equal": partly_equal,
 }
 

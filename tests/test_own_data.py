@@ -17,9 +17,9 @@ from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.unread import check_columns
-from trl_multimodal_rft.scripts import evaluate, filter, ppo
+from trl_multimodal_rft.scripts import evaluate, filter
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import Script, distillation, dpo, grpo, reward, rloo, sft
+from trl_multimodal_rft.scripts.commands import Script, distillation, dpo, grpo, ppo, reward, rloo, sft
 
 
 MODEL = str(saved("qwen2_audio"))
@@ -56,7 +56,9 @@ def command(script, *words):
         given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum", "--num_generations", "2"]
     if script in (evaluate, filter):
         given += ["--max_completion_length", "2", "--dataset_test_split", "train"]
-        given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum"] if script is filter else []
+        kept = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"]
+        kept += ["--reward_funcs", "helpers.trainer_utils.length_and_sum"]
+        given += kept if script is filter else []
     else:
         given += ["--use_cpu", "--bf16", "False", "--output_dir", "trained", "--max_steps", "1", "--report_to", "none"]
         given += ["--per_device_train_batch_size", "2", "--gradient_checkpointing", "False"]
@@ -67,10 +69,9 @@ def command(script, *words):
 @pytest.mark.parametrize("script", [grpo, *COMPLETED, evaluate, filter], ids=name_of)
 def test_relative_paths_start_from_the_folder(script, folder):
     write(audio="{i}.wav", **COMPLETED.get(script, {}))
-    more = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
     with pytest.raises(MediaError, match=rf"column 'audio': no such file: '{folder}/\d.wav' \(relative paths start"):
-        command(script, *more)
-    command(script, "--media_dir", "clips", *more)
+        command(script)
+    command(script, "--media_dir", "clips")
 
 
 def test_evaluation_of_a_file_needs_other_rows(folder):
@@ -87,8 +88,7 @@ MESSAGES = [{"role": "user", "content": "What do you hear?"}]
 @pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=name_of)
 @pytest.mark.parametrize("written", [json.dumps, repr])
 def test_text_of_messages(script, written, folder):
-    more = {"completion": "A bird."} if script is sft else {}
-    write(prompt=written(MESSAGES), audio="clips/{i}.wav", **more)
+    write(prompt=written(MESSAGES), audio="clips/{i}.wav", **COMPLETED.get(script, {}))
     decode = "json.loads" if written is json.dumps else "ast.literal_eval"
     with pytest.raises(MediaError) as error:
         command(script)
@@ -97,9 +97,13 @@ def test_text_of_messages(script, written, folder):
     assert re.sub(r"row \d", "row 0", str(error.value)) == message
 
 
-def test_prompt_that_only_begins_like_messages(folder):
-    write(prompt='[{"role": "user"}] is what in JSON?', audio="clips/{i}.wav")
-    command(grpo)
+def test_prompts_that_only_look_like_others(folder):
+    """A text that begins like messages, and hints of other libraries in blocks of text."""
+    known = {"text": "What is it?", "cache_control": {"type": "ephemeral"}, "annotations": [], "image": ""}
+    blocks = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", **known}]}]
+    for prompt in ('[{"role": "user"}] is what in JSON?', blocks):
+        write(prompt=prompt, audio="clips/{i}.wav")
+        command(grpo)
 
 
 ANSWER = {"role": "assistant", "content": "A bird."}
@@ -117,7 +121,6 @@ def test_prompts_that_hold_their_answer(script, form, folder):
     """The rows of other tools, renamed."""
     write(**ANSWERED[form])
     more = ["--teacher_model_name_or_path", MODEL] if script is distillation else []
-    more += ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
     with pytest.raises(ValueError, match=r"^row \d, column 'prompt': ends with the assistant's message.* prepare ms-"):
         command(script, *more)
 
@@ -137,19 +140,12 @@ WITHOUT_TEXT = {
 def test_blocks_without_their_text(script, form, folder):
     """The model would get the sound alone, or less than the row says."""
     block, message = WITHOUT_TEXT[form]
-    row = {"prompt": [{"role": "user", "content": [{"type": "audio"}, block]}], "audio": "clips/{i}.wav"}
-    write(**row, **({"completion": "A bird."} if script is sft else {}))
+    prompt = [{"role": "user", "content": [{"type": "audio"}, block]}]
+    write(prompt=prompt, audio="clips/{i}.wav", **COMPLETED.get(script, {}))
     place = re.escape(message.replace(" in ", " has its text in ").format("and nothing else, got "))
-    with pytest.raises(
-        MediaError, match=rf"^row \d, column 'prompt\[0\].content\[1\]': a block of type {place}; rename"
-    ):
+    message = rf"^row \d, column 'prompt\[0\].content\[1\]': a block of type {place}; rename"
+    with pytest.raises(MediaError, match=message):
         command(script)
-
-
-def test_hints_of_other_libraries_in_blocks_of_text(folder):
-    known = {"text": "What is it?", "cache_control": {"type": "ephemeral"}, "annotations": [], "image": ""}
-    write(prompt=[{"role": "user", "content": [{"type": "audio"}, {"type": "text", **known}]}], audio="clips/{i}.wav")
-    command(grpo)
 
 
 CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "A bird."}]

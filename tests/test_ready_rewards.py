@@ -389,7 +389,7 @@ def test_settings_by_name():
         ("box_iou_reward(0.5)", "can't be read.*settings need names"),
         ("box_iou_reward(iou_threshold=print())", "can't be read"),
         ("box_iou_reward(", "no reward function"),
-        ("box_iou_rewards(a=1)", "did you mean 'box_iou_reward'"),
+        ("box_iou_rewards(a=1)", "Did you mean `box_iou_reward`"),
         ("RemoteReward", r"needs settings: `RemoteReward\(url=\.\.\.\)`"),
     ]:
         with pytest.raises(ValueError, match=problem):

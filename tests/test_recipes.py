@@ -4,6 +4,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import datasets
@@ -11,9 +12,9 @@ import PIL.Image
 import pytest
 import soundfile
 import yaml
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Image, List
 from helpers.chats import RATE, audio, image, mosaic
-from helpers.files import video_file
+from helpers.files import video_file, write_lines
 from helpers.four_bits import save_wide
 from helpers.provenance import origins
 from helpers.trainer_utils import TRAINERS, length_and_sum, load, saved
@@ -45,8 +46,7 @@ FAMILIES = {
     "llava-1.5": "llava",
 }
 # Kinds of media of prepared datasets, images if it isn't here
-KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
-KINDS["intent-train"] = {"video"}
+KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}, "intent-train": {"video"}}
 KINDS |= dict.fromkeys(("omni-preference", "omni-judge"), {"audio", "image", "video"})
 KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-chains"), {"audio"})
 KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
@@ -83,17 +83,13 @@ def sources(folder):
         (folder / "media" / f"{i}.mp4").write_bytes(clip)
     avqa = {"question_text": "What is in the video?", "multi_choice": ["cat", "dog"]}
     lines = [{**avqa, "id": i, "answer": i % 2, "audio_path": f"media/{i}.wav"} for i in range(4)]
-    (folder / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "train_r1aqa_line.json", lines)
     asked = {"question": "What is heard?", "choices": ["cat", "dog"], "answer": "cat"}
     lines = [{**asked, "id": i, "audio_path": f"{i}.wav", "audio-contribution": "weak"} for i in range(4)]
     lines += [{**line, "audio-contribution": "strong"} for line in lines]
-    (folder / "AudioMCQ").mkdir()
-    (folder / "AudioMCQ" / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "AudioMCQ-StrongAC-GeminiCoT").mkdir()
+    write_lines(folder / "AudioMCQ" / "data.jsonl", lines)
     lines = [{**line, "audio_path": f"../media/{i}.wav"} for i, line in enumerate(lines[4:])]
-    (folder / "AudioMCQ-StrongAC-GeminiCoT" / "data.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    write_lines(folder / "AudioMCQ-StrongAC-GeminiCoT" / "data.jsonl", lines)
     video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
     video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
     kinds = [{"data_type": kind, "path": f"./media/{{}}.{end}"} for kind, end in (("image", "png"), ("video", "mp4"))]
@@ -109,29 +105,24 @@ def sources(folder):
     both = [{"image": f"media/{i}.png", "audio": f"media/{i}.wav"} for i in range(4)]
     rows = [{**video, "data_type": "image_audio", "problem_id": i, "path": each} for i, each in enumerate(both)]
     (folder / "omni_rl_format_train.json").write_text(json.dumps(rows))
-    (folder / "geometry3k").mkdir()
-    features = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
-    rows = [
-        {"images": [str(folder / "media" / f"{i}.png")], "problem": f"<image>Find x. {i}", "answer": "2"}
-        for i in range(4)
-    ]
+    pictures = [str(folder / "media" / f"{i}.png") for i in range(4)]
+    rows = [{"images": [each], "problem": f"<image>Find x. {i}", "answer": "2"} for i, each in enumerate(pictures)]
+    rows = Dataset.from_list(rows).cast_column("images", List(Image()))
     for split in ("train", "test"):
-        Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
-    save_grounding(folder)
-    save_preferences(folder)
-    (folder / "Vision-OPD-6K").mkdir()
+        rows.to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
+    save_grounding(folder, pictures)
+    save_preferences(folder, pictures)
     for name, crop in (("images", None), ("teacher_images", (0, 0, 28, 56))):
-        (folder / "Vision-OPD-6K" / name).mkdir()
-        for i in range(4):
-            PIL.Image.open(folder / "media" / f"{i}.png").crop(crop).save(folder / "Vision-OPD-6K" / name / f"{i}.png")
+        (folder / "Vision-OPD-6K" / name).mkdir(parents=True)
+        for i, path in enumerate(pictures):
+            PIL.Image.open(path).crop(crop).save(folder / "Vision-OPD-6K" / name / f"{i}.png")
     asked = {"question": "What color is the cat?", "answer": "A"}
     rows = [{name: [f"{name}/{i}.png"] for name in ("images", "teacher_images")} for i in range(4)]
     rows = [{**row, "problem": f"<image>\n{asked['question']}", "answer": "A", "extra_info": asked} for row in rows]
-    lines = "".join(json.dumps({**row, "bbox": [1, 2, 3, 4]}) + "\n" for row in rows)
-    (folder / "Vision-OPD-6K" / "train.jsonl").write_text(lines)
+    write_lines(folder / "Vision-OPD-6K" / "train.jsonl", [{**row, "bbox": [1, 2, 3, 4]} for row in rows])
 
 
-def save_grounding(folder):
+def save_grounding(folder, pictures):
     """Handmade files of the datasets whose answers are boxes, points and spans, and of the ones beside them."""
     problem = "Detect all objects belonging to the category 'cat' in the image."
     columns = {
@@ -145,64 +136,46 @@ def save_grounding(folder):
         "refcoco_320k": {"problem": "left cat", "solution": "[64, 0, 950, 411]"},
     }
     for name, each in columns.items():
-        rows = [{**each, "image": str(folder / "media" / f"{i}.png")} for i in range(4)]
-        Dataset.from_list(rows).cast_column("image", Image()).to_parquet(
-            folder / name / "train-00000-of-00001.parquet"
-        )
-    rows = [
-        {"problem": "cats", "clicks": [[221, 343], [476, 173]][: 1 + i % 2], "image": f"{i}.png"} for i in range(4)
-    ]
+        rows = Dataset.from_list([{**each, "image": path} for path in pictures]).cast_column("image", Image())
+        rows.to_parquet(folder / name / "train-00000-of-00001.parquet")
+    clicks = [[221, 343], [476, 173]]
+    rows = [{"problem": "cats", "clicks": clicks[: 1 + i % 2], "image": f"{i}.png"} for i in range(4)]
     (folder / "pr1_counting_10k.json").write_text(json.dumps(rows))
     lines = [f"{i} {i / 2} {i / 2 + 1.5}##a cat appears." for i in range(4)]
     (folder / "charades_sta_train.txt").write_text("\n".join(lines))
-    image_bytes = [{"bytes": (folder / "media" / f"{i}.png").read_bytes(), "path": None} for i in range(4)]
-    deepeyes = [
-        {
-            "prompt": [
-                {"role": "system", "content": "<tools></tools>"},
-                {"role": "user", "content": "<image>\nColor?"},
-            ],
-            "images": [each],
-            "reward_model": {"style": "model", "ground_truth": "It is red."},
-            "extra_info": {"question": "What color is the cat?"},
-            "data_source": "vstar",
-            "env_name": "visual_toolbox_v2",
-        }
-        for each in image_bytes
-    ]
-    for name, rows in (("data_0.1.2_visual_toolbox_v2", deepeyes[:2]), ("data_v0.8_visual_toolbox_v2", deepeyes[2:])):
-        (folder / "DeepEyes-Datasets-47k").mkdir(exist_ok=True)
-        Dataset.from_list(rows).to_parquet(folder / "DeepEyes-Datasets-47k" / f"{name}.parquet")
+    texts = {"system": "<tools></tools>", "user": "<image>\nColor?"}
+    asked = {
+        "prompt": [{"role": role, "content": content} for role, content in texts.items()],
+        "reward_model": {"style": "model", "ground_truth": "It is red."},
+        "extra_info": {"question": "What color is the cat?"},
+        "data_source": "vstar",
+        "env_name": "visual_toolbox_v2",
+    }
+    rows = [{**asked, "images": [{"bytes": Path(path).read_bytes(), "path": None}]} for path in pictures]
+    for name, part in (("data_0.1.2_visual_toolbox_v2", rows[:2]), ("data_v0.8_visual_toolbox_v2", rows[2:])):
+        Dataset.from_list(part).to_parquet(folder / "DeepEyes-Datasets-47k" / f"{name}.parquet")
 
 
-def save_preferences(folder):
+def save_preferences(folder, pictures):
     """Handmade files of the datasets of pairs."""
     pair = {"question": "What is it?", "chosen": "A bird.", "rejected": "A cat."}
-    rows = [{**pair, "image": str(folder / "media" / f"{i}.png"), "idx": str(i)} for i in range(4)]
+    rows = [{**pair, "image": path, "idx": str(i)} for i, path in enumerate(pictures)]
     pairs = Dataset.from_list(rows).cast_column("image", Image())
     pairs.to_parquet(folder / "RLAIF-V-Dataset" / "train-00000-of-00001.parquet")
-    (folder / "MMPR-v1.2").mkdir()
-    (folder / "MMPR-v1.2" / "a.jsonl").write_text(
-        "".join(json.dumps({**row, "image": f"{i}.png"}) + "\n" for i, row in enumerate([pair] * 4))
-    )
+    write_lines(folder / "MMPR-v1.2" / "a.jsonl", [{**pair, "image": f"{i}.png"} for i in range(4)])
     part = {"root": "media", "annotation": "MMPR-v1.2/a.jsonl", "repeat_time": 1}
     (folder / "MMPR-v1.2" / "meta.json").write_text(json.dumps({"a": part}))
     omni = folder / "Omni-Preference"
-    for modality, ending, place in (
-        ("image", "png", "gqa"),
-        ("video", "mp4", "video-dataset/Charades"),
-        ("audio", "wav", "audio_files"),
-    ):
-        (omni / place).mkdir(parents=True)
-        (omni / place / f"0.{ending}").write_bytes((folder / "media" / f"0.{ending}").read_bytes())
-        (omni / "dataset_jsonl" / modality).mkdir(parents=True)
-        path = f"/data/{place.removeprefix('video-dataset/')}/0.{ending}"
-        asked = (
-            f"### Context\n{modality.title()} file: {path}\nQuestion: What?\nCandidate A: A bird.\nCandidate B: A cat."
-        )
+    places = {"image": "gqa/0.png", "video": "video-dataset/Charades/0.mp4", "audio": "audio_files/0.wav"}
+    for modality, place in places.items():
+        (omni / place).parent.mkdir(parents=True)
+        shutil.copy(folder / "media" / Path(place).name, omni / place)
+        path = f"/data/{place.removeprefix('video-dataset/')}"
+        asked = f"### Context\n{modality.title()} file: {path}\nQuestion: What?\nCandidate A: A bird.\n"
+        asked += "Candidate B: A cat."
         solution = json.dumps({"better": "A", "score_A": 8, "score_B": 6})
         row = {f"{modality}s": [path], "messages": [{"role": "user", "content": asked}], "solution": solution}
-        (omni / "dataset_jsonl" / modality / "final_rl_data.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+        write_lines(omni / "dataset_jsonl" / modality / "final_rl_data.jsonl", [row] * 2)
 
 
 def prepared(path, tmp_path):
@@ -212,13 +185,11 @@ def prepared(path, tmp_path):
     words = shlex.split(lines)
     place = Path(words[2]) if words[2].endswith(("/train.jsonl", "/meta.json")) else Path(Path(words[2]).name)
     words[2] = str(tmp_path / "sources" / place)
-    media = {".": str(tmp_path / "sources")}
-    words = [
-        media.get(word, str(tmp_path / "sources" / "media")) if words[i - 1] == "--media_dir" else word
-        for i, word in enumerate(words)
-    ]
-    name = words[words.index("--output_dir") + 1]
-    words[words.index(name, words.index("--output_dir"))] = str(tmp_path / name)
+    if "--media_dir" in words:
+        at = words.index("--media_dir") + 1
+        words[at] = str(tmp_path / "sources" / ("." if words[at] == "." else "media"))
+    at = words.index("--output_dir") + 1
+    name, words[at] = words[at], str(tmp_path / words[at])
     main(words)
     return name
 

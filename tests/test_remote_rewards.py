@@ -15,7 +15,8 @@ import PIL.Image
 import pytest
 import soundfile
 import soxr
-from helpers.chats import RATE, audio, image, video
+from helpers.chats import RATE, assistant, audio, image, video
+from helpers.chats import chat as user
 from helpers.files import image_file, video_file
 
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -35,14 +36,6 @@ def waveform(encoded: str) -> np.ndarray:
     samples, rate = soundfile.read(io.BytesIO(base64.b64decode(encoded)), dtype="float32")
     assert rate == RATE
     return samples
-
-
-def user(*blocks) -> list[dict]:
-    return [{"role": "user", "content": list(blocks)}]
-
-
-def assistant(words: str) -> list[dict]:
-    return [{"role": "assistant", "content": words}]
 
 
 # Requests

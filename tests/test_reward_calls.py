@@ -55,7 +55,7 @@ def test_a_name_is_a_models_where_it_is_a_folder_or_no_functions(tmp_path, monke
     (overlong,) = load_reward_funcs(["get_soft_overlong_punishment"])
     assert overlong([[0] * 1281]) == [-1.0]
     for name, meant in (
-        ("acuracy_reward", "mean 'accuracy_reward'"),
+        ("acuracy_reward", "mean `accuracy_reward`"),
         ("nowhere.even", "No module named 'nowhere'"),
         ("trl_multimodal_rft.rewards.odd", ""),
         ("RewardModel", ""),

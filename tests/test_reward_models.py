@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from helpers.chats import RATE, audio, chat, image, text
+from helpers.chats import assistant as answer
 from helpers.families import ALL_FAMILIES, FAMILIES, every_family, instantiate
 from helpers.marks import slow_but
 from helpers.tools import Scripted, shows, talking
@@ -44,10 +45,6 @@ from trl_multimodal_rft.rewards import RewardModel, model
 FOLDERS = tempfile.TemporaryDirectory()
 OPTIONS = {"max_steps": 1, "logging_steps": 1}
 OF_GROUPS = ["qwen2_5_vl", "qwen2_audio", "qwen2_5_omni", "qwen3_5", "granite_speech_scaled", "phi4_multimodal"]
-
-
-def answer(words: str) -> list[dict]:
-    return [{"role": "assistant", "content": words}]
 
 
 @functools.cache

@@ -22,9 +22,9 @@ from trl import TrlParser
 from trl_multimodal_rft.cli import launch, main
 from trl_multimodal_rft.data.reading.refs import Encoded
 from trl_multimodal_rft.data.rows.features import undecoded
-from trl_multimodal_rft.scripts import evaluate, filter, ppo
+from trl_multimodal_rft.scripts import evaluate, filter
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
-from trl_multimodal_rft.scripts.commands import grpo, rloo, sft
+from trl_multimodal_rft.scripts.commands import grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.inputs import load_split, with_prompts
 from trl_multimodal_rft.scripts.option_table import options
 from trl_multimodal_rft.scripts.options import launched_parser

@@ -14,6 +14,7 @@ from helpers.chats import image
 from helpers.families import decoder, instantiate, template, tokenizer
 from helpers.tools import look_up
 from helpers.trainer_utils import PLAIN, Run, assert_equal, make_trainer, run, update_of
+from helpers.trainer_utils import length_and_sum as length
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from trl import GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import qwen3_chat_template
@@ -76,10 +77,6 @@ def from_folder(model_class=hf.Qwen3ForCausalLM) -> dict:
 
 
 # Rewards
-
-
-def length(completion_ids, **kwargs):
-    return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
 
 
 def spread(completions, **kwargs):

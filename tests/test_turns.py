@@ -6,13 +6,14 @@ import math
 import re
 import statistics
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
-from helpers.tools import RLOO, Scripted, shows, talking
-from helpers.trainer_utils import image_rows, logged, run
+from helpers.tools import RLOO, Scripted
+from helpers.trainer_utils import image_rows, logged
 from test_asynchronous import make as make_ahead
-from test_contexts import LONG, SHOWN, Album, Recorded, check_update, plain_update
+from test_contexts import Album, Recorded, check_update, plain_update, train
 from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
@@ -100,27 +101,31 @@ def tensors(given) -> dict:
     return {"rewards": rewards, "rewards_per_func": per_func, "group_ids": ids, "mask": mask, "steps": joined}
 
 
-def returns(each, discount, by_turn=False):
-    """Returns the discounted sums from each step, or turn, on, with its number, its turn and its last token."""
+def returns(each, discount, of_turns=False):
+    """Returns by step, or turn, its number or state, which others share, the discounted sum, and the last token."""
     steps = [(end, turn, 0.0 if reward != reward else reward) for end, turn, reward in each["steps"]]
-    if by_turn:
+    if of_turns:
         ends = {turn: end for end, turn, _ in steps}
         steps = [(end, turn, sum(r for _, t, r in steps if t == turn)) for turn, end in ends.items()]
     rewards = [reward for *_, reward in steps]
     rewards[-1] += each["outcome"]  # NaN leaves the completion out
-    found = []
-    for k, (end, turn, _) in enumerate(steps):
-        total = sum(discount ** (j - k) * rewards[j] for j in range(k, len(steps)))
-        found.append((total if each["outcome"] == each["outcome"] else NAN, k, turn, end))
+    totals = [sum(discount**j * reward for j, reward in enumerate(rewards[k:])) for k in range(len(rewards))]
+    keys = [each["states"][turn] if of_turns else k for k, (_, turn, _) in enumerate(steps)]
+    return [((each["group"], key), total, end) for key, total, (end, *_) in zip(keys, totals, steps, strict=True)]
+
+
+def normalized(values, scale=True) -> list[float]:
+    """Values relative to those with an equal key, 0 if they or the others can't tell."""
+    groups, found = defaultdict(list), []
+    for key, value in values:
+        groups[key] += [value] if value == value else []
+    for key, value in values:
+        group = groups[key]
+        if value != value or max(group) == min(group):
+            found.append(0.0)
+        else:
+            found.append((value - statistics.mean(group)) / (statistics.stdev(group) + EPS if scale else 1.0))
     return found
-
-
-def normalized(value, group, scale=True):
-    """A value relative to its group, 0 if it or its group can't tell."""
-    group = [other for other in group if other == other]
-    if value != value or len(group) < 2 or max(group) == min(group):
-        return 0.0
-    return (value - statistics.mean(group)) / (statistics.stdev(group) + EPS if scale else 1.0)
 
 
 def on_tokens(steps, mask) -> torch.Tensor:
@@ -132,49 +137,39 @@ def on_tokens(steps, mask) -> torch.Tensor:
     return found * mask
 
 
-def among(given, discount, anchor, by_turn=False, scale=True):
-    """Normalizes the returns of steps, or turns, among those of their group with an equal anchor."""
-    groups, steps = defaultdict(list), [returns(own, discount, by_turn) for own in given]
-    keys = [[(own["group"], anchor(own, *one)) for one in each] for own, each in zip(given, steps, strict=True)]
-    for key, (value, *_) in zip(sum(keys, []), sum(steps, []), strict=True):
-        groups[key].append(value)
-    pairs = [zip(*own, strict=True) for own in zip(keys, steps, strict=True)]
-    return [[(end, normalized(value, groups[key], scale)) for key, (value, *_, end) in own] for own in pairs]
-
-
-def slow_turn_norm(given, discount):
-    return among(given, discount, lambda own, value, k, turn, end: k)
+def slow_turn_norm(given, discount, of_turns=False, scale=True):
+    steps = [returns(each, discount, of_turns) for each in given]
+    values = iter(normalized([(key, value) for own in steps for key, value, _ in own], scale))
+    return [[(end, next(values)) for *_, end in own] for own in steps]
 
 
 def slow_trajectory_norm(given, discount):
     """Each trajectory counts once, by weights that are 1 over its number of steps."""
     found = []
     for each in given:
-        group = [returns(other, discount) for other in given if other["group"] == each["group"]]
-        group = [own for own in group if own[0][0] == own[0][0]]
-        mean = sum(statistics.mean(value for value, *_ in own) for own in group) / len(group)
-        squares = sum(statistics.mean((value - mean) ** 2 for value, *_ in own) for own in group)
-        std = math.sqrt(squares / (len(group) - 1))
+        others = [other for other in given if other["group"] == each["group"] and other["outcome"] == other["outcome"]]
+        group = [[value for _, value, _ in returns(other, discount)] for other in others]
+        mean = statistics.mean(map(statistics.mean, group))
+        squares = sum(statistics.mean((value - mean) ** 2 for value in own) for own in group)
+        std = math.sqrt(squares / (len(group) - 1)) + EPS
         own = returns(each, discount)
-        found.append([(end, 0.0 if value != value else (value - mean) / (std + EPS)) for value, _, _, end in own])
+        found.append([(end, 0.0 if value != value else (value - mean) / std) for _, value, end in own])
     return found
 
 
 def slow_gigpo(given, discount, omega, scale):
     totals = [(each["group"], sum(r for *_, r in each["steps"] if r == r) + each["outcome"]) for each in given]
-    episodes = [normalized(total, [other for g, other in totals if g == group], scale) for group, total in totals]
-    turns = among(given, discount, lambda own, value, k, turn, end: own["states"][turn], True, scale)
-    return [[(end, e + omega * value) for end, value in own] for e, own in zip(episodes, turns, strict=True)]
+    pairs = zip(normalized(totals, scale), slow_turn_norm(given, discount, True, scale), strict=True)
+    return [[(end, total + omega * value) for end, value in own] for total, own in pairs]
 
 
 def slow_ps_grpo(given, gamma, rho):
     outcomes = []
     for each in given:
         rewards = [reward for *_, reward in each["steps"] if reward == reward]
-        drops = [(a - b) / a for a, b in zip(rewards, rewards[1:], strict=False) if a > 0]
-        dropped = max(drops, default=0.0) >= rho
+        dropped = any(a > 0 and (a - b) / a >= rho for a, b in pairwise(rewards))
         outcomes.append((each["group"], 1 - gamma if each["outcome"] == 1 and dropped else each["outcome"]))
-    return [normalized(value, [other for g, other in outcomes if g == group]) for group, value in outcomes]
+    return normalized(outcomes)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -238,9 +233,6 @@ def outcome(completions, **kwargs):
     return [float(i % 3 == 0) for i in range(len(completions))]
 
 
-REWARDED = {"reward": [of_turns, halves, outcome], "reward_weights": [1.0, 0.5, 2.0]}
-
-
 @pytest.mark.parametrize(
     ("most", "estimator", "formula"),
     [
@@ -250,10 +242,9 @@ REWARDED = {"reward": [of_turns, halves, outcome], "reward_weights": [1.0, 0.5, 
 )
 def test_rewards_of_turns_reach_the_update(most, estimator, formula):
     """The update is the gradient of a plain float64 forward of each context, with advantages by hand."""
-    objects = {**talking("qwen3_vl"), "tools": [shows(*SHOWN)]}
-    options = {"advantage_estimator": estimator, "max_context_media": most, "objects": objects, "sampler": Scripted}
-    result = run(Recorded, "qwen3_vl", image_rows(), **options, **REWARDED, **{**LONG, "self_check": False})
-    draw, moment = result.trainer.draws[0], result.trainer.micro_batches[0]
+    options = {"advantage_estimator": estimator, "max_context_media": most, "self_check": False}
+    result = train(reward=[of_turns, halves, outcome], reward_weights=[1.0, 0.5, 2.0], **options)
+    draw = result.trainer.draws[0]
     in_loss, given = (draw.batch["completion_mask"] * draw.batch["tool_mask"]).bool(), []
     for i, turns in enumerate(draw.batch.source.turns):
         own = by_turn(i, Scripted.turns[i])
@@ -266,7 +257,6 @@ def test_rewards_of_turns_reach_the_update(most, estimator, formula):
     assert all(row[own].unique().numel() > 1 for row, own in zip(advantages[1:5], in_loss[1:5], strict=True))
 
     check_update(result, plain_update("qwen3_vl", draw, 99 if most is None else most, advantages / in_loss.sum())[0])
-    assert moment.gradient[~in_loss].abs().max() == 0
 
     # Logs have the sums, and the means of turns over the completions that have them
     totals = [[sum(by_turn(i, n)), 0.1 * i if i else NAN, float(i % 3 == 0)] for i, n in enumerate(Scripted.turns)]
@@ -279,26 +269,15 @@ def test_rewards_of_turns_reach_the_update(most, estimator, formula):
     assert len(keys) == 6 and logged(result, "rewards/halves/mean") == [pytest.approx(0.4)]
 
 
-class Rewarding(Album):
-    """Rewards each turn."""
-
-    def get_context(self, messages):
-        return None
-
-    def get_reward(self) -> list[float]:
-        return [0.25] * self.n + [1.0]
-
-
 def test_environments_reward_turns_and_rloo_their_sum():
-    objects = {**talking("qwen3_vl"), "environment_factory": Rewarding}
-    result = run(RLOO, "qwen3_vl", image_rows(), reward=None, objects=objects, sampler=Scripted, **LONG)
+    result = train(RLOO, environment=Album)
     totals = torch.tensor([0.25 * n + 1 for n in Scripted.turns]).view(2, 4)
     expected = (totals - (totals.sum(1, keepdim=True) - totals) / 3).flatten()
     assert_close(result.trainer.inputs["advantages"], expected)
-    assert logged(result, "rewards/Rewarding/turn_2") == [pytest.approx(0.25 * 4 / 6 + 2 / 6)]
+    assert logged(result, "rewards/Album/turn_2") == [pytest.approx(0.25 * 4 / 6 + 2 / 6)]
     args = EvaluationConfig(max_completion_length=1500, batch_size=4)
     found = evaluate_trainer(result.trainer, image_rows(4), args=args)
-    assert [each["reward/Rewarding"] for each in found.rows] == [[1.0], [1.25], [1.5], [1.75]]
+    assert [each["reward/Album"] for each in found.rows] == [[1.0], [1.25], [1.5], [1.75]]
 
 
 def test_requested_completions_are_rewarded_early(tmp_path):

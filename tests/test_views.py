@@ -145,7 +145,7 @@ def test_strength_follows_a_schedule():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mask_patch", "did you mean 'mask_patches'"),
+        ("mask_patch", "Did you mean `mask_patches`"),
         ("crop(size=1)", "'crop' has no setting 'size'"),
         ("a.b", "There is no view"),
     ],
@@ -164,7 +164,7 @@ def test_prompts_of_a_rollout(tmp_path):
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path, **options)
     rollout = trainer._collect(next(iter(trainer.get_train_dataloader())))
     first, second, text = rollout.prompts[::2]
-    views = {name: view_prompts(rollout, as_view(name), trainer.prompts, trainer.toolbox) for name in VIEWS}
+    views = {name: view_prompts(rollout, as_view(name), trainer.prompts) for name in VIEWS}
     for prompts in views.values():
         assert prompts[4:] == [text] * 2
         assert [prompts[i] is prompts[i + 1] for i in range(5)] == [True, False, True, False, True]
@@ -174,6 +174,6 @@ def test_prompts_of_a_rollout(tmp_path):
     others = [each.media["pixel_values"] for each in views["other_row"][:4:2]]
     assert torch.equal(others[0], second.media["pixel_values"]) and torch.equal(others[1], first.media["pixel_values"])
     black = as_view("mask_patches(ratio=1.0)").seeded(trainer.args.seed, 0)
-    blank = (view_prompts(rollout, each, trainer.prompts, trainer.toolbox)[0] for each in (black, as_view("blank")))
+    blank = (view_prompts(rollout, each, trainer.prompts)[0] for each in (black, as_view("blank")))
     means = [each.media["pixel_values"].mean().item() for each in blank]
     assert means[0] < means[1] < 0.5

@@ -28,31 +28,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "GenerationEvalCallback": "evaluation",
-        "ActorAL": "lightrft",
-        "ActorOmni": "lightrft",
-        "ActorVL": "lightrft",
-        "PPOTrainerAL": "lightrft",
-        "PPOTrainerVL": "lightrft",
-        "ReplayBuffer": "lightrft",
-        "CompactLogCallback": "reporting.console",
-        "TrainingCurvesCallback": "reporting.curves",
-        "MultimodalDistillationConfig": "trainers.distillation_config",
-        "MultimodalDistillationTrainer": "trainers.distillation_trainer",
-        "MultimodalDPOConfig": "trainers.dpo_config",
-        "MultimodalDPOTrainer": "trainers.dpo_trainer",
-        "MultimodalGRPOConfig": "trainers.grpo_config",
-        "MultimodalGRPOTrainer": "trainers.grpo_trainer",
-        "MultimodalPPOConfig": "trainers.ppo_config",
-        "MultimodalPPOTrainer": "trainers.ppo_trainer",
-        "MultimodalRewardConfig": "trainers.reward_config",
-        "MultimodalRewardTrainer": "trainers.reward_trainer",
-        "MultimodalRLOOConfig": "trainers.rloo_config",
-        "MultimodalRLOOTrainer": "trainers.rloo_trainer",
-        "MultimodalSFTConfig": "trainers.sft_config",
-        "MultimodalSFTTrainer": "trainers.sft_trainer",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -39,9 +39,6 @@ AUDIO_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention
 AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
 
 
-_STREAMING = "it consumes one audio frame per generated token, so there is no prompt/completion split"
-
-
 def _qwen3_omni_tokens(model: "PreTrainedModel", frames: "torch.Tensor") -> "torch.Tensor":
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
@@ -216,16 +213,16 @@ FAMILIES = (
         not_in_vllm=("video",),  # vLLM uses another token for them
     ),
     Family(
-        model_types=("kyutai_speech_to_text",),
-        refused=_STREAMING,
+        model_types=("kyutai_speech_to_text", "voxtral_realtime"),
+        refused="it consumes one audio frame per generated token, so there is no prompt/completion split",
     ),
     Family(
         model_types=("llama4", "llama4_text"),
         query_scale=_llama4_query_scale,
     ),
     Family(
-        model_types=("llava_onevision",),
-        isolate="media",  # frames that pad a video would become features
+        model_types=("llava_onevision", "perception_lm"),
+        isolate="media",  # frames or tiles that pad a medium would become features
     ),
     Family(
         model_types=("minimax_m3_vl",),
@@ -250,10 +247,6 @@ FAMILIES = (
         model_types=("paligemma",),
         token_field_fill={"token_type_ids": 1},  # marks causal text
         token_fields_mark_media=False,  # they distinguish prompt and completion
-    ),
-    Family(
-        model_types=("perception_lm",),
-        isolate="media",  # tiles that pad an image would become features
     ),
     Family(
         model_types=("phi4_multimodal",),
@@ -309,10 +302,6 @@ FAMILIES = (
         processors=("VoxtralProcessor",),
         takes_base64_audio=True,
         without_answers="mistral-common writes prompts for an answer, and no answers behind them",
-    ),
-    Family(
-        model_types=("voxtral_realtime",),
-        refused=_STREAMING,
     ),
 )
 

@@ -1,23 +1,29 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Packages whose names are imported lazily."""
 
+import ast
 import importlib
+import inspect
+import sys
 from collections.abc import Callable
 
 from .versions import unfit_packages
 
 
-def lazy_names(package: str, modules: dict[str, str]) -> tuple[Callable, Callable, list[str]]:
-    """The attributes of a package that imports its names lazily."""
+def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
+    """The attributes of a package that imports lazily what its block `if TYPE_CHECKING:` imports."""
+    (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    known = {name.name: str(each.module) for each in imports for name in each.names}
 
     def load(name: str):
-        if name not in modules:
+        if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(f".{modules[name]}", package), name)
+            return getattr(importlib.import_module(f".{known[name]}", package), name)
         except (ImportError, RuntimeError) as error:
             if (unfit := unfit_packages(error)) is None:
                 raise
             raise ImportError(unfit) from error
 
-    return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), sorted(modules)
+    return load, lambda: sorted({*vars(importlib.import_module(package)), *known}), sorted(known)

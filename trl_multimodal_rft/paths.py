@@ -3,20 +3,12 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 
 
-# Endings of files with rows that `datasets` reads
-DATA_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".tar", ".zip")
-# Further endings of compressed files
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-
-
-def data_ending(name: str) -> str | None:
-    """The ending of a file with rows."""
-    name = name.lower()
-    name = next((name.removesuffix(ending) for ending in _PACKED if name.endswith(ending)), name)
-    return next((ending for ending in DATA_ENDINGS if name.endswith(ending)), None)
+# Endings of files with rows that `datasets` reads, also compressed ones
+_ROWS = re.compile(r"\.(csv|tsv|json|jsonl|ndjson|parquet|arrow|txt|tar|zip)(\.(gz|bz2|xz|zst|lz4))?\Z", re.IGNORECASE)
 
 
 def local_path(name: str) -> Path | None:
@@ -27,7 +19,7 @@ def local_path(name: str) -> Path | None:
     if path.exists():
         return path
     is_path = path.is_absolute() or any(part.startswith((".", "~")) for part in name.split("/"))
-    if not is_path and name.count("/") < 2 and not data_ending(name):
+    if not is_path and name.count("/") < 2 and not _ROWS.search(name):
         return None
     raise ValueError(f"There is no file or folder {name!r}; {nearest(path)[0]}.")
 

@@ -192,11 +192,8 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     """What a dotted path names, also of a module in the working directory; `names` are those that need no path."""
     module, _, function = name.rpartition(".")
     if not module:
-        close = difflib.get_close_matches(name, names, n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(
-            f"There is no {kind} {name!r}; {meant}Name one of {[*names]}, or a dotted path such as {example!r}."
-        )
+        known = f"name one of {[*names]}, or a dotted path such as {example!r}."
+        raise ValueError(f"There is no {kind} {name!r}; {known}{did_you_mean(name, names)}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -16,66 +16,61 @@ TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.16,<5.24", "torch": ">=2.1
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
+SFT = "trl.trainer.sft_trainer:SFTTrainer."
+DPO = "trl.trainer.dpo_trainer:DPOTrainer."
+REWARD = "trl.trainer.reward_trainer:RewardTrainer."
+DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 
-# Methods that the trainers' base class overrides in both: parameters, in order
-OVERRIDDEN = {
-    GRPO + "_generate_and_score_completions": "self inputs",
-    GRPO + "_prepare_inputs": "self generation_batch",
-    GRPO + "_compute_loss": "self model inputs",
-    GRPO + "_get_per_token_logps_and_entropies": (
+# Methods that trainers override: parameters, in order. Those of transformers and of TRL's trainers, by all
+_OF_TRANSFORMERS = {
+    "_load_from_checkpoint": "self resume_from_checkpoint model",
+    "_load_best_model": "self",
+    "_init_training_state": (
+        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
+    "train": "self resume_from_checkpoint trial ignore_keys_for_eval",
+    "_get_grad_norm": "self model grad_norm",
+    "save_model": "self output_dir _internal_call",
+    "create_optimizer": "self model",
+}
+_OF_TRL = {
+    "get_train_dataloader": "self",
+    "get_eval_dataloader": "self eval_dataset",
+    "compute_loss": "self model inputs return_outputs num_items_in_batch",
+    "_save_checkpoint": "self model trial",
+    "create_model_card": "self model_name dataset_name tags",
+}
+# By those that sample, and of these by those with rewards
+_SAMPLING = {"_generate_and_score_completions": "self inputs", "_prepare_inputs": "self generation_batch"}
+_REWARDS = {
+    **_SAMPLING,
+    "_compute_loss": "self model inputs",
+    "_get_per_token_logps_and_entropies": (
         "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
         "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
         "mm_token_type_ids image_position_ids"
     ),
-    GRPO + "create_model_card": "self model_name dataset_name tags",
-    "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
-    "transformers:Trainer._load_best_model": "self",
-    GRPO + "get_train_dataloader": "self",
-    GRPO + "get_eval_dataloader": "self eval_dataset",
-    "transformers:Trainer._init_training_state": (
-        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+}
+
+
+def _overridden(path: str, further: dict[str, str], **of_transformers: str) -> dict[str, str]:
+    methods = {path + name: given for name, given in {**_OF_TRL, **further}.items()}
+    others = {**_OF_TRANSFORMERS, **of_transformers}
+    return {**methods, **{f"transformers:Trainer.{name}": given for name, given in others.items()}}
+
+
+OVERRIDDEN = {
+    "GRPO": _overridden(GRPO, _REWARDS),
+    "RLOO": _overridden(RLOO, _REWARDS),
+    "PPO": _overridden(GRPO, _REWARDS, create_scheduler="self num_training_steps optimizer"),
+    "SFT": _overridden(SFT, {}),
+    "DPO": _overridden(DPO, {"compute_ref_log_probs": "self model inputs"}),
+    "Reward": _overridden(REWARD, {"_prepare_dataset": "self dataset processing_class args dataset_name"}),
+    "Distillation": _overridden(
+        DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}
     ),
-    GRPO + "_save_checkpoint": "self model trial",
-    GRPO + "compute_loss": "self model inputs return_outputs num_items_in_batch",
-    "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
-    "transformers:Trainer._get_grad_norm": "self model grad_norm",
-    "transformers:Trainer.save_model": "self output_dir _internal_call",
-    "transformers:Trainer.create_optimizer": "self model",
 }
-OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
-# Methods that only the PPO trainer overrides
-OVERRIDDEN_PPO = {
-    "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
-}
-
-# Methods that the trainer for supervised rows overrides
-SFT = "trl.trainer.sft_trainer:SFTTrainer."
-OVERRIDDEN_SFT = {
-    **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
-    SFT + "get_train_dataloader": "self",
-    SFT + "get_eval_dataloader": "self eval_dataset",
-    SFT + "compute_loss": "self model inputs return_outputs num_items_in_batch",
-    SFT + "_save_checkpoint": "self model trial",
-    SFT + "create_model_card": "self model_name dataset_name tags",
-}
-
-# Methods that the DPO trainer overrides
-DPO = "trl.trainer.dpo_trainer:DPOTrainer."
-OVERRIDDEN_DPO = {path.replace(SFT, DPO): given for path, given in OVERRIDDEN_SFT.items()}
-OVERRIDDEN_DPO[DPO + "compute_ref_log_probs"] = "self model inputs"
-
-# Methods that the trainer of reward models overrides
-REWARD = "trl.trainer.reward_trainer:RewardTrainer."
-OVERRIDDEN_REWARD = {path.replace(SFT, REWARD): given for path, given in OVERRIDDEN_SFT.items()}
-OVERRIDDEN_REWARD[REWARD + "_prepare_dataset"] = "self dataset processing_class args dataset_name"
-
-# Methods that the distillation trainer overrides
-DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
-_OF_REWARDS = ("_compute_loss", "_get_per_token_logps_and_entropies")  # which it hasn't, or with other parameters
-OVERRIDDEN_DISTILLATION = {
-    path.replace(GRPO, DISTILLATION): given for path, given in OVERRIDDEN.items() if not path.endswith(_OF_REWARDS)
-}
-OVERRIDDEN_DISTILLATION[DISTILLATION + "_compute_loss"] = "self unwrapped_student inputs num_items_in_batch"
+ALL_OVERRIDDEN = {path: given for each in OVERRIDDEN.values() for path, given in each.items()}
 
 # Undocumented functions and methods that the package calls, with the parameters that it passes
 CALLED = {
@@ -153,18 +148,6 @@ CALLED = {
     "transformers.masking_utils:create_masks_for_generate": (
         "config inputs_embeds attention_mask past_key_values position_ids"
     ),
-    "transformers:DynamicCache.activate_past_recording": "self",
-}
-
-
-ALL_OVERRIDDEN = {
-    **OVERRIDDEN,
-    **OVERRIDDEN_RLOO,
-    **OVERRIDDEN_PPO,
-    **OVERRIDDEN_SFT,
-    **OVERRIDDEN_DPO,
-    **OVERRIDDEN_REWARD,
-    **OVERRIDDEN_DISTILLATION,
 }
 
 

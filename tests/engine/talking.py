@@ -43,7 +43,7 @@ class Talking:
             function = {"name": "show", "arguments": {"number": number}}
             message["tool_calls"] = [{"type": "function", "function": function}]
 
-    def tool_loop(self, tools, **options):
+    def tool_loop(self, **options):
         let_call = self._let_call
 
         class Calling(ToolLoop):
@@ -52,12 +52,12 @@ class Talking:
                     let_call(i, 0, trajectory.messages[-1])
                 super().run(trajectories)
 
-            def _continue(self, trajectories, idle, indices):
-                super()._continue(trajectories, idle, indices)
-                for trajectory, index in zip(trajectories, indices, strict=True):
-                    let_call(index, len(trajectory.sampled) - 1, trajectory.messages[-1])
+            def _continue(self, trajectories, idle):
+                super()._continue(trajectories, idle)
+                for trajectory in trajectories:
+                    let_call(trajectory.index, len(trajectory.sampled) - 1, trajectory.messages[-1])
 
-        return Calling(**vars(super().tool_loop(tools, **options)))
+        return Calling(**vars(super().tool_loop(**options)))
 
     def _generate_and_score_completions(self, inputs):
         rows = [each.row for each in inputs]

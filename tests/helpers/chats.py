@@ -3,6 +3,7 @@
 
 import base64
 import io
+from functools import partial
 
 import numpy as np
 import soundfile
@@ -40,8 +41,15 @@ def video(frames: int, width: int, height: int, seed: int = 0) -> dict:
     return {"type": "video", "video": mosaic(frames, height, width, seed)}
 
 
+def turn(role: str, content: str | list[dict]) -> list[dict]:
+    return [{"role": role, "content": content}]
+
+
+user, assistant = partial(turn, "user"), partial(turn, "assistant")
+
+
 def chat(*blocks: dict) -> list[dict]:
-    return [{"role": "user", "content": list(blocks)}]
+    return user(list(blocks))
 
 
 # Prompts of several chats

@@ -110,6 +110,20 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.
     )
 
 
+def greedy(model, processor, messages, length=6) -> str:
+    """Answers a chat by `generate` alone, without placeholders."""
+    names = (f"{kind}_token_{name}" for kind in ("image", "audio", "video") for name in ("id", "index"))
+    config = hf.GenerationConfig(
+        max_new_tokens=length,
+        eos_token_id=processor.tokenizer.eos_token_id,
+        pad_token_id=processor.tokenizer.pad_token_id,
+        suppress_tokens=sorted({getattr(model.config, name, None) for name in names} - {None}) or None,
+    )
+    inputs = encode(processor, messages)
+    output = model.generate(**inputs, generation_config=config)
+    return processor.tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+
+
 # Tokenizers and templates
 
 

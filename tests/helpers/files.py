@@ -2,6 +2,7 @@
 """Synthetic media files, and the package's loaders for them."""
 
 import io
+import json
 
 import av
 import numpy as np
@@ -24,6 +25,11 @@ def load(medium):
     if medium.modality == "audio":
         return decoding.load_audio(medium, RATE)
     return decoding.load_image(medium) if medium.modality == "image" else decoding.load_video(medium)
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def sound_file(samples, rate=RATE, name="WAV", **options) -> bytes:

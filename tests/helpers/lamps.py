@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A taskset of the package verifiers, and the server of its tools."""
+"""A taskset of the package verifiers, and the servers of its tools."""
 
 import verifiers.v1 as vf
 from mcp.types import ImageContent, TextContent
@@ -16,6 +16,8 @@ class Data(vf.TaskData):
 
 
 class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
+    wanted, n_calls = "any", 0
+
     async def setup_task(self, task):
         self.wanted = task.wanted
 
@@ -24,7 +26,13 @@ class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
         """Switches the lamp."""
         image = ImageContent(type="image", data=png(color), mime_type="image/png")
         self.state.colors.append(color)
-        return [TextContent(type="text", text=f"{self.wanted} after {len(self.state.colors)}"), image]
+        self.n_calls += 1
+        text = f"{self.wanted} after {len(self.state.colors)} of {self.n_calls}"
+        return [TextContent(type="text", text=text), image]
+
+
+class Sun(Lamp):
+    """One lamp of all tasks."""
 
 
 class Task(vf.Task[Data, Lit]):
@@ -40,7 +48,8 @@ class Task(vf.Task[Data, Lit]):
     async def replies(self, trace):
         calls = [each.id for message in trace.assistant_messages for each in message.tool_calls or ()]
         assert calls == [message.tool_call_id for message in trace.tool_messages]
-        return trace.num_turns / 8 + ("green after 2" in str(trace.messages)) / 16
+        seen = [text in str(trace.messages) for text in ("green after 2 of 2", "any after 2 of 3")]
+        return trace.num_turns / 8 + any(seen) / 16
 
     @classmethod
     def toolsets(cls, config):
@@ -48,6 +57,10 @@ class Task(vf.Task[Data, Lit]):
 
 
 class Lamps(vf.Taskset[Task]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Sun(vf.ToolsetConfig())]
+
     def load(self):
         for wanted in ("green", "red", "blue"):
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png('red')}"}}

@@ -193,12 +193,10 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     """
     named, origin = headers.get("host", ""), headers.get("origin")
     try:
-        name = urlsplit(f"//{named}").hostname or ""
-        is_known = name in {"localhost", host.lower(), socket.gethostname().lower()} or _is_address(name)
-        is_ours = origin is None or urlsplit(origin).netloc == named
+        name, is_ours = urlsplit(f"//{named}").hostname or "", origin is None or urlsplit(origin).netloc == named
+        if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
+            ipaddress.ip_address(name)  # somebody else's DNS could resolve a name to this server
     except ValueError:
-        is_known = is_ours = False
-    if not is_known:
         return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
     if not is_ours:
         return 403, "Only the page itself may send requests."
@@ -208,14 +206,6 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     if not length.isdecimal() or int(length) > _MOST_UPLOADED:
         return 413, f"More than {_MOST_UPLOADED // 2**20} MiB; shorten the file."
     return None
-
-
-def _is_address(name: str) -> bool:
-    """Whether it is an IP address; somebody else's DNS could resolve a name to this server."""
-    try:
-        return ipaddress.ip_address(name) is not None
-    except ValueError:
-        return False
 
 
 def guarded(app: "ASGIApp", host: str) -> "ASGIApp":

@@ -249,15 +249,26 @@ class Report:
 
     def text(self) -> str:
         verdict = f"{self._share(self.failed)} would not train."
-        parts = [
-            f"# Check of {self.title}",
-            verdict if self.failed else f"All {self.rows} rows would train.",
-            *(f"    {' '.join(warning.split())}" for warning in self.warnings),
-            *self._causes(),
-            *self._lengths(),
-            *_section("## Sizes of media", f"size | number | {_POINTS}", _spread(self.sizes)),
-            *self._media(),
-        ]
+        parts = [f"# Check of {self.title}", verdict if self.failed else f"All {self.rows} rows would train."]
+        parts += [f"    {' '.join(warning.split())}" for warning in self.warnings]
+        parts += ["## What would fail"] if self.causes else []
+        for cause in sorted(self.causes.values(), key=lambda cause: -cause.count):
+            columns = f" in {', '.join(map(in_code, cause.columns))}" if cause.columns else ""
+            parts += [f"### {self._share(cause.count)}{columns}", f"    {' '.join(cause.example.split())}"]
+            parts.append(f"Rows: {cause.listed}")
+        total = sum(self.tokens["prompt"])
+        lengths = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _spread(self.tokens)]
+        parts += _section("## Lengths", f"tokens of | rows | {_POINTS} | share", lengths)
+        if self.limit is not None and lengths:
+            parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
+        parts += _section("## Sizes of media", f"size | number | {_POINTS}", _spread(self.sizes))
+        found = {kind: numbers for kind, numbers in self.media.items() if numbers}
+        rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in found.items()]
+        parts += _section("## Media of a row", "kind | rows | min | median | max | all", rows)
+        if "audio" in found:
+            parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
+            parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
+        parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
         return "\n\n".join(parts) + "\n"
 
     def _share(self, count: int) -> str:
@@ -265,35 +276,6 @@ class Report:
 
     def _listed(self, rows: Rows) -> str:
         return self._share(rows.count) + f". Rows: {rows.listed}" * bool(rows.count)
-
-    def _causes(self) -> list[str]:
-        parts = ["## What would fail"] if self.causes else []
-        for cause in sorted(self.causes.values(), key=lambda cause: -cause.count):
-            columns = f" in {', '.join(map(in_code, cause.columns))}" if cause.columns else ""
-            parts += [
-                f"### {self._share(cause.count)}{columns}",
-                f"    {' '.join(cause.example.split())}",
-                f"Rows: {cause.listed}",
-            ]
-        return parts
-
-    def _lengths(self) -> list[str]:
-        total = sum(self.tokens["prompt"])
-        rows = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _spread(self.tokens)]
-        parts = _section("## Lengths", f"tokens of | rows | {_POINTS} | share", rows)
-        if self.limit is not None and rows:
-            parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
-        return parts
-
-    def _media(self) -> list[str]:
-        found = {kind: numbers for kind, numbers in self.media.items() if numbers}
-        rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in found.items()]
-        parts = _section("## Media of a row", "kind | rows | min | median | max | all", rows)
-        if "audio" in found:
-            parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
-            parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
-        parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
-        return parts
 
 
 def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
@@ -314,8 +296,7 @@ def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> li
 def run(args: argparse.Namespace) -> None:
     check_ignored(args.ignored_media_columns)
     check_plot(args.plot)
-    source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
-    source |= {"trust_remote_code": True} if args.trust_remote_code else {}
+    source: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     config, model_class = read_config(args.model_name_or_path, **source)
     try:
         processor = load_processor(args.model_name_or_path, **source)

@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.use_peft:
         peft = require_module("peft", "peft")
         # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
-        with mode, replaced(torch.utils, swap_tensors=_take):
+        with mode, replaced(torch.utils, swap_tensors=lambda given, moved: setattr(given, "data", moved)):
             model = peft.get_peft_model(
                 base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
             )
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> Measured:
         held=held,
         peak=peak,
         cache=_cache_of_layers(args, mode, base),
-        sharing=_completions(args)[1] if shares_prompts(base) else 1,
+        sharing=min(_completions(args), args.num_generations) if shares_prompts(base) else 1,
         prompt_tokens=len(prompt),
         tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
         parts=len(parts),
@@ -161,10 +161,6 @@ def measure(args: argparse.Namespace) -> Measured:
 def _count(model: nn.Module | None, trained: bool) -> int:
     weights = () if model is None else model.parameters()
     return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
-
-
-def _take(parameter: torch.Tensor, moved: torch.Tensor) -> None:
-    parameter.data = moved
 
 
 def _watch(
@@ -240,10 +236,9 @@ def _cache(measured: Measured, tokens: int) -> float:
     return sum(size * min(tokens, window or tokens) for size, window in measured.cache)
 
 
-def _completions(args: argparse.Namespace) -> tuple[int, int]:
-    """Completions that a GPU samples at once, and how many of them have the same prompt."""
-    number = args.per_device_train_batch_size * args.steps_per_generation
-    return number, min(number, args.num_generations)
+def _completions(args: argparse.Namespace) -> int:
+    """Completions that a GPU samples at once."""
+    return args.per_device_train_batch_size * args.steps_per_generation
 
 
 def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
@@ -270,15 +265,14 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
     elif args.strategy == "zero3":
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
-        gathered_to_sample = 2 * (
-            trained + frozen + measured.critic + measured.frozen_critic
-        )  # `ds3_gather_for_generation`
-    completions, prompt = _completions(args)[0], measured.prompt_tokens
+        # `ds3_gather_for_generation`
+        gathered_to_sample = 2 * (trained + frozen + measured.critic + measured.frozen_critic)
+    prompt = measured.prompt_tokens
     if measured.sharing > 1:
         each = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
     else:
         each = _cache(measured, prompt + args.completion_tokens)
-    cache = completions * each
+    cache = _completions(args) * each
     vllm = 0.0
     if args.use_vllm:
         cache = gathered_to_sample = 0.0

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.types import Number
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import PyTree, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -97,8 +96,12 @@ class Watch(TorchDispatchMode):
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
         # Torch counts GPU operators alone, and registers some when they are first used
         self._counters = {
-            _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
-            _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_operations,
+            _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val, **__: sdpa_flop_count(
+                q.shape, *_of_all_heads(q, k, v)
+            ),
+            _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, q, k, v, *_, out_val, **__: (
+                sdpa_backward_flop_count(gradient.shape, q.shape, *_of_all_heads(q, k, v))
+            ),
             _ATEN.addmm_: flop_registry[_ATEN.addmm],
         }
 
@@ -126,24 +129,6 @@ class Watch(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
-
-
-def _attention_operations(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Number, out_val: PyTree, **__: Number
-) -> int:
-    return sdpa_flop_count(query.shape, *_of_all_heads(query, key, value))
-
-
-def _attention_backward_operations(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: torch.Tensor | Number,
-    out_val: PyTree,
-    **__: Number,
-) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, *_of_all_heads(query, key, value))
 
 
 def _of_all_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:

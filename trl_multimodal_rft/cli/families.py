@@ -10,15 +10,11 @@ def rows() -> list[tuple[str, str, str, str]]:
     """Rules of each model, without loading it."""
     import transformers
 
-    classes = classes_with_media()
-    known = {model_type for family in FAMILIES for model_type in family.model_types}
+    parts = {model_type: part for family in FAMILIES for model_type, part in family.trained_part.items()}
     found = []
-    for model_type in sorted(known | classes.keys()):
-        family = family_of(model_type)
-        part = family.trained_part.get(model_type)
-        if part is None and model_type not in classes:
-            continue  # the text model of a family
-        modalities = getattr(getattr(transformers, part or classes[model_type]), "input_modalities", ())
+    for model_type, class_name in sorted({**classes_with_media(), **parts}.items()):
+        family, part = family_of(model_type), parts.get(model_type)
+        modalities = getattr(getattr(transformers, class_name), "input_modalities", ())
         kinds = [kind for kind in MODALITIES if kind in modalities]
         if kinds:
             found.append((model_type, ", ".join(kinds), family.isolate or "", part or ""))

@@ -15,16 +15,8 @@ _PER_UPDATE = {"grpo": 64, "ppo": 64, "sft": 32}
 _ACCELERATE = {"single": "single_gpu", "ddp": "multi_gpu", "fsdp2": "fsdp2"}
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
 # Keys of the config, and those that a switch brings
-_KEYS = (
-    "model_name_or_path",
-    "accelerate_config",
-    "num_processes",
-    "bf16",
-    "dtype",
-    "gradient_checkpointing",
-    "optim",
-)
-_KEYS += ("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch")
+_KEYS = ("model_name_or_path", "accelerate_config", "num_processes", "bf16", "dtype", "gradient_checkpointing")
+_KEYS += ("optim", "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch")
 _KEYS_OF_SAMPLING = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
 _SWITCHES = {
     "shared_trunk": (),

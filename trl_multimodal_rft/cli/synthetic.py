@@ -4,6 +4,7 @@
 import argparse
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,15 @@ import numpy as np
 import PIL.Image
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from ..data.reading.refs import MediaRef
 from ..data.reading.rules import MediaRules
 from ..encoding.budgets import budgeted_size
-from ..encoding.processors import load_processor
+from ..encoding.processors import Processor, audio_rate, load_processor
 from ..encoding.prompts import EncodedPrompt, encode_prompt
-from ..families import AUDIO_EXTRACTORS, family_of
+from ..families import family_of
 
 
 # Of images, for a model without a processor; the prompt's length includes the features
@@ -55,34 +56,20 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
     empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
     prompt, encoders = empty, EncoderInputs()
     if images or seconds:
-        processor = _processor(args.model_name_or_path)
-        rules = MediaRules(min_pixels=args.min_pixels, max_pixels=args.max_pixels)
+        processor, limits = None, {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
+        with suppress(OSError, ValueError):
+            processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
         if processor is None:
-            limits = {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
             given = {name: limit for name, limit in limits.items() if limit is not None}
             side, _ = budgeted_size(args.image_size, args.image_size, given)
             encoders = _from_config(model, 0 if seconds else images, side)
         else:
-            prompt = _encoded(model, processor, images, args.image_size, seconds, rules)
+            prompt = _encoded(model, processor, images, args.image_size, seconds, MediaRules(**limits))
     return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
 
 
-def _processor(name: str) -> ProcessorMixin | PreTrainedTokenizerBase | None:
-    if Path(name).is_file():
-        return None
-    try:
-        return load_processor(name)
-    except (OSError, ValueError):
-        return None
-
-
 def _encoded(
-    model: PreTrainedModel,
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
-    images: int,
-    size: int,
-    seconds: float,
-    rules: MediaRules,
+    model: PreTrainedModel, processor: Processor, images: int, size: int, seconds: float, rules: MediaRules
 ) -> EncodedPrompt:
     blocks = []
     for i in range(images):
@@ -91,8 +78,7 @@ def _encoded(
         ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, rules)
         blocks.append({"type": "image", "image": ref})
     if seconds:
-        extractors = [getattr(processor, name, None) for name in AUDIO_EXTRACTORS]
-        rate = next(extractor.sampling_rate for extractor in extractors if extractor is not None)
+        rate = audio_rate(processor) or 0
         sound = {"array": np.zeros(int(seconds * rate), dtype=np.float32), "sampling_rate": rate}
         blocks.append({"type": "audio", "audio": MediaRef("audio", sound, {}, "audio", 0)})
     return encode_prompt([{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}], processor, model)

@@ -23,23 +23,4 @@ if TYPE_CHECKING:
     )
     from .rows.pairs import judge_rows
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "load_audiomcq": "rows.benchmarks",
-        "load_avqa": "rows.benchmarks",
-        "load_charades_sta": "rows.layouts",
-        "load_conversations": "rows.layouts",
-        "load_deepeyes": "rows.layouts",
-        "load_easyr1": "rows.layouts",
-        "load_geo3k": "rows.layouts",
-        "load_mmau": "rows.benchmarks",
-        "load_omni_preference": "rows.layouts",
-        "load_preferences": "rows.layouts",
-        "load_verl": "rows.layouts",
-        "load_video_r1": "rows.layouts",
-        "judge_rows": "rows.pairs",
-        "MediaRules": "reading.rules",
-        "write_folder": "rows.folders",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

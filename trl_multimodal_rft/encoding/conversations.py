@@ -161,24 +161,22 @@ def encode_prefix(
     """A prompt and a completion up to the end of its last result, as a prompt for the next turn."""
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
-    fields = {}
+    spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
+    shown, fields = [(span, turn) for span, turn in spans if turn.media], {}
     for name in sorted({name for part in (prompt, *(turn for _, turn in turns)) for name in part.token_fields}):
         value = prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))
         fields[name] = continued_field(model, name, value[None], n)[0]
-        for start, turn in turns:
-            if turn.media:
-                span = slice(len(prompt) + start, len(prompt) + start + len(turn))
-                fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
-    shown = [turn for _, turn in turns if turn.media]
+        for span, turn in shown:
+            fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
     if not shown:
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
-    media = join_media([prompt, *shown])
+    media = join_media([prompt, *(turn for _, turn in shown)])
     # The position rules of some families count a sampled token that opens a medium as a medium
     plain = ids.clone()
     plain[len(prompt) :] = prompt.input_ids[-1]
-    for start, turn in turns:
-        plain[len(prompt) + start : len(prompt) + start + len(turn)] = turn.input_ids
+    for span, turn in spans:
+        plain[span] = turn.input_ids
     positions = prompt_position_ids(model, plain, media, fields)
     if processor is not None:
         placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
@@ -188,15 +186,14 @@ def encode_prefix(
         fields,
         media,
         positions,
-        decoded=_placed(prompt, turns),
-        modalities=prompt.modalities.union(*(turn.modalities for turn in shown)),
+        decoded=_placed([(0, prompt), *((span.start, turn) for span, turn in spans)]),
+        modalities=prompt.modalities.union(*(turn.modalities for _, turn in shown)),
         row=prompt.row,
     )
 
 
-def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
-    """The decoded parts of a conversation if all are kept, else none."""
-    parts = [(0, prompt), *((len(prompt) + start, turn) for start, turn in turns)]
+def _placed(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
+    """The decoded media of parts of a conversation, each with its place, if all are kept, else none."""
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
     return tuple(
@@ -207,28 +204,19 @@ def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -
 
 
 def conversation(
-    prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]], whole: EncodedPrompt, is_causal: bool
-) -> EncodedPrompt:
-    """The prompt that a completion is scored with."""
-    shown = [turn for _, turn in turns if turn.media]
-    if not shown:
-        return prompt
+    prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt, is_causal: bool
+) -> Conversation:
+    """The prompt that a completion is scored with, in which tools have `shown` media."""
     n = len(prompt)
-    fields = {name: (value[:n], value[n:]) for name, value in whole.token_fields.items()}
-    later = EncodedPrompt(
-        whole.input_ids[n:],
-        {name: after for name, (_, after) in fields.items()},
-        join_media(shown),
-        whole.position_ids[..., n:],
-    )
+    later = whole.part(slice(n, None))
     return Conversation(
         input_ids=prompt.input_ids,
-        token_fields={name: before for name, (before, _) in fields.items()},
+        token_fields={name: value[:n] for name, value in whole.token_fields.items()},
         media=prompt.media,
         position_ids=whole.position_ids[..., :n],
         modalities=whole.modalities,
         row=prompt.row,
         prompt=prompt,
-        later=later,
+        later=EncodedPrompt(later.input_ids, later.token_fields, join_media(shown), later.position_ids),
         is_causal=is_causal,
     )

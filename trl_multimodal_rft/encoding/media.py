@@ -32,10 +32,10 @@ from ..data.reading.decoding import (
 )
 from ..data.reading.refs import MediaRef
 from ..data.rows.columns import QWEN_OPTIONS
-from ..families import AUDIO_EXTRACTORS, MODALITIES, family_of_processor
+from ..families import MODALITIES, family_of_processor
 from ..views import View
 from .budgets import at_most, budgeted_frames, budgeted_image, size_arguments, size_factor, with_budgets
-from .processors import Processor
+from .processors import Processor, audio_rate
 
 
 if TYPE_CHECKING:
@@ -254,11 +254,11 @@ def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], coun
 
 def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:
     """The processor's sampling rate in Hz, and the longest audio that its encoder sees whole, in seconds."""
-    extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
-    if extractor is None:
+    rate = audio_rate(processor)
+    if rate is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
     limit = family_of_processor(processor).audio_limit
-    return extractor.sampling_rate, None if limit is None else limit(processor)
+    return rate, None if limit is None else limit(processor)
 
 
 def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequence[int]] | None:

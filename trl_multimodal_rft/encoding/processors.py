@@ -30,6 +30,12 @@ def adopt_template(processor: Processor) -> None:
         processor.chat_template = getattr(tokenizer_of(processor), "chat_template", None)
 
 
+def audio_rate(processor: Processor) -> int | None:
+    """The sampling rate in Hz of a processor that takes audio."""
+    extractors = (getattr(processor, name, None) for name in AUDIO_EXTRACTORS)
+    return next((each.sampling_rate for each in extractors if each is not None), None)
+
+
 def check_processor(processor: Processor | None) -> None:
     """Refuses a processor that pads audio on another side than its default. The tokenizer's sides don't matter."""
     for part in AUDIO_EXTRACTORS:

@@ -29,15 +29,16 @@ from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
 from ..rewards.answers import extract_answer
-from ..rewards.calls import call_rewards, reward_loop
+from ..rewards.calls import reward_loop
 from ..rewards.choices import named_choice
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.reward import checked_functions, rollout_arguments
+from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Samples
 from ..rollout.stream import EncodedRow
-from ..rollout.turns import ENDS, ToolLoop, Trajectory, first_turns, run_turns
+from ..rollout.turns import ENDS, ToolLoop, Trajectory, run_turns
 from ..views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, mean
@@ -274,10 +275,8 @@ class Evaluation:
         """Completes prompts: an entry of each row for its record."""
         if rollout is None:
             return []
-        trajectories: list[Trajectory] = []
-        for start in range(0, len(rollout), self.args.batch_size):
-            part = range(start, min(start + self.args.batch_size, len(rollout)))
-            trajectories += self._sample(rollout.select(part))
+        parts = map(rollout.select, rollout.parts(self.args.batch_size))
+        trajectories = [trajectory for part in parts for trajectory in self._sample(part)]
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
         rollout.source.failures = [trajectory.failure for trajectory in trajectories]
         answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
@@ -328,8 +327,7 @@ class Evaluation:
             ]
         branches = Branches()
 
-        def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt | None]], _: list[int]):
-            branches.continuations = turns
+        def complete(prompts: list[EncodedPrompt], _: list[int]) -> Samples:
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)
@@ -337,15 +335,14 @@ class Evaluation:
         limits["max_context_media"] = args.max_context_media
         loop = policy.tool_loop(
             encoder=self.encoder,
-            tools=[self.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)],
             complete=complete,
-            environments=rollout.source.environments,
+            branches=branches,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,
             loop=self.loop,
             **{name: limit for name, limit in limits.items() if limit is not None},
         )
-        return run_turns(rollout, ids, None, first_turns(rollout, ids, self.encoder.processor, self.toolbox), loop)
+        return run_turns(rollout, ids, None, loop)
 
     def _reward(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
         """Rewards by function, and what functions passed to `log_extra`."""
@@ -357,10 +354,7 @@ class Evaluation:
         }
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
-        rewards = call_rewards(checked, rollout_arguments(rollout, given), self.loop)
-        for i in (i for i, failure in enumerate(rollout.source.failures) if failure is not None):
-            for values in rewards.values():
-                values[i] = None
+        rewards = reward_rollout(rollout, checked, given, self.loop)
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(

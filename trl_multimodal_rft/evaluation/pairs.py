@@ -184,7 +184,7 @@ def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
         completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
     prompts, rows = ([each for each in values for _ in _COMPLETIONS] for values in (prompts, rows))
     logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # which are of a run
-    arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows, completions)
+    arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}
 
 

@@ -10,16 +10,4 @@ if TYPE_CHECKING:
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "Actor": "models",
-        "ActorAL": "models",
-        "ActorOmni": "models",
-        "ActorVL": "models",
-        "Critic": "models",
-        "PPOTrainerAL": "trainer",
-        "PPOTrainerVL": "trainer",
-        "ReplayBuffer": "trainer",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -195,12 +195,10 @@ class TrainingCurvesCallback(TrainerCallback):
 
     def __init__(self):
         require_module("matplotlib", "plots")
-        self._next_time = -math.inf
-        self._has_ended = False
+        self._next_time, self._has_ended = -math.inf, False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
-        self._next_time = -math.inf
-        self._has_ended = False
+        self._next_time, self._has_ended = -math.inf, False
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         # Other callbacks may evaluate and log after the end of training

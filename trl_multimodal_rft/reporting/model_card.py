@@ -35,6 +35,7 @@ from ..checks.self_check import SelfCheck
 from ..data.reading.refs import without_credentials
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.difficulty import DifficultySampler
+from ..encoding.processors import audio_rate
 from ..families import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
@@ -43,7 +44,6 @@ from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
 
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {
@@ -115,7 +115,7 @@ def linked_repository(name: str, kind: str = "") -> str:
 
 def is_hub_name(name: str) -> bool:
     """Whether a name is `owner/name` of a repository on the Hub, and no local path, which takes precedence."""
-    return _REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def base_metadata(name: str) -> dict[str, str]:
@@ -249,6 +249,9 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         data.library_name = "peft"
     ordered = [kind for kind in MODALITIES if kind in kinds]
     packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
+    # The question, if all prompts share it; otherwise prompts are data that the card doesn't show
+    conversations = run.notes.conversations
+    asked = [each for each in conversations if len(conversations) == 1 and each and each[-1][0] == "user"]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATES / "model_card.md"),
@@ -269,9 +272,9 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
             ordered,
             run.max_new_tokens,
             loaded_from if adapter else None,
-            _rate(run.processor) if "audio" in kinds else None,
+            audio_rate(run.processor) if "audio" in kinds else None,
             run.template_kwargs,
-            **_common_conversation(run.notes.conversations),
+            **({"conversation": asked[0]} if asked else {}),
         ),
         training=[*run.training, ("Updates", run.state.global_step), *held_out_lines(history)],
         curves=CURVES if (folder / CURVES).exists() else None,
@@ -283,12 +286,6 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         self_check=run.self_check,
     )
     card.save(path)
-
-
-def _common_conversation(conversations: set[tuple[tuple[str, str], ...]]) -> dict[str, Any]:
-    """The question, if all prompts share it; otherwise prompts are data that the card doesn't show."""
-    alike = [each for each in conversations if len(conversations) == 1 and each and each[-1][0] == "user"]
-    return {"conversation": alike[0]} if alike else {}
 
 
 def _reports() -> list[tuple[str, str]]:
@@ -348,11 +345,6 @@ def _divergence(options: dict[str, Any]) -> str:
     if options.get("kl_target") is not None:
         parts.append(f"adaptive, `kl_target={options['kl_target']}`{_cited('kl_target')}")
     return ", ".join(parts)
-
-
-def _rate(processor: ProcessorMixin | PreTrainedTokenizerBase) -> int:
-    names = ("feature_extractor", "audio_processor")
-    return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate
 
 
 def _option(value: str, name: str) -> str:

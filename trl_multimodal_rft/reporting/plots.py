@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Pictures beside the tables of the commands, by their `--plot`: distributions, and accuracies with intervals."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,8 +78,8 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
             Metrics of an [`~evaluation.EvaluationResult`].
     """
     found = {name: value for name, value in metrics.items() if value is not None}
-    names = [name for name in found if name == "accuracy" or name.startswith("accuracy/")]
-    names = [name for name in names if f"{name}_low" in metrics][::-1]  # the ends of intervals have none
+    # The ends of intervals have none
+    names = [name for name in found if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
     for i, name in enumerate(names):

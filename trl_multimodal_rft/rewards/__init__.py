@@ -25,23 +25,4 @@ if TYPE_CHECKING:
     from .remote import RemoteReward
     from .transcripts import cer_reward, ocr_reward, wer_reward
 
-_NAMES = {
-    "answers": ("accuracy_reward", "boxed_format_reward", "format_reward"),
-    "bonuses": ("length_reward", "tool_curiosity_reward"),
-    "choices": ("choice_reward",),
-    "grounding": (
-        "box_iou_reward",
-        "counting_reward",
-        "detection_reward",
-        "point_in_box_reward",
-        "regression_reward",
-        "temporal_iou_reward",
-    ),
-    "judge": ("JudgeReward",),
-    "model": ("RewardModel",),
-    "preference": ("preference_reward",),
-    "recipe": ("apply_recipe",),
-    "remote": ("RemoteReward",),
-    "transcripts": ("cer_reward", "ocr_reward", "wer_reward"),
-}
-__getattr__, __dir__, __all__ = lazy_names(__name__, {name: each for each, names in _NAMES.items() for name in names})
+__getattr__, __dir__, __all__ = lazy_names(__name__)

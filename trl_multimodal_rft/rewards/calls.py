@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from trl import is_conversational
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from .checks import StepwiseReward
@@ -17,20 +16,14 @@ _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
 def reward_arguments(
-    prompts: Sequence[Any],
-    texts: Sequence[str],
-    ids: Sequence[Sequence[int]],
-    rows: Sequence[dict[str, Any]],
-    completions: Sequence[list[dict[str, Any]]] | None = None,
+    prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Sequence[int]], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Keyword arguments of reward functions, with the names of TRL's trainers."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
-    if completions is None and is_conversational({"prompt": prompts[0]}):
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
     return {
         **{name: [row.get(name) for row in rows] for name in names},
         "prompts": prompts,
-        "completions": texts if completions is None else completions,
+        "completions": completions,
         "completion_ids": ids,
     }
 

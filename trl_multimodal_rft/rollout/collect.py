@@ -20,11 +20,6 @@ from .rollout import Rollout, Source
 from .stream import EncodedRow
 
 
-def template_tools(toolbox: Environments, environments: Sequence[Any] | None, index: int) -> dict[str, Any]:
-    """Arguments of the chat template for a completion whose tools are those of its environment."""
-    return {} if environments is None else {"tools": [*toolbox.tools_in(environments[index]).values()] or None}
-
-
 def collect(
     rows: Sequence[EncodedRow],
     encoder: PromptEncoder,
@@ -41,13 +36,15 @@ def collect(
     `rollout_func` tokenizes rows of text. `views` are those of their media, by the row's number.
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
-    messages, environments = [row.messages for row in rows], None
-    failures: list[Exception | None] = [None] * len(rows)
+    source = Source(columns, numbers, [row.messages for row in rows], failures=[None] * len(rows))
+    source.tools = [toolbox.tools_in(None)] * len(rows)
     if toolbox:
-        environments, messages, failures = toolbox.enter(messages, columns, numbers)
+        source.environments, source.messages, source.failures = toolbox.enter(source.messages, columns, numbers)
+        source.tools = [*map(toolbox.tools_in, source.environments)]
+    source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
     # A group may straddle ranks
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
-    prompts: list[EncodedPrompt] = []
+    prompts, messages = [], source.messages
     if encodes_text or any(next(iter_refs(each), None) is not None for each in messages):
         for i, row in enumerate(rows):
             same_group = i > 0 and group_ids[i] == group_ids[i - 1]
@@ -57,25 +54,12 @@ def collect(
                 prompts.append(prompts[-1])
             else:
                 view = None if views is None else views[row.row_index]
-                tools = template_tools(toolbox, environments, i)
-                prompts.append(encoder.encode(messages[i], row.row_index, view, **tools))
+                prompts.append(encoder.encode(messages[i], row.row_index, view, **source.template_tools(i)))
     share_media(prompts)
-    return Rollout(
-        prompts,
-        group_ids.to(accelerator.device),
-        pad_token_id,
-        source=Source(
-            columns,
-            numbers,
-            messages,
-            environments,
-            failures,
-            whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
-        ),
-    )
+    return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
 
 
-def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: Environments) -> list[EncodedPrompt]:
+def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[EncodedPrompt]:
     """
     The prompts of completions under a view: one object for each of the rollout's, which is itself where the view
     replaces no medium. Media that tools have returned stay as they are. Random numbers depend on the view's seed and
@@ -98,7 +82,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
                 shown[row],
                 rollout.source.row_indices[row],
                 view_of_row(view, shown, rollout.source.row_indices, row),
-                **template_tools(toolbox, rollout.source.environments, row),
+                **rollout.source.template_tools(row),
             )
         return found[id(prompt)]
 
@@ -143,8 +127,7 @@ _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Lists of numbers as a tensor `(N, C)`, padded on the right, to a multiple as TRL's `pad_to_multiple_of`."""
     longest = max(map(len, rows))
-    if multiple:
-        longest += -longest % multiple
+    longest += -longest % (multiple or 1)
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 

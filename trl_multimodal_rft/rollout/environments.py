@@ -57,12 +57,12 @@ class Environments:
         factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         media_rules: MediaRules = DEFAULT_RULES,
     ):
-        self.standalone = list(tools)
+        self.standalone, self.factory = list(tools), factory
         self.media_rules = media_rules
         self.several = isinstance(factory, dict)
         self.factories: dict[Any, Callable] = {}
         if factory is not None:
-            self.factories = dict(factory) if isinstance(factory, dict) else {None: factory}
+            self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
         # One of each kind, to know its tools and whether it gives a reward
         self.pool = {name: [make()] for name, make in self.factories.items()}
         for [environment] in self.pool.values():
@@ -92,8 +92,7 @@ class Environments:
         return dict(zip(names, map(reward_of, rewarded), strict=True))
 
     def fresh(self) -> "Environments":
-        factory: Any = self.factories if self.several else self.factories.get(None)
-        return Environments(self.standalone, factory, self.media_rules)
+        return Environments(self.standalone, self.factory, self.media_rules)
 
     def enter(
         self, prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]

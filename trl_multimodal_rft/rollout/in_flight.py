@@ -106,16 +106,11 @@ class InFlight:
         Asks for the completions of a batch, but for those that a checkpoint has, and has those of some requests
         rewarded when they come.
         """
-        others = [
-            key
-            for key, request in requests.items()
-            if key in self._checkpoint_answers and not self._fits(key, request)
-        ]
+        known = self._checkpoint_answers
+        others = [key for key, each in requests.items() if key in known and not self._fits(key, each)]
         if others:
             logger.warning(f"{len(others)} answers of the checkpoint are of other settings, and are asked for again.")
-        self._checkpoint_answers = {
-            key: answer for key, answer in self._checkpoint_answers.items() if key not in others
-        }
+        self._checkpoint_answers = {key: answer for key, answer in known.items() if key not in others}
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {

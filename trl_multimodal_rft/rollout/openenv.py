@@ -21,7 +21,7 @@ Value = str | float | list | Json | None
 Observation = str | list[Json]
 
 _MOST_BYTES = 100 * 2**20  # of an observation, as OpenEnv's own client takes
-_TIMEOUT = 60  # seconds
+TIMEOUT = 60  # seconds of a call of a server
 _ERRORS_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # after which a session goes on
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
@@ -46,7 +46,7 @@ class Session:
                 self._socket = self._opened.enter_context(socket)
             with suppress(errors.ConnectionClosed):  # after the reason, which can still be read
                 self._socket.send(json.dumps({"type": kind, "data": data}, default=lambda medium: None))
-            answer = json.loads(self._socket.recv(timeout=_TIMEOUT))
+            answer = json.loads(self._socket.recv(timeout=TIMEOUT))
         except (OSError, errors.WebSocketException) as error:
             self.close()
             raise EnvironmentFailure(f"{self.url}: {type(error).__name__}: {error}") from error
@@ -130,7 +130,7 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
     require_module("websockets", "environments")
     url, found = url.rstrip("/"), {}
     for what in ("metadata", "schema"):
-        answer = requests.get(f"{url}/{what}", timeout=_TIMEOUT)
+        answer = requests.get(f"{url}/{what}", timeout=TIMEOUT)
         answer.raise_for_status()
         found |= answer.json()
     action, tools = found["action"], {}

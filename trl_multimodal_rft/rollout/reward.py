@@ -2,8 +2,10 @@
 """Rewards of a rollout's completions, and what is computed of those of all ranks."""
 
 from asyncio import AbstractEventLoop
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -22,7 +24,7 @@ from ..data.rows.features import restore_media
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import StepwiseReward, checked_reward
 from ..rewards.model import read_as_text
-from .rollout import EarlyRewards, Rollout, Turn
+from .rollout import EarlyRewards, Rollout, Source, Turn
 
 
 logger = get_logger(__name__)
@@ -93,7 +95,7 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
         rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
     prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
     groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
-    return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **kwargs}
+    return {**reward_arguments(prompts, completions, rollout.source.ids, rows), **groups, **kwargs}
 
 
 def only_waits(reward_func: Callable) -> bool:
@@ -124,23 +126,20 @@ def reward_rollout(
     functions: Mapping[str, Callable],
     kwargs: dict[str, Any],
     loop: AbstractEventLoop | None,
-    profile: Callable[[str], Any],
+    profile: Callable[[str], Any] = nullcontext,
     early: EarlyRewards | None = None,
-) -> list[list[float | None]]:
+) -> dict[str, list[float | None]]:
     """
     Calls reward functions as TRL does, with further `kwargs`, but for those that were called early; media are as in
-    the dataset. Returns for each completion the reward of each function.
+    the dataset. Returns the rewards of completions by function, `None` where the environment failed.
     """
-    arguments, early_values = rollout_arguments(rollout, kwargs), {} if early is None else early.values
-    for key, *what in () if early is None else early.logged:
+    arguments, early = rollout_arguments(rollout, kwargs), early or EarlyRewards({}, [])
+    for key, *what in early.logged:
         kwargs[key](*what)
-    called = {name: each for name, each in functions.items() if name not in early_values}
-    found = call_rewards(called, arguments, loop, profile) | early_values
-    rewards = [list(row) for row in zip(*(found[name] for name in functions), strict=True)]
-    kept = [i for i, error in enumerate(rollout.source.failures) if error is None]
-    warn_of_unscorable(rewards_per_func(rewards)[kept], [*functions], [rollout.source.row_indices[i] for i in kept])
-    failures = zip(rewards, rollout.source.failures, strict=True)
-    return [row if error is None else [None] * len(row) for row, error in failures]
+    called = {name: each for name, each in functions.items() if name not in early.values}
+    found = call_rewards(called, arguments, loop, profile) | early.values
+    kept = [error is None for error in rollout.source.failures]
+    return {name: [each if keep else None for each, keep in zip(found[name], kept, strict=True)] for name in functions}
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
@@ -154,7 +153,7 @@ def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[S
     for sums, row, own in zip(found, rewards, turns, strict=True):
         for i, each in enumerate(row):
             for end, reward in each.steps if isinstance(each, StepwiseReward) else ():
-                if (turn := sum(turn.stop <= end for turn in own)) < _SHOWN_TURNS:
+                if (turn := bisect_right(own, end, key=lambda each: each.stop)) < _SHOWN_TURNS:
                     sums[i, turn] = sums[i, turn].nan_to_num(0.0) + reward
     return found
 
@@ -199,13 +198,14 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
         )
 
 
-def warn_of_unscorable(rewards: torch.Tensor, names: Sequence[str], numbers: Sequence[int]) -> None:
-    """Warns of the first row with a completion for which every function returned `None`. `rewards` is `(N, F)`."""
-    rows = rewards.isnan().all(dim=1).nonzero()
-    if len(rows):
+def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collection[str], source: Source) -> None:
+    """Warns of the first row with a completion that hasn't failed for which every function returned `None`."""
+    given = zip(rewards, source.row_indices, source.failures, strict=True)
+    row = next((row for values, row, error in given if error is None and {*values} == {None}), None)
+    if row is not None:
         logger.warning(
-            f"row {numbers[int(rows[0])]}: every reward function ({', '.join(map(repr, names))}) returned None for a "
-            "completion, which isn't trained on; return a number from one of them, or remove the row."
+            f"row {row}: every reward function ({', '.join(map(repr, names))}) returned None for a completion, which "
+            "isn't trained on; return a number from one of them, or remove the row."
         )
 
 
@@ -240,7 +240,7 @@ def join_steps(
         along = [dict(each.steps) if isinstance(each, StepwiseReward) else {} for each in row]
         steps = []
         for end in sorted({stop - 1 for stop, _ in own}.union(*along)):
-            turn = sum(stop <= end for stop, _ in own)
+            turn = bisect_right(own, end, key=lambda each: each[0])
             values = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
             state = numbers.setdefault(own[turn][1], len(numbers))
             steps.append(Step(end, turn, sum(values) if values else None, state))

@@ -21,16 +21,13 @@ def _per_token(fill: float = 0.0) -> Any:
     return field(default=None, metadata={"fill": fill})
 
 
-def _fields(part: "_Part") -> tuple[Field, ...]:
-    return fields(part)  # pyrefly: ignore[bad-argument-type]  # every part is a dataclass
-
-
+@dataclass(eq=False)
 class _Part:
     """What a stage knows of completions: a dataclass of tensors and lists with a row per completion, and parts."""
 
     def walk(self) -> Iterator[tuple[Field, Any]]:
         """Yields fields and values, of parts, too."""
-        for each in _fields(self):
+        for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, _Part):
                 yield from value.walk()
@@ -38,12 +35,12 @@ class _Part:
 
     def changed(self, change: Callable[[Field, Any], Any]) -> Self:
         """A copy with `change(field, value)` in place of each value, in parts, too."""
-        values = {each: getattr(self, each.name) for each in _fields(self)}
+        values = {each: getattr(self, each.name) for each in fields(self)}
         changed = {
             each.name: value.changed(change) if isinstance(value, _Part) else change(each, value)
             for each, value in values.items()
         }
-        return type(self)(**changed)
+        return replace(self, **changed)
 
 
 AnyPart = TypeVar("AnyPart", bound=_Part)
@@ -98,6 +95,7 @@ class Source(_Part):
     row_indices: list[int] = field(default_factory=list)  # in their dataset
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
     environments: list[Any] | None = None
+    tools: list[dict[str, Callable]] = field(default_factory=list)  # of each completion, by name
     failures: list[Exception | None] = field(default_factory=list)  # why environments couldn't go on
     whole_groups: bool = True  # whether no group straddles ranks
     batch_index: int | None = None  # in the run, of a batch that the loader of training yielded
@@ -111,6 +109,10 @@ class Source(_Part):
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None
+
+    def template_tools(self, row: int) -> dict[str, Any]:
+        """Arguments of the chat template for a completion whose tools are those of its environment."""
+        return {} if self.environments is None else {"tools": [*self.tools[row].values()] or None}
 
     @property
     def sampled_turns(self) -> list[list[Turn]]:
@@ -219,11 +221,8 @@ class Rollout(_Part):
     @property
     def rows_to_score(self) -> list[int] | None:
         """Completions that have a gradient, `None` for all."""
-        return (
-            [i for i, none in enumerate(self.tokens.without_gradient) if not none]
-            if any(self.tokens.without_gradient)
-            else None
-        )
+        skips = self.tokens.without_gradient
+        return [i for i, skip in enumerate(skips) if not skip] if any(skips) else None
 
     @property
     def scored_mask(self) -> torch.Tensor:
@@ -263,6 +262,10 @@ class Rollout(_Part):
         rewards = replace(self.rewards, by_function=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
+    def parts(self, size: int) -> list[range]:
+        """The batch indices of at most `size` completions at a time."""
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+
     def micro_batches(self, n: int) -> list["Rollout"]:
         """`n` parts of equal size, in order."""
         size = len(self) // n
@@ -270,8 +273,7 @@ class Rollout(_Part):
 
     def groups(self, size: int) -> list["Rollout"]:
         """One rollout per group of `size` completions, without columns that are padding in the whole group."""
-        parts = [self.select(range(start, start + size)) for start in range(0, len(self), size)]
-        tokens = self.token_fields()
+        parts, tokens = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
 
     def token_fields(self) -> set[Field]:
@@ -333,7 +335,7 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
 def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
     """Concatenates parts, the first of `n` completions."""
     changed: dict[str, Any] = {}
-    for name in (each.name for each in _fields(parts[0])):
+    for name in (each.name for each in fields(parts[0])):
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], _Part):
             changed[name] = _join(values, n)
@@ -341,8 +343,7 @@ def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
             changed[name] = torch.cat(values)
         elif isinstance(values[0], list) and len(values[0]) == n:
             changed[name] = sum(values, [])
-    values = {each.name: getattr(parts[0], each.name) for each in _fields(parts[0])}
-    return type(parts[0])(**{**values, **changed})
+    return replace(parts[0], **changed)
 
 
 _TRL_NAMES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "old_logps")

@@ -23,15 +23,10 @@ from .rollout import Rollout, require
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
     """Scores of a rollout, or of a part of it, `size` completions in a forward."""
-    (prompts, ids, mask), places = rollout.completions, _parts_of(rollout, size)
-    slices = [slice(place.start, place.stop) for place in places]
+    (prompts, ids, mask), places = rollout.completions, rollout.parts(size)
+    slices = [slice(place.start, place.stop) for place in places]  # which copy no tensor, as `select` would
     parts = [policy.score(model, prompts[part], ids[part], mask[part], packed=rollout.packed) for part in slices]
     return parts[0] if len(parts) == 1 else Scores.join(parts, places)
-
-
-def _parts_of(rollout: Rollout, size: int) -> list[range]:
-    """The batch indices of at most `size` completions at a time."""
-    return [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
 
 
 def score_with_view(
@@ -70,7 +65,7 @@ def score_dependency(
     Scores of a rollout, and how far the distribution of each token is from that after the view of its prompt, their KL
     divergence `(N, C)`, 0 where the view replaces nothing; `size` completions in a forward.
     """
-    places = _parts_of(rollout, size)
+    places = rollout.parts(size)
     found, dependencies = [], []
     for part in map(rollout.select, places):
         prompts, ids, mask = part.completions

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
 from trl.chat_template_utils import parse_response
 
@@ -23,13 +23,15 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import Contexts, conversation, encode_prefix, encode_turn, normalize_tool_calls
-from ..encoding.processors import tokenizer_of
+from ..encoding.processors import Processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
-from .environments import EnvironmentFailure, Environments
+from ..generation.transformers import Branches
+from .environments import EnvironmentFailure
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
+from .samplers import Samples
 
 
 logger = get_logger(__name__)
@@ -61,6 +63,10 @@ class Trajectory:
     # How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it
     counts: Counter[str] = field(default_factory=Counter)
     failure: Exception | None = None  # why its environment couldn't go on
+    environment: Any = None  # which may rewrite contexts
+    tools: dict[str, Callable] = field(default_factory=dict)  # by name
+    index: int = 0  # in its rollout
+    row: int = 0  # in its dataset
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -96,20 +102,15 @@ class ToolLoop:
     """Calls tools and samples the next turn, until no completion ends with a call."""
 
     encoder: PromptEncoder  # of the prompts, whose rules results follow; unless it says otherwise, control tokens fail
-    # Samples what follows prompts: takes the prompts, for each the index of its completion and the last result, if the
-    # prompt is no other context, and the tokens left for each; returns ids and log-probabilities, if any
-    complete: Callable[
-        [list[EncodedPrompt], list[tuple[int, EncodedPrompt | None]], list[int]],
-        tuple[list[list[int]], list[list[float | None]] | None],
-    ]
-    tools: Sequence[dict[str, Callable]]  # each completion's tools, by name
+    # Samples what follows prompts, as many tokens at most as are left for each
+    complete: Callable[[list[EncodedPrompt], list[int]], Samples]
+    branches: Branches  # which completions and results these continue
     max_length: int  # tokens of a completion at most, results included
     max_turns: float  # how often a completion's calls are answered at most
     max_media: int | None  # media in a completion at most
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
     max_context_media: int | None = None  # media in a context at most; those before are left out of it
-    environments: Sequence[Any] | None = None  # each completion's, which may rewrite contexts
     # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
     engine_length: int | None = None
     # Whether a condition holds on any rank, where ranks must sample equally often
@@ -117,42 +118,36 @@ class ToolLoop:
     loop: Any = None  # where async tools run
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        calling = {i: each for i, each in enumerate(trajectories) if each.calls and each.failure is None}
+        calling = [each for each in trajectories if each.calls and each.failure is None]
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            continuing = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]
+            continuing = [each for each in calling if self._answer(each)]
             if not self.anyone(bool(continuing)):
                 return
-            self._continue([trajectories[i] for i in continuing], trajectories[0].prompt, continuing)
-            calling = {i: trajectories[i] for i in continuing if trajectories[i].calls}
+            self._continue(continuing, trajectories[0].prompt)
+            calling = [each for each in continuing if each.calls]
             n_turns += 1
-        for trajectory in calling.values():
+        for trajectory in calling:
             trajectory.counts["turns"] += 1
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return tokenizer_of(self.encoder.processor)
-
-    @property
-    def _text_config(self):
-        return self.encoder.model.config.get_text_config(decoder=True)
-
-    def _answer(self, index: int, trajectory: Trajectory) -> bool:
+    def _answer(self, trajectory: Trajectory) -> bool:
         """Appends the results of a completion's calls, if they fit and the environment goes on."""
+        encoder = self.encoder
         try:
-            results = self._call_tools(index, trajectory)
+            results = self._call_tools(trajectory)
             try:
-                messages, encoded = self._encode(index, trajectory, results)
+                messages, encoded = self._encode(trajectory, results)
             except MediaError as error:
                 results = self._failed(trajectory, results, error)
-                messages, encoded = self._encode(index, trajectory, results)
+                messages, encoded = self._encode(trajectory, results)
         except EnvironmentFailure as error:
             trajectory.failure = error
             return False
         n_before = n_added = 0
         if messages is None:
             n_before, n_added = len(trajectory.prompt) + len(trajectory.ids) - trajectory.start, len(encoded)
-        limits = [getattr(self._text_config, "max_position_embeddings", None), self.engine_length]
+        config = encoder.model.config.get_text_config(decoder=True)
+        limits = [getattr(config, "max_position_embeddings", None), self.engine_length]
         fits = len(trajectory.ids) + max(n_added, 1) <= self.max_length
         if not fits or any(n is not None and n_before + len(encoded) >= n for n in limits):
             trajectory.counts["length"] += 1
@@ -163,24 +158,19 @@ class ToolLoop:
             return False
         trajectory.messages += results
         if messages is not None:
-            trajectory.replace_context(messages, encoded, self.encoder.model)
+            trajectory.replace_context(messages, encoded, encoder.model)
             return True
         trajectory.turns.append((len(trajectory.ids) - trajectory.start, encoded))
         trajectory.history += [normalize_tool_calls(results), *results]
         trajectory.append(encoded.input_ids.tolist(), None, sampled=False)
-        engine_positions = {} if self.engine_length is None else {"processor": self.encoder.processor}
+        processor = None if self.engine_length is None else encoder.processor
         ids = trajectory.ids[trajectory.start :]
-        trajectory.whole = encode_prefix(
-            trajectory.prompt, ids, trajectory.turns, self.encoder.model, **engine_positions
-        )
+        trajectory.whole = encode_prefix(trajectory.prompt, ids, trajectory.turns, encoder.model, processor)
         return True
 
-    def _rewritten(
-        self, index: int, trajectory: Trajectory, results: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+    def _rewritten(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """Messages to go on with after results: the environment's, or the last media's; `None` for those so far."""
-        environment = None if self.environments is None else self.environments[index]
-        rewrite, most = getattr(environment, "get_context", None), self.max_context_media
+        rewrite, most = getattr(trajectory.environment, "get_context", None), self.max_context_media
         if rewrite is None and most is None:
             return None
         messages = [*self._conversation(trajectory), *results]
@@ -189,7 +179,7 @@ class ToolLoop:
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
         if given is not None:
-            messages = _read_messages(given, self._row(index, trajectory), self.encoder.media_rules)
+            messages = _read_messages(given, trajectory.row, self.encoder.media_rules)
         n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
         if n_surplus > 0:
             return _without_first_media(messages, n_surplus)
@@ -203,18 +193,16 @@ class ToolLoop:
             for message in trajectory.messages[n:]
         ]
 
-    def _row(self, index: int, trajectory: Trajectory) -> int:
-        return index if trajectory.prompt.row is None else trajectory.prompt.row
-
     def _encode(
-        self, index: int, trajectory: Trajectory, results: list[dict[str, Any]]
+        self, trajectory: Trajectory, results: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]] | None, EncodedPrompt]:
         """The context with results as messages, or `None` if they are appended, and its encoding, or theirs."""
-        messages = self._rewritten(index, trajectory, results)
+        messages = self._rewritten(trajectory, results)
         if messages is not None:
-            tools = [*self.tools[index].values()] or None
-            return messages, self.encoder.encode(messages, self._row(index, trajectory), tools=tools)
-        ends = self.tokenizer.convert_ids_to_tokens(sorted({*self.ends, self.tokenizer.eos_token_id}))
+            tools = [*trajectory.tools.values()] or None
+            return messages, self.encoder.encode(messages, trajectory.row, tools=tools)
+        tokenizer = tokenizer_of(self.encoder.processor)
+        ends = tokenizer.convert_ids_to_tokens(sorted({*self.ends, tokenizer.eos_token_id}))
         turn = encode_turn(
             trajectory.history,
             results,
@@ -224,14 +212,13 @@ class ToolLoop:
             template_kwargs={k: v for k, v in self.encoder.template_kwargs.items() if k != "tools"},
             audio_overlong=self.encoder.audio_overlong,
             keep_decoded=self.engine_length is not None,
-            row=trajectory.prompt.row,
+            row=trajectory.row,
         )
         self._check_joins(trajectory, turn)
         return None, turn
 
-    def _call_tools(self, index: int, trajectory: Trajectory) -> list[dict[str, Any]]:
+    def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
         """What the tools of a completion return, as messages in the order of the calls."""
-        tools = self.tools[index]
         results: list[Any] = []
         for call in trajectory.calls:
             trajectory.counts["calls"] += 1
@@ -240,17 +227,16 @@ class ToolLoop:
             try:
                 if call["type"] != "function":
                     raise ValueError(f"Unsupported tool call type: {call['type']}")
-                if name not in tools:
+                if name not in trajectory.tools:
                     raise ValueError(f"Tool {name} not found.")
-                results.append((name, tools[name](**function["arguments"])))
+                results.append((name, trajectory.tools[name](**function["arguments"])))
             except Exception as error:
                 results.append((name, error))
         coroutines = [result for _, result in results if inspect.iscoroutine(result)]
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
-        row = self._row(index, trajectory)
-        messages = []
+        row, messages = trajectory.row, []
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
                 raise result
@@ -292,17 +278,18 @@ class ToolLoop:
             for name in before.media.keys() & turn.media.keys():
                 if before.media[name].shape[1:] != turn.media[name].shape[1:]:
                     raise MediaError(
-                        f"{self._text_config.model_type} pads media of one conversation to one size, which changes "
-                        "what it sees of them; return media of the size of those before"
+                        f"{self.encoder.model.config.model_type} pads media of one conversation to one size, which "
+                        "changes what it sees of them; return media of the size of those before"
                     )
 
-    def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt, indices: list[int]) -> None:
+    def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt) -> None:
         """Samples what follows the results; a rank without any samples once, for the collectives of the others."""
-        wholes = [trajectory.whole or trajectory.prompt for trajectory in trajectories] or [idle]
-        last = [trajectory.turns[-1][1] if trajectory.turns else None for trajectory in trajectories]
-        asked = [*zip(indices, last, strict=True)]
-        room = [self.max_length - len(trajectory.ids) for trajectory in trajectories]
-        ids, logps = self.complete(wholes, asked, [max(n, 1) for n in room] or [1])
+        wholes = [each.whole or each.prompt for each in trajectories] or [idle]
+        asked = [(each.index, each.turns[-1][1] if each.turns else None) for each in trajectories]
+        self.branches.continuations = asked
+        room = [self.max_length - len(each.ids) for each in trajectories]
+        tokenizer = tokenizer_of(self.encoder.processor)
+        ids, logps = self.complete(wholes, [max(n, 1) for n in room] or [1])
         for i, trajectory in enumerate(trajectories):
             new = ids[i][: room[i]]
             before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
@@ -311,7 +298,7 @@ class ToolLoop:
             trajectory.append(new, None if logps is None else logps[i][: room[i]], sampled=True)
             if new:
                 trajectory.sampled.append(Turn(n, n + len(new), [*results][::-1]))
-                trajectory.messages.append(parse_assistant_turn(self.tokenizer, new, before, self.tools[indices[i]]))
+                trajectory.messages.append(parse_assistant_turn(tokenizer, new, before, trajectory.tools))
 
 
 def parse_assistant_turn(
@@ -333,63 +320,48 @@ def parse_assistant_turn(
     return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
-def first_turns(
-    rollout: Rollout,
-    ids: list[list[int]],
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
-    toolbox: Environments,
-) -> list[dict[str, Any]]:
+def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[dict[str, Any]]:
     """First turns as messages, with their calls if the tokenizer can parse them."""
     tokenizer = tokenizer_of(processing_class)
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         texts = processing_class.batch_decode(ids, skip_special_tokens=True)
         return [{"role": "assistant", "content": text} for text in texts]
-    environments = rollout.source.environments or [None] * len(rollout)
-    return [
-        parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), toolbox.tools_in(environment))
-        for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
-    ]
+    given = zip(ids, rollout.prompts, rollout.source.tools, strict=True)
+    return [parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), tools) for each, prompt, tools in given]
 
 
-def without_tools(
-    rollout: Rollout,
-    ids: list[list[int]],
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
-    toolbox: Environments,
-) -> list[Any]:
+def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[Any]:
     """Completions as texts, or as messages where the prompts are."""
     if is_conversational({"prompt": rollout.source.messages[0]}):
-        return [[each] for each in first_turns(rollout, ids, processing_class, toolbox)]
+        return [[each] for each in first_turns(rollout, ids, processing_class)]
     return processing_class.batch_decode(ids, skip_special_tokens=True)
 
 
 def run_turns(
-    rollout: Rollout,
-    ids: list[list[int]],
-    logps: list[list[float | None]] | None,
-    first: list[dict[str, Any]],
-    loop: ToolLoop,
+    rollout: Rollout, ids: list[list[int]], logps: list[list[float | None]] | None, loop: ToolLoop
 ) -> list[Trajectory]:
-    """Continues completions, whose `first` turns are given as messages, until none ends with a call."""
-    every = [None] * len(ids) if logps is None else logps
+    """Continues completions, whose first turns are given, until none ends with a call."""
+    source = rollout.source
     trajectories = [
         Trajectory(
-            prompt,
-            sampled,
+            rollout.prompts[i],
+            ids[i],
             [message],
-            list(history),
-            each_logps,
-            [1] * len(sampled),
-            contexts=[(history, 0)],
-            sampled=[Turn(0, len(sampled), history)],
-            failure=failure,
+            [*source.messages[i]],
+            None if logps is None else logps[i],
+            [1] * len(ids[i]),
+            contexts=[(source.messages[i], 0)],
+            sampled=[Turn(0, len(ids[i]), source.messages[i])],
+            failure=source.failures[i],
+            environment=source.environments and source.environments[i],
+            tools=source.tools[i],
+            index=i,
+            row=source.row_indices[i],
         )
-        for prompt, sampled, message, history, each_logps, failure in zip(
-            rollout.prompts, ids, first, rollout.source.messages, every, rollout.source.failures, strict=True
-        )
+        for i, message in enumerate(first_turns(rollout, ids, loop.encoder.processor))
     ]
     loop.run(trajectories)
-    rollout.source.failures = [each.failure for each in trajectories]
+    source.failures = [each.failure for each in trajectories]
     return trajectories
 
 
@@ -408,7 +380,11 @@ def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedProm
     prompt, whole = trajectory.prompt, trajectory.whole
     if whole is None or not trajectory.media:
         return prompt
-    return conversation(prompt, trajectory.turns, whole, _is_causal(model, prompt, whole))
+    # Appended results may change the prompt's positions and masks
+    positions = whole.position_ids[..., : len(prompt)]
+    same = torch.equal(positions, prompt.position_ids.expand_as(positions))
+    is_causal = same and all(mask is None for mask in linear_masks(model, whole, 0).values())
+    return conversation(prompt, trajectory.media, whole, is_causal)
 
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
@@ -461,10 +437,3 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
             "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
         )
     return str(result)
-
-
-def _is_causal(model: PreTrainedModel, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
-    """Whether appending tool results leaves the prompt's positions and masks unchanged."""
-    positions = whole.position_ids[..., : len(prompt)]
-    same = torch.equal(positions, prompt.position_ids.expand_as(positions))
-    return same and all(mask is None for mask in linear_masks(model, whole, 0).values())

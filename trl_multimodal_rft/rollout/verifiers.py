@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.reading.decoding import require_module
 from .environments import EnvironmentFailure
-from .openenv import Json, Observation, ServedEnvironment, Value, observation_of, tool_of
+from .openenv import TIMEOUT, Json, Observation, ServedEnvironment, Value, observation_of, tool_of
 
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
 
 async def _ask(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
-    async with require_module("mcp", "verifiers").Client(url) as client:
+    async with asyncio.timeout(TIMEOUT), require_module("mcp", "verifiers").Client(url) as client:
         return await getattr(client, method)(*arguments)
 
 

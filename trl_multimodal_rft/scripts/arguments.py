@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import TrainerState
 from trl import DatasetMixtureConfig, ScriptArguments
@@ -16,32 +16,34 @@ from .option_table import options
 from .options import launched_parser
 
 
+T = TypeVar("T")
+
+
+def option(default: T, text: str) -> T:
+    """A field with the text that `--help` shows."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class PromptArguments(ScriptArguments, DatasetMixtureConfig):
     r"""Arguments of scripts that read a dataset of prompts, or several ([`~trl.DatasetMixtureConfig`])."""
 
-    prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Template of the column `prompt`: `{column}` stands for the row's value of that column. Other "
-            "braces stay, and `{{word}}` is `{word}`."
-        },
+    prompt: str | None = option(
+        None,
+        "Template of the column `prompt`: `{column}` stands for the row's value of that column. Other "
+        "braces stay, and `{{word}}` is `{word}`.",
     )
-    system_prompt: str | None = field(default=None, metadata={"help": "System message at the start of every prompt."})
+    system_prompt: str | None = option(None, "System message at the start of every prompt.")
 
 
 @dataclass
 class RunArguments(PromptArguments):
     """Arguments of scripts that train."""
 
-    disable_compact_log: bool = field(
-        default=False,
-        metadata={"help": "Show transformers' progress bar and dictionaries instead of one line per log."},
+    disable_compact_log: bool = option(
+        False, "Show transformers' progress bar and dictionaries instead of one line per log."
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Build everything, take one step and log it, and save nothing."},
-    )
+    dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
     # What the user set, on the command line and in its config, the command that starts the run, and its state
     user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
@@ -52,27 +54,20 @@ class RunArguments(PromptArguments):
 class RFTScriptArguments(PromptArguments):
     """Arguments of scripts that sample completions."""
 
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths, also with "
-            'settings: `"box_iou_reward(iou_threshold=0.5)"`. By default, without a reward model, '
-            "`accuracy_reward` and `format_reward`, whose tags prompts must request."
-        },
+    reward_funcs: list[str] | None = option(
+        None,
+        "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths, also with "
+        'settings: `"box_iou_reward(iou_threshold=0.5)"`. By default, without a reward model, '
+        "`accuracy_reward` and `format_reward`, whose tags prompts must request.",
     )
-    reward_recipe: dict | None = field(
-        default=None,
-        metadata={
-            "help": "Instead of `reward_funcs`, weights of functions by the label of a row, in JSON: "
-            '`{"counting": {"counting_reward": 1.0}}`.'
-        },
+    reward_recipe: dict | None = option(
+        None,
+        "Instead of `reward_funcs`, weights of functions by the label of a row, in JSON: "
+        '`{"counting": {"counting_reward": 1.0}}`.',
     )
-    reward_label_column: str = field(
-        default="task", metadata={"help": "Column with the label of each row, for `reward_recipe`."}
-    )
-    reward_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Sequence classifier, on the Hub or in a folder, whose score is the first reward."},
+    reward_label_column: str = option("task", "Column with the label of each row, for `reward_recipe`.")
+    reward_model_name_or_path: str | None = option(
+        None, "Sequence classifier, on the Hub or in a folder, whose score is the first reward."
     )
 
     def __post_init__(self):
@@ -93,12 +88,10 @@ class RFTScriptArguments(PromptArguments):
 class ToolArguments:
     """Tools of scripts that sample completions in several turns."""
 
-    tools: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": 'Tools that the model may call: `zoom`, `"zoom(scale=1000)"`, or dotted paths of functions and of '
-            "a class of environments."
-        },
+    tools: list[str] | None = option(
+        None,
+        'Tools that the model may call: `zoom`, `"zoom(scale=1000)"`, or dotted paths of functions and of '
+        "a class of environments.",
     )
 
     def tool_inputs(self) -> dict[str, Any]:
@@ -110,12 +103,10 @@ class ToolArguments:
 class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
     """Arguments of scripts that train with rewards and tools."""
 
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Chat template in place of the model's: a Jinja file, or a model that has it. For tools with "
-            "models such as Qwen2.5-VL, whose own template has no turns of tools."
-        },
+    chat_template_path: str | None = option(
+        None,
+        "Chat template in place of the model's: a Jinja file, or a model that has it. For tools with "
+        "models such as Qwen2.5-VL, whose own template has no turns of tools.",
     )
 
 
@@ -128,27 +119,23 @@ class DistillationScriptArguments(RunArguments, ToolArguments):
 class SFTScriptArguments(RunArguments):
     """Arguments of supervised training."""
 
-    completion: str | None = field(
-        default=None, metadata={"help": "Template of the column `completion`, as `--prompt`."}
-    )
+    completion: str | None = option(None, "Template of the column `completion`, as `--prompt`.")
 
 
 @dataclass
 class PPOScriptArguments(RunArguments, RFTScriptArguments):
     """Arguments of PPO."""
 
-    value_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Critic: a saved critic, a reward model or a backbone of the policy's family. By default a copy "
-            "of the policy; with `shared_trunk`, a value head on the policy."
-        },
+    value_model_name_or_path: str | None = option(
+        None,
+        "Critic: a saved critic, a reward model or a backbone of the policy's family. By default a copy "
+        "of the policy; with `shared_trunk`, a value head on the policy.",
     )
-    ptx_dataset_name: str | None = field(
-        default=None, metadata={"help": "Path or name of the dataset for the supervised loss, with `ptx_coef`."}
+    ptx_dataset_name: str | None = option(
+        None, "Path or name of the dataset for the supervised loss, with `ptx_coef`."
     )
-    ptx_dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
-    ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
+    ptx_dataset_config: str | None = option(None, "Configuration of that dataset.")
+    ptx_dataset_split: str = option("train", "Split of that dataset.")
 
 
 def parse(

@@ -9,7 +9,13 @@ from trl import ModelConfig
 
 from .. import trainers
 from ..trainers.configs import TrainerConfig
-from .arguments import DistillationScriptArguments, RLScriptArguments, RunArguments, SFTScriptArguments
+from .arguments import (
+    DistillationScriptArguments,
+    PPOScriptArguments,
+    RLScriptArguments,
+    RunArguments,
+    SFTScriptArguments,
+)
 from .training import run
 
 
@@ -32,12 +38,13 @@ class Script:
 
 grpo = Script("grpo", RLScriptArguments, "MultimodalGRPO")
 rloo = Script("rloo", RLScriptArguments, "MultimodalRLOO")
+ppo = Script("ppo", PPOScriptArguments, "MultimodalPPO")
 distillation = Script("distillation", DistillationScriptArguments, "MultimodalDistillation")
 sft = Script("sft", SFTScriptArguments, "MultimodalSFT")
 dpo = Script("dpo", RunArguments, "MultimodalDPO")
 reward = Script("reward", RunArguments, "MultimodalReward")
 
-_SCRIPTS = {script.name: script for script in (grpo, rloo, distillation, sft, dpo, reward)}
+_SCRIPTS = {script.name: script for script in (grpo, rloo, ppo, distillation, sft, dpo, reward)}
 
 
 def script_of(name: str) -> Script | ModuleType:

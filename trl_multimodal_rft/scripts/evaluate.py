@@ -2,7 +2,7 @@
 """Accuracy of a model on the rows of a dataset, see `trl-multimodal-rft evaluate --help`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from ..reporting.curves import save_figure
 from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
 from ..spelling import did_you_mean
-from .arguments import RFTScriptArguments, ToolArguments
+from .arguments import RFTScriptArguments, ToolArguments, option
 from .harness import HarnessArguments, evaluate_with_harness
 from .inputs import load_split, model_init_kwargs, with_prompts
 from .preflight import check_model_and_dataset, is_harness
@@ -53,54 +53,43 @@ def benchmark_of(name: str) -> tuple[Callable, list[str]]:
 class EvaluationArguments(ToolArguments):
     """Rows to evaluate, and the folder for the results."""
 
-    benchmark: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Layout of `dataset_name`: {', '.join(BENCHMARKS)}. `evaluate` also takes tasks of lmms-eval and "
-            "EvalScope: `lmms:mmstar`, `evalscope:math_vista`."
-        },
+    benchmark: str | None = option(
+        None,
+        f"Layout of `dataset_name`: {', '.join(BENCHMARKS)}. `evaluate` also takes tasks of lmms-eval and "
+        "EvalScope: `lmms:mmstar`, `evalscope:math_vista`.",
     )
-    benchmark_version: str | None = field(
-        default=None, metadata={"help": "Version of the benchmark's questions, for the results, such as `v05.15.25`."}
+    benchmark_version: str | None = option(
+        None, "Version of the benchmark's questions, for the results, such as `v05.15.25`."
     )
-    media_dir: str | None = field(
-        default=None,
-        metadata={"help": "Base folder of media paths in rows. By default the benchmark's, or the working directory."},
+    media_dir: str | None = option(
+        None, "Base folder of media paths in rows. By default the benchmark's, or the working directory."
     )
-    max_rows: int | None = field(default=None, metadata={"help": "Evaluate only the first rows, this many."})
-    audio_overlong: Literal["raise", "truncate"] = field(
-        default="raise", metadata={"help": "What happens to audio longer than the model's window."}
+    max_rows: int | None = option(None, "Evaluate only the first rows, this many.")
+    audio_overlong: Literal["raise", "truncate"] = option(
+        "raise", "What happens to audio longer than the model's window."
     )
-    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = field(
-        default=None, metadata={"help": "What happens to control tokens in texts of messages (by default a warning)."}
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = option(
+        None, "What happens to control tokens in texts of messages (by default a warning)."
     )
-    output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
-    plot: str | None = field(
-        default=None,
-        metadata={"help": "PNG file for a picture of the accuracies with their intervals, or of rows' pass rates."},
+    output_dir: str = option("outputs/evaluate", "Folder for the results.")
+    plot: str | None = option(
+        None, "PNG file for a picture of the accuracies with their intervals, or of rows' pass rates."
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model."})
+    trust_remote_code: bool = option(False, "Run code that comes with a model.")
 
 
 @dataclass
 class PairArguments(EvaluationArguments):
     """Whether rows are pairs, and how a judge or a reward model compares them."""
 
-    pairs: bool = field(
-        default=False,
-        metadata={
-            "help": "Rows are pairs (`prompt`, `chosen`, `rejected`): measure a judge, which is the model, in both "
-            "orders, or the reward model."
-        },
+    pairs: bool = option(
+        False,
+        "Rows are pairs (`prompt`, `chosen`, `rejected`): measure a judge, which is the model, in both "
+        "orders, or the reward model.",
     )
-    tie_margin: float = field(
-        default=0.0, metadata={"help": "Largest difference of a reward model's scores that predicts a tie."}
-    )
-    compare_with: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder with results of another model on the same rows: adds gains over it, with intervals."
-        },
+    tie_margin: float = option(0.0, "Largest difference of a reward model's scores that predicts a tie.")
+    compare_with: str | None = option(
+        None, "Folder with results of another model on the same rows: adds gains over it, with intervals."
     )
 
 

@@ -4,7 +4,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ..evaluation import EvaluationConfig, EvaluationResult
 from ..evaluation.result import metric_lines
 from ..reporting.curves import save_figure
 from ..reporting.plots import check_plot, histograms
-from .arguments import RFTScriptArguments
+from .arguments import RFTScriptArguments, option
 from .evaluate import EvaluationArguments, evaluate_by_name
 from .preflight import check_ablated_modality
 
@@ -35,28 +35,16 @@ _SAMPLES, _TEMPERATURE = 8, 1.0
 class FilterArguments(EvaluationArguments):
     """Which rows to keep."""
 
-    by: Literal["accuracy", "contribution"] = field(
-        default="contribution",
-        metadata={
-            "help": "'accuracy' keeps rows of medium difficulty, by their share of correct answers; 'contribution' "
-            "those whose answers need their medium."
-        },
+    by: Literal["accuracy", "contribution"] = option(
+        "contribution",
+        "'accuracy' keeps rows of medium difficulty, by their share of correct answers; 'contribution' "
+        "those whose answers need their medium.",
     )
-    min: float | None = field(
-        default=None, metadata={"help": "With `--by accuracy`, minimum share of correct answers. Defaults to 0.1."}
-    )
-    max: float | None = field(
-        default=None, metadata={"help": "With `--by accuracy`, maximum share of correct answers. Defaults to 0.9."}
-    )
-    min_accuracy_with: float = field(
-        default=0.5, metadata={"help": "Minimum share of correct answers with the medium."}
-    )
-    max_accuracy_without: float = field(
-        default=0.25, metadata={"help": "Maximum share of correct answers without the medium."}
-    )
-    output_dir: str = field(
-        default="outputs/filter", metadata={"help": "Empty folder for the kept rows and the report."}
-    )
+    min: float | None = option(None, "With `--by accuracy`, minimum share of correct answers. Defaults to 0.1.")
+    max: float | None = option(None, "With `--by accuracy`, maximum share of correct answers. Defaults to 0.9.")
+    min_accuracy_with: float = option(0.5, "Minimum share of correct answers with the medium.")
+    max_accuracy_without: float = option(0.25, "Maximum share of correct answers without the medium.")
+    output_dir: str = option("outputs/filter", "Empty folder for the kept rows and the report.")
 
     def __post_init__(self):
         names = ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without")

@@ -9,14 +9,13 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
-from trl.scripts.utils import DatasetConfig
 
 from ..data.reading.decoding import require_module
 from ..data.rows.load import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
 from ..trainers.configs import TrainerConfig
-from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
+from .arguments import PPOScriptArguments, PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .preflight import check_model_and_dataset
 from .prompts import with_system_message, with_texts
 
@@ -45,7 +44,12 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 
 
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    size, parts = script_args.test_split_size, [_located(each) for each in script_args.datasets]
+    # `load_dataset` supports neither paths of files nor `~`
+    parts = [
+        each if each.data_files or each.data_dir else replace(each, **load_arguments(each.path, each.split))
+        for each in script_args.datasets
+    ]
+    size = script_args.test_split_size
     with reading(f"the mixture of {', '.join(repr(each.path) for each in script_args.datasets)}"):
         splits = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
     if size is not None:
@@ -56,13 +60,6 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
     if split not in splits:
         raise ValueError(f"`datasets` have no split {split!r}; set `test_split_size`, or leave evaluation out.")
     return splits[split]
-
-
-def _located(part: DatasetConfig) -> DatasetConfig:
-    """A part of a mixture as `load_dataset` takes it, which supports neither paths of files nor `~`."""
-    if part.data_files is not None or part.data_dir is not None:
-        return part
-    return replace(part, **load_arguments(part.path, part.split))
 
 
 def trainer_inputs(
@@ -92,7 +89,18 @@ def trainer_inputs(
         inputs["processing_class"] = _with_chat_template(script_args.chat_template_path, *source)
     if isinstance(script_args, ToolArguments) and script_args.tools:
         inputs |= script_args.tool_inputs()
+    if isinstance(script_args, PPOScriptArguments):
+        inputs |= critic_inputs(script_args)
     return inputs
+
+
+def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
+    """Arguments of the trainer that only PPO has."""
+    name, config, split = script_args.ptx_dataset_name, script_args.ptx_dataset_config, script_args.ptx_dataset_split
+    return {
+        "value_model": script_args.value_model_name_or_path,
+        "ptx_dataset": None if name is None else load_rows(name, config, split, streaming=False),
+    }
 
 
 def _with_chat_template(

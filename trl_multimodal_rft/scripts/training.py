@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from accelerate import PartialState
 from accelerate.logging import get_logger
-from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import is_matplotlib_available
@@ -38,13 +36,12 @@ def run(
     script_args: RunArguments,
     training_args: TrainerConfig,
     model_args: ModelConfig,
-    **inputs: str | Dataset | None,
 ) -> None:
     """Trains, saves and publishes a model, or with `--dry_run` takes one step and saves nothing."""
     script_args.command = script_args.command or f"trl-multimodal-rft {name}"
     with script_run(script_args, training_args):
         announce("loading the dataset")
-        arguments: dict[str, Any] = {**trainer_inputs(script_args, training_args, model_args), **inputs}
+        arguments = trainer_inputs(script_args, training_args, model_args)
         announce("loading the model")
         trainer = trainer_class(**arguments, callbacks=[*curves(), ScriptCallback(script_args)])
         if script_args.disable_compact_log:
@@ -80,9 +77,7 @@ class ScriptCallback(TrainerCallback):
             control.should_log = control.should_training_stop = True
             control.should_evaluate = control.should_save = False
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.script_args.dry_run:
-            control.should_evaluate = control.should_save = False
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.script_args.dry_run and state.is_world_process_zero:
@@ -136,12 +131,9 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
     data = ["--dataset_name", script_args.dataset_name or "path/to/dataset"]
     values = {**vars(script_args), "media_dir": args.media_dir}
-    for name in ("dataset_config", "media_dir", "prompt"):
-        if values[name] is not None:
-            data += [f"--{name}", str(values[name])]
-    for name in ("reward_funcs", "tools"):
-        if named := values.get(name):
-            data += [f"--{name}", *([named] if isinstance(named, str) else named)]
+    for name in ("dataset_config", "media_dir", "prompt", "reward_funcs", "tools"):
+        if value := values.get(name):
+            data += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
     if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
         data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
         data += ["--reward_label_column", script_args.reward_label_column]

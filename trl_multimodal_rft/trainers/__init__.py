@@ -25,22 +25,4 @@ if TYPE_CHECKING:
 
 _check_versions()
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "MultimodalDistillationConfig": "distillation_config",
-        "MultimodalDistillationTrainer": "distillation_trainer",
-        "MultimodalDPOConfig": "dpo_config",
-        "MultimodalDPOTrainer": "dpo_trainer",
-        "MultimodalGRPOConfig": "grpo_config",
-        "MultimodalGRPOTrainer": "grpo_trainer",
-        "MultimodalPPOConfig": "ppo_config",
-        "MultimodalPPOTrainer": "ppo_trainer",
-        "MultimodalRewardConfig": "reward_config",
-        "MultimodalRewardTrainer": "reward_trainer",
-        "MultimodalRLOOConfig": "rloo_config",
-        "MultimodalRLOOTrainer": "rloo_trainer",
-        "MultimodalSFTConfig": "sft_config",
-        "MultimodalSFTTrainer": "sft_trainer",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

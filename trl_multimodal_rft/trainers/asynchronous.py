@@ -122,7 +122,7 @@ class AsynchronousSampling:
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """How to reward the completions of requests when they come, by functions that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
-        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
+        functions = zip(rewards.names(), rewards.functions(), rewards.processors(), strict=True)
         chosen = [each for each in functions if only_waits(each[1])]
         # Results of tools follow, and a group that is sampled from two prompts comes in two parts
         if not chosen or run.toolbox.tools or run.args.rollout_view is not None:
@@ -134,7 +134,7 @@ class AsynchronousSampling:
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             source = part.source
             source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
-            source.completions = without_tools(part, source.ids, flight.processor, run.toolbox)
+            source.completions = without_tools(part, source.ids, flight.processor)
             given = names, funcs, processors, rewards.template_kwargs, run.args.rules
             return reward_early(part, checked_functions(part, *given), run.state(), rewards.loop, flight.calls)
 

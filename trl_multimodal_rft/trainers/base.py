@@ -218,7 +218,9 @@ class MultimodalTrainer(CheckpointMixin):
     def _make_run(self, unseen: set[str]) -> Run:
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         rewards = RewardFunctions(
-            lambda: (self.reward_func_names, self.reward_funcs, self.reward_processing_classes),
+            lambda: self.reward_func_names,
+            lambda: self.reward_funcs,
+            lambda: self.reward_processing_classes,
             self.chat_template_kwargs,
             {argument: getattr(self, name, None) for argument, name in names.items()},
             getattr(self, "async_loop", None),
@@ -374,7 +376,7 @@ class MultimodalTrainer(CheckpointMixin):
             ids, logps, tool_mask = continue_after_tools(run, *given)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
-            rollout.source.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
+            rollout.source.completions = without_tools(rollout, ids, self.processing_class)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
@@ -382,10 +384,10 @@ class MultimodalTrainer(CheckpointMixin):
         run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=masks)
         run.metrics.add(self.sampler.metrics())
 
-    def tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
+    def tool_loop(self, **options) -> ToolLoop:
         """Calls tools as in training, unless the options say otherwise."""
         most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
-        return self._run.tool_loop(self.sampler, tools, **{**most, **options})
+        return self._run.tool_loop(self.sampler, **{**most, **options})
 
     def _reward(self, rollout: Rollout) -> None:
         self._run.reward_together(rollout)
@@ -534,12 +536,10 @@ class MultimodalTrainer(CheckpointMixin):
     def _log_engine(self, parts: Sequence[Rollout]) -> None:
         self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.now)
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Scores of the micro-batch, media included, for a `_compute_loss` of the user that calls TRL's hook."""
         if self._micro_batch is None:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scores = self._score(model, self._micro_batch)
         return scores.logps, scores.entropies, scores.aux_loss
 

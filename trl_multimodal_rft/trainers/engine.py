@@ -35,7 +35,7 @@ from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
-from ..rollout.turns import ENDS, ToolLoop, first_turns, run_turns, with_results
+from ..rollout.turns import ENDS, ToolLoop, run_turns, with_results
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
@@ -272,16 +272,11 @@ def continue_after_tools(
     Returns ids, log-probabilities, and masks that are 0 on results.
     """
 
-    def sample(
-        prompts: list[EncodedPrompt], continuations: list[tuple[int, EncodedPrompt | None]], room: list[int]
-    ) -> Samples:
-        branches.continuations = continuations
+    def sample(prompts: list[EncodedPrompt], room: list[int]) -> Samples:
         return sampler(run.wrapped(), prompts, step=run.step, room=room, branches=branches)
 
-    tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
-    first = first_turns(rollout, samples[0], run.prompts.processor, run.toolbox)
-    loop = make_loop(tools, complete=sample, environments=rollout.source.environments)
-    trajectories = run_turns(rollout, *samples, first, loop)
+    loop = make_loop(complete=sample, branches=branches)
+    trajectories = run_turns(rollout, *samples, loop)
     for part in (part for each in trajectories for prompt in (each.prompt, *each.closed) for part in prompt.parts):
         part.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.encoder.model, trajectories)

@@ -37,7 +37,7 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
 
 def add_view(run: Run, rollout: Rollout) -> None:
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
-    rollout.view.prompts = view_prompts(rollout, view, run.prompts, run.toolbox)
+    rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
     rollout.view.replaces = torch.tensor([own is not other for own, other in pairs], device=run.accelerator.device)
     for prompt in rollout.view.prompts:

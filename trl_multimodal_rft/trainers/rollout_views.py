@@ -69,7 +69,7 @@ def take_views(
     if contrast:
         indices = [*contrast]
         part = rollout.select(indices)
-        completions = without_tools(part, ids[n:], run.prompts.processor, run.toolbox)
+        completions = without_tools(part, ids[n:], run.prompts.processor)
         source = replace(part.source, ids=ids[n:], completions=completions, whole_groups=False)
         rollout.source.contrast = replace(part, source=source), indices
     if logps is None:
@@ -84,7 +84,7 @@ def _last_prompts_under(
     """Prompts of the last completions of each group under a view, where it replaces a medium, by their indices."""
     first = run.accelerator.process_index * len(rollout)
     indices = last_of_groups(fraction, len(rollout), first, run.group_size)
-    prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts, run.toolbox)
+    prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts)
     return {i: prompt for i, prompt in zip(indices, prompts, strict=True) if prompt is not rollout.prompts[i]}
 
 

@@ -36,6 +36,7 @@ from ..rollout.reward import (
     rewards_by_turn,
     rewards_per_func,
     turn_metrics,
+    warn_of_unscorable,
 )
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
@@ -67,25 +68,15 @@ class MetricLog:
 
 @dataclass
 class RewardFunctions:
-    """The reward functions of a run, to which a trainer may add; of each its name, and the processor of a model."""
+    """The reward functions of a run, which a user may replace, and to which a trainer may add."""
 
-    now: Callable[[], tuple[list[str], list[Any], list[Any]]]  # these three, which a user may replace
+    names: Callable[[], list[str]]
+    functions: Callable[[], list[Any]]
+    processors: Callable[[], list[Any]]  # of those that are models
     template_kwargs: dict[str, Any]
     logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
     loop: AbstractEventLoop | None  # of asynchronous functions
     were_called: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        return self.now()[0]
-
-    @property
-    def functions(self) -> list[Any]:
-        return self.now()[1]
-
-    @property
-    def processors(self) -> list[Any]:
-        return self.now()[2]
 
 
 @dataclass
@@ -142,7 +133,7 @@ class Run:
 
     def _check_rows(self, rows: list[Row]) -> None:
         """Refuses rows without a prompt, and, of datasets that show them only now, columns that nothing reads."""
-        if not all(isinstance(each, nn.Module) for each in self.rewards.functions):
+        if not all(isinstance(each, nn.Module) for each in self.rewards.functions()):
             check_reward_columns(rows[0], 0)
         if self.toolbox:
             return
@@ -196,14 +187,17 @@ class Run:
         early = None if flight is None or only_first else flight.early_rewards
         if not rewards.were_called:
             rewards.were_called = True
-            for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
+            for warning in missing_instructions(rewards.functions(), rewards.names(), rollout.source.messages):
                 logger.warning(warning)
         n = 1 if only_first else None
-        functions = rewards.names[:n], rewards.functions[:n], rewards.processors[:n]
+        functions = rewards.names()[:n], rewards.functions()[:n], rewards.processors()[:n]
         checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.args.rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.state(), **arguments}
-        return reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+        found = reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+        rows = [[*row] for row in zip(*found.values(), strict=True)]
+        warn_of_unscorable(rows, found, rollout.source)
+        return rows
 
     def reward_together(self, rollout: Rollout) -> None:
         """Notes the rewards of all ranks' completions. All ranks must call this."""
@@ -212,7 +206,7 @@ class Run:
         found = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         found = self.accelerator.gather(found.to(self.accelerator.device))
         rollout.rewards.per_func = found[..., 0].contiguous()
-        self.metrics.add(turn_metrics(found[..., 1:], self.rewards.names))
+        self.metrics.add(turn_metrics(found[..., 1:], self.rewards.names()))
 
     def leave_out_failed(self, rollout: Rollout) -> None:
         """
@@ -270,13 +264,12 @@ class Run:
     def group_size(self) -> int:
         return self.group_sizes[not self.is_training]
 
-    def tool_loop(self, sampler: Sampler, tools: Sequence[dict[str, Callable]], **options: Any) -> ToolLoop:
+    def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
         """Calls each completion's tools, with further fields of the loop."""
         args = self.args
         anyone = functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool
         fields: dict[str, Any] = {
             "encoder": self.prompts,
-            "tools": tools,
             "max_media": args.max_tool_media,
             "max_context_media": args.max_context_media,
             "ends": self.ends,

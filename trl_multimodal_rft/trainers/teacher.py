@@ -166,7 +166,7 @@ def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedP
     """The prompts of completions under a view of this step, if there is one."""
     if view is None:
         return rollout.prompts
-    return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts, run.toolbox)
+    return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts)
 
 
 def server_teacher(

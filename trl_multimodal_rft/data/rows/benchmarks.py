@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
+from datasets import Audio, Dataset, concatenate_datasets
 
 from ..reading.refs import shortened
 from .letters import without_letters
@@ -171,8 +171,7 @@ def load_audiomcq(
     if task == "rl":
         return dataset
     answers = [[{"role": "assistant", "content": f"<answer>{each}</answer>"}] for each in dataset["solution"]]
-    completions = Dataset.from_dict({"completion": answers}, Features({"completion": dataset.features["prompt"]}))
-    return concatenate_datasets([dataset.remove_columns(["solution", "choices"]), completions], axis=1)
+    return dataset.remove_columns(["solution", "choices"]).add_column("completion", answers)
 
 
 def _read(
@@ -235,11 +234,11 @@ def _assemble(
         columns["prompt"].append([{"role": "user", "content": asked}])
         columns["solution"].append(plain[answer] if isinstance(answer, int) else None)
         columns["choices"].append(plain)
-    prompts = {"prompt": columns.pop("prompt")}
-    messages = List({"role": Value("string"), "content": Value("string")})
+    prompts = Dataset.from_dict({"prompt": columns.pop("prompt")})
     for name in names:
         if any(name in row for row in rows):
             columns[name.replace("-", "_")] = [row.get(name) for row in rows]
-    parts = [Dataset.from_dict(prompts, Features({"prompt": messages})), audio, Dataset.from_dict(columns)]
     # Not decoded, since the trainers decode each medium once, at the model's rate
-    return concatenate_datasets(parts, axis=1).cast_column("audio", Audio(decode=False))
+    return concatenate_datasets([prompts, audio, Dataset.from_dict(columns)], axis=1).cast_column(
+        "audio", Audio(decode=False)
+    )

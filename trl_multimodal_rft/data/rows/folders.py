@@ -2,7 +2,6 @@
 """Writes datasets as folders of Parquet files that hold their media."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,19 +55,13 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
     splits = dataset if isinstance(dataset, DatasetDict) else {str(dataset.split or "train"): dataset}
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        (aside / "data").mkdir()
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+        data = Path(aside, folder.name, "data")
+        data.mkdir(parents=True)
         for split, rows in splits.items():
             with progress_bar(len(rows), f"write {split}") as bar:
-                _write_split(rows, aside / "data", str(split), rules, bar)
-        mask = os.umask(0)  # `mkdtemp` ignores it
-        os.umask(mask)
-        aside.chmod(0o777 & ~mask)
-        aside.replace(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+                _write_split(rows, data, str(split), rules, bar)
+        data.parent.replace(folder)
 
 
 def check_empty(folder: str | os.PathLike) -> None:

@@ -554,7 +554,16 @@ def _read(
     n_stored = len(media)
     if not rows:
         raise ValueError(f"{path} has no rows; is it another file that holds them?")
-    rows = [with_media(_checked(row, index), index) for index, row in enumerate(rows)]
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise ValueError(f"row {index} is a {kind}, not an object with columns; is it another layout?")
+        if row.get("objects"):
+            raise ValueError(
+                f"row {index}, column 'objects': boxes depend on the model and aren't converted; write them into the "
+                "messages and remove the column."
+            )
+    rows = [with_media(row, index) for index, row in enumerate(rows)]
     for modality, feature in _FEATURES.items():
         for name in (modality, f"{TEACHER}{modality}"):
             files = [_pop_files(row, name, index, folder) for index, row in enumerate(rows)]
@@ -567,17 +576,6 @@ def _read(
         for row, length in zip(rows, pc.fill_null(lengths, 0).to_pylist(), strict=True):
             row[name] = ["stored"] * length if name.endswith("s") else "stored" if length else None
     return rows, media
-
-
-def _checked(row: Any, index: int) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"row {index} is a {type(row).__name__}, not an object with columns; is it another layout?")
-    if row.get("objects"):
-        raise ValueError(
-            f"row {index}, column 'objects': boxes depend on the model and aren't converted; write them into the "
-            "messages and remove the column."
-        )
-    return row
 
 
 def _is_media(column: str) -> bool:

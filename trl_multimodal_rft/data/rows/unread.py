@@ -122,8 +122,8 @@ def check_columns(
     return message
 
 
-def check_has_prompt(row: Mapping[str, Any], index: int | None = None) -> None:
-    _check_names(f"row {getattr(row, 'row_index', index)}", row, row)
+def check_has_prompt(row: Mapping[str, Any]) -> None:
+    _check_names(f"row {getattr(row, 'row_index', None)}", row, row)
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:

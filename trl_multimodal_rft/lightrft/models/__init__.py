@@ -14,17 +14,4 @@ if TYPE_CHECKING:
     from .critic import Critic
     from .utils import compute_approx_kl, compute_reward, masked_mean
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "Actor": "actor",
-        "ActorAL": "actor_al",
-        "ActorLanguage": "actor_language",
-        "ActorOmni": "actor_al",
-        "ActorVL": "actor_vl",
-        "Critic": "critic",
-        "compute_approx_kl": "utils",
-        "compute_reward": "utils",
-        "masked_mean": "utils",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -17,21 +17,4 @@ if TYPE_CHECKING:
     from .replay_buffer_vl import NaiveReplayBufferVL
     from .spmd_ppo_trainer import SPMDPPOTrainerVL
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "AdaptiveKLController": "kl_controller",
-        "Experience": "experience",
-        "ExperienceConfig": "experience_config",
-        "ExperienceVL": "experience",
-        "FixedKLController": "kl_controller",
-        "NaiveExperienceMaker": "experience_maker",
-        "NaiveExperienceMakerVL": "experience_maker_vl",
-        "NaiveReplayBuffer": "replay_buffer",
-        "NaiveReplayBufferVL": "replay_buffer_vl",
-        "PPOTrainerAL": "ppo_trainer_vl",
-        "PPOTrainerVL": "ppo_trainer_vl",
-        "ReplayBuffer": "replay_buffer",
-        "SPMDPPOTrainerVL": "spmd_ppo_trainer",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

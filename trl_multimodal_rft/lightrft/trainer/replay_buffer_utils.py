@@ -320,16 +320,10 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
     return [[images] if isinstance(images, PIL.Image.Image) else images for images in raw_images]
 
 
-def _split_info(info: dict | None, size: int) -> list[Any]:
-    if info is None:
-        return [None] * size
-    parts = {key: _split_value(value, size) for key, value in info.items()}
-    return [{key: values[i] for key, values in parts.items()} for i in range(size)]
-
-
-def _split_value(value: Any, size: int) -> list:
+def _split_info(value: Any, size: int) -> list:
     if isinstance(value, dict):
-        return _split_info(value, size)
+        parts = {key: _split_info(each, size) for key, each in value.items()}
+        return [{key: values[i] for key, values in parts.items()} for i in range(size)]
     if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size:
         return [row.clone() for row in value]
     value = recursively_apply(torch.clone, value)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from trl import is_conversational
 from trl.trainer.utils import get_callable_name
 
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
@@ -69,8 +70,10 @@ class RewardSources:
     def _arguments(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
-        completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions: list[Any] = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         rows = samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
+        if is_conversational({"prompt": rows[0]["prompt"]}):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
         arguments = reward_arguments([row["prompt"] for row in rows], completions, completion_ids, rows)
         return {
             **arguments,
