@@ -20,12 +20,10 @@ from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
-from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.logprobs import completion_scores, completion_values
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.generation.transformers import generate_in_parts
 from trl_multimodal_rft.models import Critic, ValueHead
-from trl_multimodal_rft.policy import training_obstacle
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 
 
 G = 3
@@ -87,9 +85,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         for prompt in prompts
     ]
     twice = [prompt for prompt in prompts for _ in range(2)]
-    parts = split_samples(twice, isolate)
-    with torch.no_grad():
-        sampled = generate_in_parts(model, model, twice, parts, config, 0, model.device)
+    sampled = PolicyForward(fallbacks=Fallbacks(isolate=isolate)).sample(model, twice, config, 0)
     assert torch.equal(sampled, torch.stack([row for row in plain for _ in range(2)]))
 
 

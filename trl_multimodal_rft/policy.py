@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -30,7 +31,7 @@ from .forward.processes import Processes, unreached_parameters
 from .forward.scores import DeferredParts, Scores, load_balancing_loss
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
-from .generation.transformers import Branches, generate_in_parts
+from .generation.transformers import Branches, generate_completions, without_router_logits
 from .models.critic import Critic, ValueHead
 from .models.parts import same_adapters
 from .models.wrapped import is_unsharded, unwrapped
@@ -456,7 +457,8 @@ class PolicyForward:
         `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the cache to
         continue from, if ranks needn't wait for each other's forwards.
 
-        Returns completions `(B, N)`, or what [`~generation.transformers.generate_in_parts`] returns.
+        Returns completions `(B, N)`; where all are sampled at once, what
+        [`~generation.transformers.generate_completions`] returns.
         """
         fallbacks = self.fallbacks
         isolate = fallbacks.isolate
@@ -482,20 +484,27 @@ class PolicyForward:
                 if branches is None or branches.continuations is None:  # else the cache holds what the media gave
                     with self._autocast():
                         encode_once(unwrapped_model, [*prompts, *dummies], device)
-                return generate_in_parts(
-                    generating_model,
-                    unwrapped_model,
-                    prompts,
-                    parts,
-                    generation_config,
-                    pad_token_id,
-                    device,
-                    surplus=surplus,
-                    shared_prefill=shared_prefill,
-                    in_step=is_sharded,
-                    dummies=dummies,
-                    branches=branches,
-                )
+                outputs = []
+                with without_router_logits(unwrapped_model):
+                    for part in [*parts, *[parts[-1]] * surplus]:  # other ranks have more
+                        output = generate_completions(
+                            generating_model,
+                            unwrapped_model,
+                            [prompts[i] for i in part],
+                            generation_config,
+                            pad_token_id,
+                            device,
+                            shared_prefill=shared_prefill,
+                            in_step=is_sharded,
+                            dummies=dummies,
+                            branches=branches,
+                        )
+                        outputs.append(output)
+        if len(parts) == 1:
+            return outputs[0]
+        longest = max(output.size(1) for output in outputs[: len(parts)])
+        padded = [F.pad(output, (0, longest - output.size(1)), value=pad_token_id) for output in outputs[: len(parts)]]
+        return torch.cat(padded)[torch.tensor(sum(parts, []), device=device).argsort()]
 
 
 def _gather_head(policy: PreTrainedModel) -> None:

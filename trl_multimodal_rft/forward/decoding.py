@@ -16,7 +16,7 @@ from .kernels import AttentionOptions
 
 
 # Tokens to make room for at a time, and layers
-_ROOM, _LAYERS = 128, 8
+_ROOM, _LAYERS = 128, 16
 
 # Added to scores of what isn't attended to, in any dtype; where that is all, all are equal
 _MASKED = -3e4

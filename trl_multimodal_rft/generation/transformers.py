@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -279,39 +278,6 @@ def shares_prompts(model: PreTrainedModel, has_room: bool = False) -> bool:
     kinds = {DynamicLayer} if has_room else {DynamicLayer, DynamicSlidingWindowLayer}
     has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # no windows
     return set() < layers - {LinearAttentionLayer, DummyLayer} <= kinds and not has_chunks and takes_layouts(model)
-
-
-def generate_in_parts(
-    model: nn.Module,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    parts: Sequence[Sequence[int]],
-    generation_config: GenerationConfig,
-    pad_token_id: int,
-    device: torch.device,
-    *,
-    surplus: int = 0,
-    **options,
-) -> Any:
-    """
-    [`generate_completions`] for parts of the completions, whose indices are `parts`, one after the other.
-
-    The last part is generated `surplus` times again, for ranks that have more parts. Returns ids in the order of the
-    prompts, `(B, N)`; for one part, what [`generate_completions`] returns.
-    """
-    outputs = []
-    for part in [*parts, *[parts[-1]] * surplus]:
-        rows = [prompts[i] for i in part]
-        with without_router_logits(unwrapped_model):
-            outputs.append(
-                generate_completions(model, unwrapped_model, rows, generation_config, pad_token_id, device, **options)
-            )
-    if len(parts) == 1:
-        return outputs[0]
-    outputs = outputs[: len(parts)]
-    longest = max(output.size(1) for output in outputs)
-    order = torch.tensor([i for part in parts for i in part], device=outputs[0].device).argsort()
-    return torch.cat([F.pad(each, (0, longest - each.size(1)), value=pad_token_id) for each in outputs])[order]
 
 
 def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
