@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The loop that samples behind a cache draws what `generate` draws, with the kernels and waits of GPUs."""
 
+import functools
 import sys
+from contextlib import contextmanager
 
 import pytest
-from test_decoding import assert_same, build, options, sample
+from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
@@ -44,3 +46,22 @@ def test_waits(device):
         totals.append([sum(each.values()) for each in (watch.waits, watch.uploads, ended.waits, ended.uploads)])
     more = [b - a for a, b in zip(*totals, strict=True)]
     assert more == [0, 0, 4, 0], (more, ended.waits, ended.uploads)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_operations(name, device):
+    """A token takes at most half of the operations of `generate` outside of the layers, and no more in a layer."""
+    fake_cuda = sys.modules.get("fake_cuda")
+    if fake_cuda is None or device == "cpu":
+        pytest.skip("counts on the stand-in for a GPU")
+    model, tokenizer, rows = build(name)
+
+    @contextmanager
+    def counting():
+        with fake_cuda.watch() as watch:
+            yield watch.operators
+
+    counted = functools.partial(operations_of_a_token, model.to(device).bfloat16(), tokenizer, rows, counting, None)
+    (outside, layers), (before, layers_before) = counted(), counted(shared_prefill=False)
+    assert layers.total() <= layers_before.total(), (layers, layers_before)
+    assert outside.total() <= 0.5 * before.total(), (outside, before)

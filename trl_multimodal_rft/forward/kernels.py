@@ -204,10 +204,11 @@ def attention_with_lse(
     mask: torch.Tensor | None,
     scaling: float,
     softcap: float | None = None,
+    shown: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention of states `(B, heads, T, head_dim)` to all keys, with a `mask` that is added to scores, and the
-    log-sum-exp of the scores `(B, heads, Q)`. Queries may have more heads than keys.
+    Attention of states `(B, heads, T, head_dim)` to all keys, with a `mask` that is added to scores, but to none of
+    the key at `shown`, and the log-sum-exp of the scores `(B, heads, Q)`. Queries may have more heads than keys.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":
@@ -217,9 +218,10 @@ def attention_with_lse(
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
     folded = query.reshape(len(key), key.size(1), -1, query.size(-1))  # heads that share keys as one sequence
-    scores = (folded @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scaling
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores if mask is None else scores + mask
-    lse = scores.logsumexp(-1)
-    output = (scores - lse[..., None]).exp().to(value.dtype) @ value
-    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
+    scores, wide = folded @ key.mT, torch.promote_types(query.dtype, torch.float32)
+    if softcap is not None:
+        scores, scaling = softcap * torch.tanh(scores.to(wide) * (scaling / softcap)), 1.0
+    scores = scores.to(wide) * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
+    logps = scores.log_softmax(-1)
+    lse = scores[..., shown] - logps[..., shown]  # in fewer operations than `logsumexp`
+    return (logps.exp().to(value.dtype) @ value).view(*query.shape[:3], -1), lse.view(query.shape[:3])

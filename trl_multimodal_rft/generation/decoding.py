@@ -139,7 +139,7 @@ def decode(
                 if leaves and 2 * left * groups <= len(step["input_ids"]):
                     index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), left)
                     rows = index if rows is None else rows[index]
-                    (layout or cache).reorder_cache(cast(torch.LongTensor, index))
+                    cache.reorder_cache(cast(torch.LongTensor, index))
                     step["position_ids"] = step["position_ids"].index_select(-2, index)
                     mask = None if mask is None else mask[index]
             step["input_ids"] = token if rows is None else token[rows]
