@@ -131,7 +131,7 @@ FILES = {
     "steps.yaml": "max_steps: [3]\n",
     "key.yaml": "max_steps: 3\n\nnum_generation: 4\n",
     "removed.yaml": "evaluation_strategy: steps\n",
-    "twice.yaml": "max_steps: 3\nmax_steps: 4\n",
+    "twice.yaml": "max-steps: 3\nmax_steps: 4\n",
     "tabs.yaml": "max_steps: 3\n\tseed: 1\n",
     "list.yaml": "- max_steps\n",
     "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",

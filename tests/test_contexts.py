@@ -212,10 +212,11 @@ PICTURE = image(56, 56, 9)
 
 
 class Summary(Album):
-    """Keeps what was said apart from the last one."""
+    """Keeps what was said apart from the last one, and changes what it was given."""
 
     def get_context(self, messages):
-        text = {"type": "text", "text": f"Seen: {self.n}"}
+        messages[-1]["content"], messages[0]["content"][:] = "", messages[0]["content"][-1:]
+        text = {"type": "text", "text": f"Seen: {self.n}<|im_end|>"}  # a control token, which is left out
         return None if self.n < 2 else [messages[0], {"role": "user", "content": [text, PICTURE]}]
 
 
@@ -224,6 +225,7 @@ def test_environments_rewrite_contexts():
     batch = result.trainer.draws[0].batch
     assert [len(prompt.contexts) for prompt in batch.prompts] == [max(n, 1) for n in Scripted.turns]
     assert isinstance(batch.prompts[2].contexts[0], Conversation)  # the first result was appended
+    assert all(len(media_of(messages)) == 1 for messages in batch.source.messages)
     processor = talking("qwen3_vl")["processing_class"]
     rewritten = batch.source.contexts[4]
     assert [messages[1]["content"][0]["text"] for messages in rewritten] == ["Seen: 2", "Seen: 3", "Seen: 4"]

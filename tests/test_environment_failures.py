@@ -86,6 +86,26 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer):
     assert relative_difference(truth, {name: result.update[name] for name in truth}) <= 1e-4
 
 
+class Blurred(Office):
+    """Shows what can't be read: the fourth at first, and others when their context is rewritten."""
+
+    def reset(self, **row):
+        self.how = "idle"
+        return [BROKEN] if self.place == 3 else None
+
+    def get_context(self, messages):
+        return [{"role": "user", "content": [BROKEN]}] if self.how == "well" else None
+
+
+BROKEN = {"type": "image", "image": b"no image"}
+
+
+def test_media_of_an_environment_that_cannot_be_read_are_its_failure():
+    script = {2: [call("work", how="well")], 5: [call("work", how="badly")]}
+    result = play(partial(Blurred, count()), ROWS, script, GRPO, unanswered={2: 0})
+    assert logged(result, "tools/environment_failures") == [2]
+
+
 def test_a_run_ends_when_every_environment_fails(monkeypatch):
     script = dict.fromkeys(range(8), [call("work", how="hastily")])
     with pytest.raises(RuntimeError, match="All environments .*row 0: .*EnvironmentFailure: burnt down") as info:

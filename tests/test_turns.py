@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from helpers.tools import RLOO, Scripted
@@ -39,6 +40,13 @@ EPS = 1e-4
 def test_steps_are_rewarded(reward, steps):
     found, none, plain = check_rewards([reward, None, 0.5], 3, "seen", turns=[[(0, 4), (6, 9)]] * 3)
     assert (found, found.steps, none, plain) == (3.5, steps, None, 0.5)
+
+
+def test_arrays_are_steps_of_a_completion_with_one_turn_too():
+    turns = [[(0, 4)], [(0, 4), (6, 9)]]
+    short, long = check_rewards([np.array([0.5]), np.array([1.0, 2.5])], 2, "seen", turns=turns)
+    assert (short.steps, long.steps) == (((3, 0.5),), ((3, 1.0), (8, 2.5)))
+    assert check_rewards([torch.tensor([0.5])] * 2, 2, "seen", turns=turns) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

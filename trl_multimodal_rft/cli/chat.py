@@ -260,6 +260,7 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
 
 
 def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":
+    require_module("gradio", "chat")  # before weights are loaded
     names = ("max_completion_length", "temperature", *BUDGET_NAMES)
     config = EvaluationConfig(**{name: getattr(args, name) for name in names})
     system, text, media = example_of(args.model_name_or_path)

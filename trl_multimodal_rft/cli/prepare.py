@@ -3,6 +3,7 @@
 
 import argparse
 import inspect
+import shlex
 from collections.abc import Callable
 from typing import get_args
 
@@ -50,7 +51,5 @@ def run(args: argparse.Namespace) -> None:
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")
-    print(
-        f"trl-multimodal-rft check --dataset_name {args.output_dir} --dataset_split {next(iter(dataset))} "
-        "--model_name_or_path MODEL"
-    )
+    folder, split = shlex.quote(args.output_dir), next(iter(dataset))
+    print(f"trl-multimodal-rft check --dataset_name {folder} --dataset_split {split} --model_name_or_path MODEL")

@@ -149,9 +149,13 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
     return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
-def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
-    """How much better a result is than that of the same rows in a folder: differences with paired intervals."""
-    others = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
+def saved_rows(folder: str | Path) -> list[dict[str, Any]]:
+    """Rows of a result that was saved to a folder."""
+    return Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
+
+
+def gains(result: EvaluationResult, others: list[dict[str, Any]], folder: str | Path) -> dict[str, float | None]:
+    """How much better a result is than the rows of one in a folder: differences with paired intervals."""
     if [row["prompt"] for row in others] != [row["prompt"] for row in result.rows]:
         raise ValueError(f"`compare_with` is {str(folder)!r}, which has other prompts; name a result of these rows.")
     metrics: dict[str, float | None] = {}
@@ -193,7 +197,8 @@ def metric_lines(metrics: dict[str, float | None], settings: dict[str, Any]) -> 
             level = f"{100 * settings.get('confidence', math.nan):.4g} %"
             interval = "" if low is None or high is None else f" ({level}: {100 * low:.1f} to {100 * high:.1f} %)"
             of_version = f" of {release}" if (release := settings.get("benchmark_version")) else ""
-            counted = f", {metrics['scored_rows']} rows{of_version}" if name == "accuracy" else ""
+            scored = metrics.get("scored_rows", metrics.get("rows"))
+            counted = f", {scored} rows{of_version}" if name == "accuracy" else ""
             shown = f"{_per_cent(value)}{interval}{counted}"
         elif name.startswith(("accuracy", "truncated")):
             shown = _per_cent(value)

@@ -227,8 +227,11 @@ def check_rewards(
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
+    # Where one has several turns, arrays of one number are those of a turn, too
+    by_turn = turns is not None and any(_is_row(reward) and len(reward) > 1 for reward in values)
     for position, reward in enumerate(values):
-        value, where = _plain(reward), f"completion {position}" if rows is None else f"row {rows[position]}"
+        value = reward.tolist() if by_turn and _is_row(reward) else _plain(reward)
+        where = f"completion {position}" if rows is None else f"row {rows[position]}"
         if turns is not None and isinstance(value, (list, tuple)):
             value = _stepwise([*map(_plain, value)], turns[position], source, where)
         if value is not None and not is_finite(value):
@@ -238,6 +241,10 @@ def check_rewards(
             )
         values[position] = value
     return values
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1
 
 
 def _plain(value: Any) -> Any:
@@ -254,7 +261,7 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
         if len(values) != len(turns):
             raise ValueError(
                 f"{source} rewards of {len(values)} turns for {row}, whose completion has {len(turns)}; return one "
-                "number per turn, or (last token, reward) pairs."
+                "number per turn, or (last token, reward) pairs. Turns are the assistant's messages in `completion`."
             )
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
     steps: list[tuple[int, float]] = []

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows to prompts, also under a view of their media, and lists of ids to completions."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..data.reading.refs import MediaRef, iter_refs
+from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
@@ -38,6 +39,7 @@ def collect(
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
     source = Source(columns, numbers, [row.messages for row in rows], failures=[None] * len(rows))
     source.tools = [toolbox.tools_in(None)] * len(rows)
+    before = source.messages
     if toolbox:
         source.environments, source.messages, source.failures = toolbox.enter(source.messages, columns, numbers)
         source.tools = [*map(toolbox.tools_in, source.environments)]
@@ -54,7 +56,14 @@ def collect(
                 prompts.append(prompts[-1])
             else:
                 view = None if views is None else views[row.row_index]
-                prompts.append(encoder.encode(messages[i], row.row_index, view, **source.template_tools(i)))
+                encode = functools.partial(encoder.encode, row=row.row_index, view=view, **source.template_tools(i))
+                try:
+                    prompts.append(encode(messages[i]))
+                except MediaError as error:
+                    if messages[i] is before[i] or before[i] is None:
+                        raise
+                    source.failures[i], messages[i] = error, before[i]  # by the environment's first observation
+                    prompts.append(encode(messages[i]))
     share_media(prompts)
     return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
 from trl.chat_template_utils import parse_response
@@ -140,8 +141,8 @@ class ToolLoop:
             except MediaError as error:
                 results = self._failed(trajectory, results, error)
                 messages, encoded = self._encode(trajectory, results)
-        except EnvironmentFailure as error:
-            trajectory.failure = error
+        except (EnvironmentFailure, MediaError) as error:
+            trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
             return False
         n_before = n_added = 0
         if messages is None:
@@ -175,11 +176,13 @@ class ToolLoop:
             return None
         messages = [*self._conversation(trajectory), *results]
         try:
-            given = None if rewrite is None else rewrite(messages)
+            given = None if rewrite is None else rewrite(tree_map(lambda each: each, messages))  # it may change them
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
         if given is not None:
+            mode, where = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
             messages = _read_messages(given, trajectory.row, self.encoder.media_rules)
+            messages = checked_texts(messages, self.encoder.processor, mode, where)
         n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
         if n_surplus > 0:
             return _without_first_media(messages, n_surplus)

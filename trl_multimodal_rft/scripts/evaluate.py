@@ -16,7 +16,7 @@ from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.load import only_split
 from ..data.rows.pairs import judge_rows
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
-from ..evaluation.result import gains, summary
+from ..evaluation.result import gains, saved_rows, summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
 from ..progress import announce
@@ -212,6 +212,8 @@ def main(
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     check_plot(evaluation_args.plot)
+    compared = evaluation_args.compare_with
+    others = None if compared is None else saved_rows(compared)  # before the rows take hours
     accelerator, train = Accelerator(), script_args.dataset_train_split
     split, name, layout = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     only = only_split(name, script_args.dataset_config) if layout is None and name is not None else None
@@ -228,9 +230,10 @@ def main(
         result = pair_result(result)
     else:
         result = score_by_name(*arguments)
-    if evaluation_args.compare_with is not None:
-        result.metrics |= gains(result, evaluation_args.compare_with)
-    result.save(evaluation_args.output_dir)
+    try:
+        result.metrics |= {} if compared is None or others is None else gains(result, others, compared)
+    finally:
+        result.save(evaluation_args.output_dir)
     if evaluation_args.plot is not None and accelerator.is_main_process:
         save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(summary(result))

@@ -45,6 +45,7 @@ FIRST += ("max_grad_norm", "beta", "entropy_coef", "epsilon", "epsilon_high", "d
 # Options that name a model, a dataset or a folder
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
+_FOLDERS = ("output_dir", "compare_with", "plot")
 TRACEBACK = "traceback"  # destination of `--debug`
 _LAUNCH = "launch "  # start of destinations of options of `accelerate launch`
 _DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
@@ -61,6 +62,8 @@ def read_config(path: str) -> dict[str, Value]:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
+        for key, _ in node.value:
+            key.value = key.value.replace("-", "_")  # as on the command line
         names = [key.value for key, _ in node.value]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -154,7 +157,7 @@ class Parser(argparse.ArgumentParser):
             delattr(parsed, name)
         if launch:
             parsed.launch = {name.removeprefix(_LAUNCH): value for name, value in launch.items()}
-        for option in NAMES:
+        for option in (*NAMES, *_FOLDERS):
             if (getattr(parsed, option, None) or "").startswith("~"):
                 setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
         return parsed

@@ -3,6 +3,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,13 +27,14 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
     """Writes the options that the user of a run set. A resumed run, which may be longer, leaves its `max_steps`."""
     keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
     if resumed:
-        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):  # a user may have edited it
-            before = yaml.safe_load(path.read_text(encoding="utf-8"))["max_steps"]
-            keys |= {} if before is None else {"max_steps": before}
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # a user may have edited it
+            before = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
+            keys = {name: before if name == "max_steps" else value for name, value in keys.items()}
+            keys = {name: value for name, value in keys.items() if name != "max_steps" or value is not None}
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
-    path.write_text(f"# {command} --config {path}\n{text}", encoding="utf-8")
+    path.write_text(f"# {command} --config {shlex.quote(str(path))}\n{text}", encoding="utf-8")
 
 
 def _without_secrets(value: Any, *, is_environment: bool = False) -> Any:

@@ -22,6 +22,7 @@ from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import upload_command
 from ..trainers.checkpoints import CheckpointMixin
 from ..trainers.configs import TrainerConfig
+from ..trainers.reward_config import MultimodalRewardConfig
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
 from .run_file import NAME, write_run_file
@@ -91,6 +92,8 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
     commands. The files of a dry run go to a temporary folder.
     """
     if script_args.dry_run:
+        if checkpoint_of(training_args) is True:  # which is in the folder of the run
+            training_args.resume_from_checkpoint = get_last_checkpoint(training_args.output_dir)
         training_args.save_strategy = SaveStrategy.NO
         training_args.push_to_hub = training_args.eval_on_start = training_args.load_best_model_at_end = False
         training_args.report_to = []
@@ -140,9 +143,12 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
     publish = upload_command(args.hub_model_id or f"USER/{Path(folder).name}", folder, args.hub_private_repo or False)
     if args.push_to_hub:
         publish = f"https://huggingface.co/{args.hub_model_id}"
+    ask = ["  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system])]
+    if isinstance(args, MultimodalRewardConfig):  # its model scores pairs, and writes no text
+        ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
     return [
         f"The model is in {folder}.",
-        "  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system]),
+        *ask,
         "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system]),
         "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
         "  publish:  " + publish,
