@@ -11,7 +11,7 @@ import pytest
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.evaluation import EvaluationResult, paired_interval, wilson_interval
 from trl_multimodal_rft.evaluation.harnesses import harness_command, harness_result, read_evalscope, read_lmms
-from trl_multimodal_rft.evaluation.result import gains, saved_rows, summary
+from trl_multimodal_rft.evaluation.result import gains, summary
 from trl_multimodal_rft.scripts.harness import flags
 
 
@@ -54,10 +54,10 @@ def test_scores_of_rows_give_the_figure_of_the_harness_with_an_interval(name, tm
     result.rows[0] |= {f"score/{metric}": 0.0, "correct": [False]}
     low, high = paired_interval([-1] + [0] * 7, 0.9)
     expected = {f"{metric}_gain": -1 / 8, f"{metric}_gain_low": low, f"{metric}_gain_high": high}
-    assert gains(result, saved_rows(tmp_path), tmp_path) == pytest.approx(expected)
+    assert gains(result, tmp_path) == pytest.approx(expected)
     result.rows[0]["prompt"] = "?"
     with pytest.raises(ValueError, match="has other prompts; name a result of these rows"):
-        gains(result, saved_rows(tmp_path), tmp_path)
+        gains(result, tmp_path)
 
 
 def test_gains_of_our_own_results(tmp_path):
@@ -67,7 +67,7 @@ def test_gains_of_our_own_results(tmp_path):
     result = EvaluationResult({"accuracy": 0.75, "accuracy_low": 0.5}, rows, SETTINGS)
     result.save(tmp_path)
     rows[0]["correct"] = [True, True]
-    assert gains(result, saved_rows(tmp_path), tmp_path)["accuracy_gain"] == 0.25
+    assert gains(result, tmp_path)["accuracy_gain"] == 0.25
 
 
 @pytest.mark.parametrize(

@@ -502,8 +502,9 @@ class PolicyForward:
                         outputs.append(output)
         if len(parts) == 1:
             return outputs[0]
-        longest = max(output.size(1) for output in outputs[: len(parts)])
-        padded = [F.pad(output, (0, longest - output.size(1)), value=pad_token_id) for output in outputs[: len(parts)]]
+        outputs = outputs[: len(parts)]
+        longest = max(output.size(1) for output in outputs)
+        padded = [F.pad(output, (0, longest - output.size(1)), value=pad_token_id) for output in outputs]
         return torch.cat(padded)[torch.tensor(sum(parts, []), device=device).argsort()]
 
 

@@ -2,7 +2,6 @@
 """The command `trl-multimodal-rft`: one module per command, imported when it runs."""
 
 import importlib
-import os
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -64,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(f".{module}", __name__).run(args)
     except KeyboardInterrupt:
         parser.exit(130)
-    except BrokenPipeError:  # as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         message = input_error(error)
         if message is None or "--debug" in argv:

@@ -149,13 +149,9 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
     return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
-def saved_rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Rows of a result that was saved to a folder."""
-    return Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
-
-
-def gains(result: EvaluationResult, others: list[dict[str, Any]], folder: str | Path) -> dict[str, float | None]:
-    """How much better a result is than the rows of one in a folder: differences with paired intervals."""
+def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
+    """How much better a result is than that of the same rows in a folder: differences with paired intervals."""
+    others = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
     if [row["prompt"] for row in others] != [row["prompt"] for row in result.rows]:
         raise ValueError(f"`compare_with` is {str(folder)!r}, which has other prompts; name a result of these rows.")
     metrics: dict[str, float | None] = {}

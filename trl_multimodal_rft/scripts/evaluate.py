@@ -16,7 +16,7 @@ from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.load import only_split
 from ..data.rows.pairs import judge_rows
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_result, score_pairs
-from ..evaluation.result import gains, saved_rows, summary
+from ..evaluation.result import gains, summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
 from ..progress import announce
@@ -213,7 +213,8 @@ def main(
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     check_plot(evaluation_args.plot)
     compared = evaluation_args.compare_with
-    others = None if compared is None else saved_rows(compared)  # before the rows take hours
+    if compared is not None and not Path(compared, "rows.parquet").is_file():
+        raise ValueError(f"`compare_with` is {compared!r}, which holds no evaluation; name the `output_dir` of one.")
     accelerator, train = Accelerator(), script_args.dataset_train_split
     split, name, layout = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
     only = only_split(name, script_args.dataset_config) if layout is None and name is not None else None
@@ -231,7 +232,7 @@ def main(
     else:
         result = score_by_name(*arguments)
     try:
-        result.metrics |= {} if compared is None or others is None else gains(result, others, compared)
+        result.metrics |= {} if compared is None else gains(result, compared)
     finally:
         result.save(evaluation_args.output_dir)
     if evaluation_args.plot is not None and accelerator.is_main_process:

@@ -62,15 +62,13 @@ def read_config(path: str) -> dict[str, Value]:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
-        for key, _ in node.value:
-            key.value = key.value.replace("-", "_")  # as on the command line
-        names = [key.value for key, _ in node.value]
+        names = [_option_name(key) for key, _ in node.value]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"{path}: `{twice}` is set twice; remove one.")
         loader.flatten_mapping(node)
         values = {
-            str(key.value): (loader.construct_object(value, deep=True), value.value) for key, value in node.value
+            _option_name(key): (loader.construct_object(value, deep=True), value.value) for key, value in node.value
         }
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: it isn't YAML: {error}") from error
@@ -79,6 +77,11 @@ def read_config(path: str) -> dict[str, Value]:
     return {
         name: text if value is not None and isinstance(text, str) else value for name, (value, text) in values.items()
     }
+
+
+def _option_name(key: yaml.Node) -> str:
+    """The option that a key names, which may have dashes, as on the command line."""
+    return str(key.value).replace("-", "_")
 
 
 def packaged(folder: str, name: str) -> str:

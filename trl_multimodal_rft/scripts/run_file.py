@@ -29,8 +29,8 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
     if resumed:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # a user may have edited it
             before = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
-            keys = {name: before if name == "max_steps" else value for name, value in keys.items()}
-            keys = {name: value for name, value in keys.items() if name != "max_steps" or value is not None}
+            keys.pop("max_steps", None)
+            keys |= {} if before is None else {"max_steps": before}
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)

@@ -93,7 +93,7 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
     """
     if script_args.dry_run:
         if checkpoint_of(training_args) is True:  # which is in the folder of the run
-            training_args.resume_from_checkpoint = get_last_checkpoint(training_args.output_dir)
+            training_args.resume_from_checkpoint = get_last_checkpoint(training_args.output_dir) or "True"
         training_args.save_strategy = SaveStrategy.NO
         training_args.push_to_hub = training_args.eval_on_start = training_args.load_best_model_at_end = False
         training_args.report_to = []
