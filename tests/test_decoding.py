@@ -76,17 +76,32 @@ def layouts(monkeypatch):
     return found
 
 
+@pytest.fixture(params=[0, 1000], ids=["shared", "copied"])
+def short(request, monkeypatch):
+    """Up to how many tokens prompts are copied to their completions."""
+    monkeypatch.setattr(forward, "SHORT_PROMPT", request.param)
+    return request.param
+
+
 DEFAULT = ("qwen2_5_vl", "qwen2_audio", "gemma3", "qwen3_5", "gemma3n")
 
 
 @pytest.mark.parametrize("name", slow_but([*FAMILIES, *MORE_FAMILIES], *DEFAULT))
 def test_tokens_and_random_state_are_those_of_generate(name, layouts, monkeypatch):
-    """Completions beyond rooms of three tokens, and gemma3's window of 8. llama4's prompts, in chunks, are copied."""
+    """
+    Completions beyond rooms of three tokens, and gemma3's window of 8; prompts that are shared or copied, as those
+    of llama4, in chunks, always are.
+    """
     monkeypatch.setattr(forward, "_ROOM", 3)
     model, tokenizer, prompts = build(name)
     for part in split_samples(prompts, "media"):
         rows = [prompts[i] for i in part]
-        assert_same(model, rows, options(tokenizer, top_p=0.95, temperature=0.8))
+        config = options(tokenizer, top_p=0.95, temperature=0.8)
+        expected, before = sample(model, rows, config, shared_prefill=False)
+        for short in (0, 1000):
+            monkeypatch.setattr(forward, "SHORT_PROMPT", short)
+            found, after = sample(model, rows, config)
+            assert torch.equal(found, expected) and torch.equal(after, before)
     assert all((layout is None) == (name == "llama4") for layout in layouts) and layouts
 
 
@@ -102,12 +117,13 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("more", [0, 1])
-def test_options(name, more, layouts):
-    """With prompts of different lengths, as many completions of each, or one that has more."""
+def test_options(name, more, layouts, monkeypatch):
+    """With prompts of different lengths, as many completions of each, or one that has more: all are copied then."""
+    monkeypatch.setattr(forward, "SHORT_PROMPT", 0)
     model, tokenizer, rows = build("qwen2_audio")
     rows += rows[-1:] * more
     assert_same(model, rows, options(tokenizer, **OPTIONS[name]))
-    assert [layout.n_prompts for layout in layouts] == [len(rows) if more else len(rows) // G]
+    assert [layout.n_prompts for layout in layouts] == [1 if more else len(rows) // G]
 
 
 @pytest.mark.parametrize("option", [{"num_beams": 2}, {"max_time": 60.0}, {"prompt_lookup_num_tokens": 2}], ids=str)
@@ -127,7 +143,7 @@ def test_adapters(layouts):
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_one_wait_for_several_tokens(keeps, layouts, monkeypatch):
+def test_one_wait_for_several_tokens(keeps, layouts, short, monkeypatch):
     """What was drawn behind the last end is taken back, from the generator and the cache."""
     monkeypatch.setitem(decoding._TOKENS_PER_WAIT, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
@@ -141,7 +157,7 @@ def test_one_wait_for_several_tokens(keeps, layouts, monkeypatch):
 
 
 @torch.no_grad()
-def test_logps_are_those_of_generate(layouts):
+def test_logps_are_those_of_generate(layouts, short):
     model, tokenizer, rows = build("qwen2_5_vl")
     config = options(tokenizer, output_logits=True, return_dict_in_generate=True)
 
@@ -293,7 +309,7 @@ def operations_of_a_token(model, tokenizer, rows, counting, end, **kwargs):
     return [Counter({name: (b[name] - a[name]) / 32 for name in b}) for a, b in zip(*totals, strict=True)]
 
 
-def test_operations_of_a_token(layouts, monkeypatch):
+def test_operations_of_a_token(layouts, short, monkeypatch):
     """Outside of the decoder's layers, in them, and how often the host waits, with 16 tokens for a wait."""
     monkeypatch.setitem(decoding._TOKENS_PER_WAIT, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
@@ -308,4 +324,5 @@ def test_operations_of_a_token(layouts, monkeypatch):
     waits = "_local_scalar_dense"
     assert outside.total() <= 0.5 * before.total() and outside[waits] <= 0.05 * before[waits]
     # A second attention, and what merges them, by views and three operations
-    assert layers.total() <= layers_before.total() + 5 * len(model.get_decoder().layers)
+    more = 0 if short else 5
+    assert layers.total() <= layers_before.total() + more * len(model.get_decoder().layers)

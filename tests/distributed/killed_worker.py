@@ -37,7 +37,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.generation.vllm_requests import ServerSample
-from trl_multimodal_rft.generation.vllm_server import ServerRequest, server_completions
+from trl_multimodal_rft.generation.vllm_server import EngineRequest, server_completions
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
@@ -61,7 +61,7 @@ def die() -> None:
 # Runs
 
 
-def ask(url: str, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
+def ask(url: str, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
     """Returns the completions of a request from a server."""
     return server_completions(url, None, request, {}, salt=salt, timeout=20.0, vocabulary=1000)
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from itertools import groupby
 
 from helpers.samplers import Wrapped
-from trl_multimodal_rft.generation.vllm_server import ServerRequest
+from trl_multimodal_rft.generation.vllm_server import EngineRequest
 from trl_multimodal_rft.rollout.in_flight import InFlight
 
 
@@ -19,7 +19,7 @@ def answer(ids: list[int], seed: int, salt: str) -> list[int]:
     return [50 + each % 100 for each in drawn]
 
 
-def answers(request: ServerRequest, salt: str, turn: int, attempt: int) -> list:
+def answers(request: EngineRequest, salt: str, turn: int, attempt: int) -> list:
     """Returns the completions of a request, all tokens with the same log-probability."""
     return [(answer(request.ids, request.seed + i, salt), [-1.0] * LENGTH) for i in range(request.count)]
 
@@ -29,7 +29,7 @@ class Engine:
 
     def server_requests(self, prompts):
         runs = [[*run] for _, run in groupby(prompts, key=id)]
-        return [ServerRequest(run[0].input_ids.tolist(), None, len(run), LENGTH, None) for run in runs]
+        return [EngineRequest(run[0].input_ids.tolist(), None, len(run), LENGTH, None) for run in runs]
 
     def check_starts(self):
         pass

@@ -16,6 +16,7 @@ from ..data.reading.decoding import require_module
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import install_prefix_attention
+from ..forward.decoding import SHORT_PROMPT
 from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt
 from ..forward.logprobs import completion_scores, completion_values, prompt_states
@@ -268,7 +269,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         # `ds3_gather_for_generation`
         gathered_to_sample = 2 * (trained + frozen + measured.critic + measured.frozen_critic)
     prompt = measured.prompt_tokens
-    if measured.sharing > 1:
+    if measured.sharing > 1 and prompt > SHORT_PROMPT:
         each = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
     else:
         each = _cache(measured, prompt + args.completion_tokens)

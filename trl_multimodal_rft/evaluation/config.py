@@ -2,15 +2,12 @@
 """The options of an evaluation."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
-from ..families import MODALITIES
-from ..trainers.arguments import help_from_docstring
+from ..trainers.arguments import check_values, help_from_docstring
 from ..views import as_view
-
-
-_CHOICES = {"ablate": MODALITIES, "on_media_error": ("raise", "skip")}
 
 
 @help_from_docstring
@@ -81,12 +78,12 @@ class EvaluationConfig:
         `ValueError`: If a value is out of range.
     """
 
-    num_samples: int = 1
-    temperature: float = 0.0
+    num_samples: Annotated[int, "[1, inf)"] = 1
+    temperature: Annotated[float, "[0, inf)"] = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    max_completion_length: int = 256
-    batch_size: int = 8
+    max_completion_length: Annotated[int, "[1, inf)"] = 256
+    batch_size: Annotated[int, "[1, inf)"] = 8
     pass_at: list[int] = field(default_factory=lambda: [1])
     majority_at: list[int] | None = None
     correct_threshold: float = 1.0
@@ -94,12 +91,12 @@ class EvaluationConfig:
     max_tool_calling_iterations: int | None = None
     max_tool_media: int | None = None
     max_context_media: int | None = None
-    ablate: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["ablate"]]})
+    ablate: Literal["image", "audio", "video"] | None = None
     ablate_with: str = "blank"
-    confidence: float = 0.95
+    confidence: Annotated[float, "(0, 1)"] = 0.95
     seed: int = 0
     ignored_media_columns: list[str] | None = None
-    on_media_error: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["on_media_error"]]})
+    on_media_error: Literal["raise", "skip"] | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     video_fps: float | None = None
@@ -107,11 +104,9 @@ class EvaluationConfig:
     use_audio_in_video: bool | None = None
 
     def __post_init__(self):
-        for name in ("num_samples", "max_completion_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; set it to at least 1.")
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; set it to 0 for greedy decoding, or to more.")
+        check_values(self)
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"`num_samples` is {self.num_samples}, but greedy decoding gives the same completion every time; set "
@@ -127,13 +122,7 @@ class EvaluationConfig:
                     )
         check_ignored(self.ignored_media_columns)
         MediaRules(**budgets_of(self))  # which checks them
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and value is not None:
-                raise ValueError(f"`{name}` is {value!r}; set it to one of {', '.join(map(repr, choices))}.")
         if self.ablate is not None and not as_view(self.ablate_with).applies_to(self.ablate):
             raise ValueError(
                 f"`ablate_with={self.ablate_with!r}` has no effect on `ablate={self.ablate!r}`; name another view."
             )
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")

@@ -17,6 +17,9 @@ from .kernels import AttentionOptions
 # Tokens to make room for at a time
 _ROOM = 128
 
+# Prompts of at most so many tokens are copied to their completions, whose attention is faster than two that are merged
+SHORT_PROMPT = 64
+
 # Added to scores of what isn't attended to, in any dtype; where that is all, all are equal
 _MASKED = -3e4
 
@@ -29,17 +32,21 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 class CompletionLayer(DynamicLayer):
     """
     A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: at `slot`, from where
-    a window starts anew. Room is made as needed, or for all tokens, which are returned then: shapes don't change.
+    a window starts anew. Room is made as needed, or for all tokens, which are returned then: shapes don't change. If
+    completions have the `n` tokens of their prompts, too, `prompts` has a single one without tokens.
     """
 
-    def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int):
+    def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
         super().__init__()
         keys, values = _states(prompts)
         states = prompts.keys, _ = keys.to(values.dtype), values  # under autocast, rotary embeddings are in float32
         self.lazy_initialization(*states)
-        self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), 0
+        self.prompts, self.window, self.n = prompts, getattr(prompts, "sliding_window", None), n
         self._slot, self._is_static = slot, room > 0
-        self.keys, self.values = (each.new_zeros(n_rows, each.size(1), room, each.size(3)) for each in states)
+        copies = (each[:, :, :n].repeat_interleave(n_rows // len(keys), 0) for each in states)
+        self.keys, self.values = (F.pad(each, (0, 0, 0, room)) for each in copies)
+        if n:
+            prompts.keys, prompts.values = (each[:1, :, :0].clone() for each in states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
@@ -62,9 +69,10 @@ class CompletionLayer(DynamicLayer):
 
     def whole(self) -> DynamicLayer:
         """Makes the layer of prompts one of completions, with the prompt of each before it."""
-        keys, values = _states(self)
-        self.prompts.batch_repeat_interleave(len(keys) // len(_states(self.prompts)[0]))
-        self.prompts.update(keys[:, :, : self.n], values[:, :, : self.n])
+        self.prompts.keys, self.prompts.values = (
+            torch.cat([prompts.repeat_interleave(len(states) // len(prompts), 0), states[:, :, : self.n]], dim=2)
+            for prompts, states in zip(_states(self.prompts), _states(self), strict=True)
+        )
         return self.prompts
 
 
@@ -82,14 +90,15 @@ class Decoding:
             How many tokens of a completion the cache returns, if shapes must not change.
         slots (`dict[int | None, torch.Tensor]`, *optional*):
             By attention window, where the cache has the token `(1,)`.
+        hidden (`torch.Tensor`, *optional*):
+            What is added to scores of what the cache returns.
     """
 
     shared: dict[int, DynamicLayer]
     padding: torch.Tensor | None = None
     room: int = 0
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    # What is added to scores of a cache with room
-    _unwritten: torch.Tensor | None = field(default=None, init=False)
+    hidden: torch.Tensor | None = None
 
     @property
     def n_prompts(self) -> int:
@@ -109,7 +118,9 @@ class Decoding:
                 slot.remainder_(window)
         if self.room:
             later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
-            self._unwritten = self.masked(later[None, None, None])
+            self.hidden = self.masked(later[None, None, None])
+        elif self.hidden is not None:
+            self.hidden = F.pad(self.hidden, (0, 1))
 
     def attend(
         self,
@@ -134,17 +145,17 @@ class Decoding:
             first = max(prompt_key.size(2) + key.size(2) - window, 0)
             prompt_key, prompt_value = prompt_key[:, :, first:], prompt_value[:, :, first:]
             padding = None if padding is None else padding[..., padding.size(-1) - prompt_key.size(2) :]
-        if (expand := getattr(module, "expand_kv", None)) is not None:  # of latents, which caches hold
-            prompt_key, prompt_value = expand(prompt_key, prompt_value)
         query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         how = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
-        output, lse = kernels.attention_with_lse(query, key, value, self._unwritten, *how)
+        output, lse = kernels.attention_with_lse(query, key, value, self.hidden, *how, 0 if self.room else -1)
         if sinks is not None:
             sinks = sinks.view(1, -1, 1)
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
             lse = torch.logaddexp(lse, sinks)
         if prompt_key.size(2):
+            if (expand := getattr(module, "expand_kv", None)) is not None:  # of latents, which caches hold
+                prompt_key, prompt_value = expand(prompt_key, prompt_value)
             query, merged, lse = (_by_prompt(each, len(prompt_key)) for each in (query, output, lse))
             other, other_lse = kernels.attention_with_lse(query, prompt_key, prompt_value, padding, *how, -1)
             merged.lerp_(other, (other_lse - lse).sigmoid()[..., None].to(other.dtype))
@@ -162,16 +173,22 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
     each, and returns what these share. Layers with states get one for each completion.
     """
-    layout = Decoding({}, room=room)
+    windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
+    copied = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)
+    layout, n = Decoding({}, room=room), mask.size(1) if copied else 0
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             index = torch.arange(n_rows, device=mask.device) // (n_rows // len(mask))
             layer.reorder_cache(cast(torch.LongTensor, index))
         elif isinstance(layer, DynamicLayer):
             window = getattr(layer, "sliding_window", None)
-            slot = layout.slots.setdefault(window, torch.full((1,), -1, device=mask.device))
-            layout.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room)
+            slot = layout.slots.setdefault(window, torch.full((1,), n - 1, device=mask.device))
+            layout.shared[i], cache.layers[i] = layer, CompletionLayer(layer, n_rows, slot, room, n)
     if not mask.all():
-        layout.padding = layout.masked(mask[:, None, None] == 0)
+        padding = layout.masked(mask[:, None, None] == 0)
+        if copied:
+            layout.hidden = padding.repeat_interleave(n_rows // len(mask), 0)
+        else:
+            layout.padding = padding
     layout.advance()
     return layout

@@ -140,6 +140,8 @@ def decode(
                     index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), left)
                     rows = index if rows is None else rows[index]
                     cache.reorder_cache(cast(torch.LongTensor, index))
+                    if layout is not None and layout.hidden is not None:
+                        layout.hidden = layout.hidden[index]
                     step["position_ids"] = step["position_ids"].index_select(-2, index)
                     mask = None if mask is None else mask[index]
             step["input_ids"] = token if rows is None else token[rows]

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
@@ -25,9 +25,9 @@ from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, logp_or_none, until_answered
 from .vllm_server import (
+    EngineRequest,
     ServerClient,
     ServerGroup,
-    ServerRequest,
     check_server,
     clock_of,
     on_all_ranks,
@@ -52,19 +52,6 @@ if engine_obstacle() is None:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
-
-
-class _Request(NamedTuple):
-    """A prompt as the engine takes it, with processed media, and how to complete it."""
-
-    prompt: dict[str, Any]
-    count: int  # completions
-    most: int  # tokens of a completion
-    seed: int | None  # of the first completion
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt["prompt_token_ids"]
 
 
 def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
@@ -223,8 +210,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         images: Sequence[list | None] | None,
         seed: int | None,
         room: Sequence[int],
-    ) -> list[_Request]:
-        requests: list[_Request] = []
+    ) -> list[EngineRequest]:
+        """Requests for completions of prompts, consecutive ones of a prompt together."""
+        requests: list[EngineRequest] = []
         last = None
         for index, prompt in enumerate(prompts):
             prompt_images = images[index] if images is not None else None
@@ -233,7 +221,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 continue
             last = prompt
             taken = self.prompts.take(prompt, prompt_images, index)
-            requests.append(_Request(taken, 1, room[index], None if seed is None else seed + index))
+            media = server_features(taken) if self.mode == "server" else taken
+            seed_of_prompt = None if seed is None else seed + index
+            requests.append(EngineRequest(taken["prompt_token_ids"], media, 1, room[index], seed_of_prompt))
         if any(len(request.ids) + request.most > self.prompts.max_length for request in requests):
             logger.warning_once(
                 f"The engine was started for {self.prompts.max_length} tokens, which leaves less than {max(room)} to "
@@ -241,12 +231,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
         return requests
 
-    def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[ServerRequest]:
-        """What a server is asked for completions of prompts, consecutive ones of a prompt together."""
-        requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
-        return [ServerRequest(r.ids, server_features(r.prompt), r.count, r.most, None) for r in requests]
+    def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
+        """What a server is asked for completions of prompts."""
+        return self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
 
-    def ask(self, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
+    def ask(self, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
         Completions from a server. Ranks, the requests of a rank and the attempts take turns, so that another server
         may answer what one doesn't in time. See [`server_completions`].
@@ -261,7 +250,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
 
     def _complete(
-        self, url: str, request: ServerRequest, options: dict[str, Any], attempt: int, salt: str | None = None
+        self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
         """Completions from a server, by the weights that it was sent."""
         timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
@@ -361,7 +350,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             return {}
 
     def _sample_with_engine(
-        self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
+        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
@@ -388,26 +377,23 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 completions.append((list(each.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
-    def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:
+    def _run(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
         """`vllm.LLM.generate` without processing media again."""
         engine, outputs = self.llm.llm_engine, {}
         for i, request in enumerate(requests):
             sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(str(i), request.prompt, params, lora_request=self._adapter_request)
+            engine.add_request(str(i), request.media, params, lora_request=self._adapter_request)
         while engine.has_unfinished_requests():
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
         return [outputs[i] for i in range(len(requests))]
 
     def _sample_with_server(
-        self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
+        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
-        def complete(request: _Request) -> list[ServerSample]:
-            server_request = ServerRequest(
-                request.ids, server_features(request.prompt), request.count, request.most, request.seed
-            )
+        def complete(request: EngineRequest) -> list[ServerSample]:
             url, patience = self.vllm_client.base_url, self.server_timeout
-            return until_answered(lambda n: self._complete(url, server_request, options, n), patience, self._warn)
+            return until_answered(lambda n: self._complete(url, request, options, n), patience, self._warn)
 
         with profiler:
             answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))

@@ -71,11 +71,11 @@ class Limits(TypedDict, total=False):
     max_bytes: int
 
 
-class ServerRequest(NamedTuple):
+class EngineRequest(NamedTuple):
     """A prompt, and how to complete it."""
 
     ids: list[int]
-    features: dict[str, Any] | None
+    media: dict[str, Any] | None  # a server's features; an engine gets the whole prompt, with processed media
     count: int  # completions
     most: int  # tokens of a completion
     seed: int | None
@@ -335,7 +335,7 @@ def _range(placeholders: "PlaceholderRange", modality: str) -> dict[str, int]:
 def server_completions(
     url: str,
     model: str | None,
-    request: ServerRequest,
+    request: EngineRequest,
     options: dict[str, Any],
     *,
     timeout: float,
@@ -363,13 +363,13 @@ def server_completions(
         raise lost(url, _GENERATE, error, answer) from None
 
 
-def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:
+def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
     """
     Log-probabilities of the `k` most likely tokens at each position of prompts but the first, over the whole
     vocabulary and at a temperature of 1.
     """
 
-    def score(request: ServerRequest) -> list[dict[int, float]]:
+    def score(request: EngineRequest) -> list[dict[int, float]]:
         sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
         # TRL's client doesn't read the answers of vLLM from 0.32 on
@@ -382,11 +382,11 @@ def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -
     return at_once(score, requests)
 
 
-def _request_body(model: str | None, request: ServerRequest, sampling: dict[str, Any]) -> dict[str, Any]:
+def _request_body(model: str | None, request: EngineRequest, sampling: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "token_ids": request.ids,
-        "features": request.features,
+        "features": request.media,
         # FINAL_ONLY: otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
         "sampling_params": {**sampling, "output_kind": 2},
     }

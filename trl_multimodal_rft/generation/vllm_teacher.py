@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..encoding.prompts import EncodedPrompt
 from .vllm_prompts import EnginePrompts
-from .vllm_server import ServerClient, ServerRequest, check_protocol, prompt_scores, server_features, server_renderer
+from .vllm_server import EngineRequest, ServerClient, check_protocol, prompt_scores, server_features, server_renderer
 from .vllm_versions import engine_obstacle
 
 
@@ -44,17 +44,17 @@ class ServerTeacher:
         self.prompts = EnginePrompts(renderer, processor, "server")
         self.vocab_size = renderer.model_config.get_vocab_size()
 
-    def read(self, prompts: Sequence[EncodedPrompt]) -> list[ServerRequest]:
+    def read(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
         """Prompts with decoded media as the server takes them, each distinct one processed once."""
-        found: dict[int, ServerRequest] = {}
+        found: dict[int, EngineRequest] = {}
         for i, prompt in enumerate(prompts):
             if id(prompt) not in found:
                 taken = self.prompts.take(prompt, None, i)
-                found[id(prompt)] = ServerRequest(taken["prompt_token_ids"], server_features(taken), 1, 1, None)
+                found[id(prompt)] = EngineRequest(taken["prompt_token_ids"], server_features(taken), 1, 1, None)
         return [found[id(prompt)] for prompt in prompts]
 
     def top_k(
-        self, prompts: Sequence[ServerRequest], completions: Sequence[list[int]], width: int, k: int
+        self, prompts: Sequence[EngineRequest], completions: Sequence[list[int]], width: int, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         The `k` most likely tokens at each place of completions, and their log-probabilities, `(N, width, k)` on the

@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 
 from ..data.reading.http import started
 from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
-from ..generation.vllm_server import ServerRequest
+from ..generation.vllm_server import EngineRequest
 from .reward import EarlyCalls
 from .rollout import EarlyRewards
 
@@ -45,7 +45,7 @@ class PendingBatch:
     answers: dict[Key, Future[Answer]]
     rewards: dict[Key, Future[EarlyRewards]]  # by functions that only wait, if there are any
     views: Any  # of completions that are sampled from other media than the batch's
-    probes: list[tuple[Any, ServerRequest]]  # prompts and requests by which the engine is checked
+    probes: list[tuple[Any, EngineRequest]]  # prompts and requests by which the engine is checked
 
 
 class InFlight:
@@ -71,7 +71,7 @@ class InFlight:
 
     def __init__(
         self,
-        send: Callable[[ServerRequest, str, int, int], list[ServerSample]],
+        send: Callable[[EngineRequest, str, int, int], list[ServerSample]],
         max_staleness: int,
         patience: float,
         changes_weights: bool = True,
@@ -88,7 +88,7 @@ class InFlight:
         self._n_cleared = 0
         self.processor: Any = None  # which reads completions for the threads
         self.calls = EarlyCalls()
-        self.probes: list[tuple[Any, ServerRequest]] = []  # of the last batch
+        self.probes: list[tuple[Any, EngineRequest]] = []  # of the last batch
 
     def __contains__(self, batch_index: int) -> bool:
         return batch_index in self._pending
@@ -98,7 +98,7 @@ class InFlight:
         batch_index: int,
         batch: Any,
         numbers: list[int],
-        requests: dict[Key, ServerRequest],
+        requests: dict[Key, EngineRequest],
         reward: dict[Key, Callable[[list[ServerSample]], EarlyRewards]],
         **more: Any,
     ) -> None:
@@ -137,7 +137,7 @@ class InFlight:
         rested = sum(max(0.0, start - each.at) for each in answers) / len(answers)
         return pending, answers, (time.monotonic() - start, rested)
 
-    def sample(self, requests: Sequence[ServerRequest]) -> list[ServerSample]:
+    def sample(self, requests: Sequence[EngineRequest]) -> list[ServerSample]:
         """Waits for completions by the newest weights."""
         pending = [started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
         return [sample for each in pending for sample in each.result().completions]
@@ -147,7 +147,7 @@ class InFlight:
         self._pending, self._rows, self._checkpoint_answers = {}, {}, {}
         self._n_cleared, self.calls = self._n_cleared + 1, EarlyCalls()
 
-    def _answer(self, key: Key | None, request: ServerRequest, salt: str, turn: int) -> Answer:
+    def _answer(self, key: Key | None, request: EngineRequest, salt: str, turn: int) -> Answer:
         if key is not None and key in self._checkpoint_answers:
             return self._checkpoint_answers[key]
 
@@ -173,13 +173,13 @@ class InFlight:
         if n_cleared != self._n_cleared:
             raise RuntimeError("The run has ended.")  # where nobody reads it
 
-    def _fits(self, key: Key, request: ServerRequest) -> bool:
+    def _fits(self, key: Key, request: EngineRequest) -> bool:
         """Whether the checkpoint's answer is one to this request, by weights that are new enough."""
         answer = self._checkpoint_answers[key]
         return answer.digest == self._digest(request) and key[0] - answer.first <= self.max_staleness
 
-    def _digest(self, request: ServerRequest) -> str:
-        hashes = request.features and request.features["mm_hashes"]
+    def _digest(self, request: EngineRequest) -> str:
+        hashes = request.media and request.media["mm_hashes"]
         request_fields = [request.ids, hashes, request.count, request.most, self._settings]
         return hashlib.sha256(json.dumps(request_fields, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -20,7 +20,7 @@ from ..families import MODALITIES
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
 from ..forward.trees import share_media
-from ..generation.vllm_server import ServerRequest, on_all_ranks
+from ..generation.vllm_server import EngineRequest, on_all_ranks
 from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
@@ -185,7 +185,7 @@ def server_teacher(
     return server
 
 
-def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[ServerRequest]) -> None:
+def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[EngineRequest]) -> None:
     """Adds what a teacher on a server says of a rollout, given its prompts as the teacher reads them."""
     width, device = rollout.completion_ids.size(1), run.accelerator.device
     top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
