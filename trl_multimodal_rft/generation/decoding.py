@@ -156,10 +156,8 @@ def decode(
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
-    for name, values in kept.items():
-        output[name] = tuple(values[: n - start])
-    return output
+    outputs = {name: tuple(values[: n - start]) for name, values in kept.items()}
+    return GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
