@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -300,6 +301,25 @@ def test_interrupted_run_ends_without_traceback(n_processes, more, code, tmp_pat
             shown.append(line)
     assert run.returncode == code and "Traceback" not in "".join(shown)
     assert [*(tmp_path / "out").glob("checkpoint-*")] or code
+
+
+def test_only_a_lost_pipe_of_the_output_ends_a_command_quietly(monkeypatch):
+    words = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "families"]
+    read, write = os.pipe()
+    os.close(read)
+    with open(write) as lost:
+        run = subprocess.run(words, stdout=lost, stderr=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+    def send(args):
+        own, other = socket.socketpair()
+        with own, other:
+            other.shutdown(socket.SHUT_RDWR)
+            own.sendall(b"rows")
+
+    monkeypatch.setattr(import_module("trl_multimodal_rft.cli.families"), "run", send)
+    with pytest.raises(BrokenPipeError):
+        main(["families"])
 
 
 def test_families(capsys):

@@ -16,6 +16,7 @@ from datasets import Dataset
 from helpers.chats import RATE, audio, image, video
 from helpers.files import sound_file
 from helpers.trainer_utils import AS_SHIPPED, audio_rows, load, make_trainer, saved
+from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -29,8 +30,10 @@ from trl_multimodal_rft.reporting.console import (
     metric_values,
     prompt_text,
 )
+from trl_multimodal_rft.reporting.hub import repository_name
+from trl_multimodal_rft.scripts import evaluate
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts.commands import dpo, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.run_file import write_run_file
 
 
@@ -261,6 +264,28 @@ def test_run_file_starts_the_same_run(given):
             if each.name not in changed:
                 assert getattr(after, each.name) == getattr(before, each.name), each.name
     assert again[1].model_init_kwargs == {"use_safetensors": True} and again[1].max_steps == 3
+
+
+def test_printed_commands_of_preferences_work_on_pairs(given, capsys):
+    rows = Dataset.from_parquet("data/train.parquet").remove_columns(["solution", "completion"])
+    rows.map(lambda _: {"chosen": "A bird.", "rejected": "A dog, a dog."}).to_parquet("data/train.parquet")
+    options = {**given, "max_steps": 1, "output_dir": "out/lauf é-", "system_prompt": "Be brief."}
+    with pytest.raises(ValueError, match="no checkpoint in 'out/lauf é-' to resume"):
+        start(dpo, *words_of(options), "--dry_run", "--resume_from_checkpoint", "True")
+    start(dpo, *words_of(options))
+    *_, judge, _, publish = capsys.readouterr().out.splitlines()
+    assert shlex.split(publish)[:5] == ["publish:", "hf", "upload", "USER/lauf-e", "out/lauf é-"]
+    _, _, command, *words = shlex.split(judge)
+    assert command == "evaluate" and "Be brief." not in words
+    start(evaluate, *words, "--max_completion_length", "4")
+    assert "consistent_accuracy" in capsys.readouterr().out
+
+
+def test_names_of_repositories_are_valid_and_keep_what_is():
+    names = ["out", "qwen2.5-vl_3b", "lauf é", "a..b", "-x-", "x.git.git", "模型", "a - .. b", "x" * 200, "a-.git"]
+    for name in map(repository_name, names):
+        validate_repo_id(f"USER/{name}")
+    assert [*map(repository_name, names[:3])] == [*names[:2], "lauf-e"]
 
 
 def test_other_display(given, capsys):

@@ -243,7 +243,14 @@ def test_environments_rewrite_contexts():
 
 
 @pytest.mark.parametrize(
-    "chosen", [lambda _: [], lambda _: "Go on.", lambda given: given[:2], lambda _: [{"content": "Go on."}]]
+    "chosen",
+    [
+        lambda _: [],
+        lambda _: "Go on.",
+        lambda given: given[:2],
+        lambda _: [{"content": "Go on."}],
+        lambda given: [{"role": "user"}, *given[1:]],
+    ],
 )
 def test_contexts_without_a_message_to_answer(chosen):
     forgetful = type("Forgetful", (Album,), {"get_context": lambda self, messages: chosen(messages)})

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Environments on servers of the package OpenEnv, over loopback."""
 
+import json
 import subprocess
 import sys
 import time
@@ -97,6 +98,16 @@ def test_media_are_blocks_and_files_that_a_server_names_stay_closed(lamp):
     assert isinstance(blind.reset(), list) and png("red") in blind.step(color="red")
 
 
+def test_only_unset_fields_and_media_are_left_out_of_a_text(lamp):
+    environment, block = openenv(lamp)(), {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+    for shown in (0, False, [], [1, None, [], {"type": 3, "found": 0}], {"open": False, "doors": []}):
+        assert json.loads(environment.reset(shown=shown)) == {"shown": shown}
+    assert environment.reset(shown={"type": "wall", "unset": None}) == "wall"
+    blocks = [{"type": "image", "image": b"x"}, {"type": "text", "text": '{"shown": [{"type": 3}, null]}'}]
+    assert environment.reset(shown=[block, {"type": 3}, None]) == blocks
+    assert environment.reset(shown=[block, {"of": [block]}]) == blocks[:1] * 2
+
+
 def test_a_policy_acts_on_what_it_sees_and_is_rewarded(lamp):
     turns = {0: ["red"], 1: ["green", "red"], 2: ["blue"], 5: ["green"], 6: ["red", "red"]}
     script = {i: [call("step", color=color) for color in colors] for i, colors in turns.items()}
@@ -143,6 +154,7 @@ def test_tools_of_mcp_are_tools():
         assert schema["description"] == "Shows a picture." and schema["parameters"]["required"] == ["color"]
         text, block = environment.show(color="green", note="Here:")
         assert text == {"type": "text", "text": "Here:"} and pixels(block["image"]) == COLORS["green"]
+        assert environment.wipe() == "[]"
         with pytest.raises(ValueError, match="blue"):
             environment.show(color="blue")
         other.reset()

@@ -176,6 +176,8 @@ def test_nothing_whole_is_an_error(output, tmp_path):
         make(output).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="There is no whole checkpoint in"):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"no such folder\. Resume from another one \([^()]*\)\.$"):
+        make(tmp_path / "new").train(resume_from_checkpoint=str(tmp_path / "gone"))
 
 
 def test_a_missing_manifest_is_logged(straight, output, caplog):

@@ -3,7 +3,7 @@
 
 from base64 import b64decode, b64encode
 from io import BytesIO
-from typing import Literal
+from typing import Any, Literal
 
 import PIL.Image
 
@@ -28,7 +28,8 @@ def lamp():
         times: int = Field(default=1, description="How often.")
 
     class Seen(Observation):
-        message: str
+        message: str | None = None
+        shown: Any = None
         screenshot: str | None = None
         frame: str | None = None
         thumbnail: list[list[list[int]]] | None = None
@@ -37,8 +38,10 @@ def lamp():
         SUPPORTS_CONCURRENT_SESSIONS = True
         state = State()
 
-        def reset(self, seed=None, episode_id=None, wanted="red", screenshot=None) -> Seen:
+        def reset(self, seed=None, episode_id=None, wanted="red", screenshot=None, shown=None) -> Seen:
             self.wanted, self.n_steps = wanted, 0
+            if shown is not None:
+                return Seen(shown=shown)
             frame = f"data:image/png;base64,{png('red')}"
             return Seen(message=f"Make it {wanted}.", screenshot=screenshot, frame=frame)
 
@@ -64,6 +67,10 @@ def album():
         """Shows a picture."""
         return [note, Image(data=b64decode(png(color)), format="png")]
 
+    def wipe() -> list:
+        """Shows nothing."""
+        return []
+
     class Album(MCPEnvironment):
         SUPPORTS_CONCURRENT_SESSIONS = True
         state, _step_impl = State(), None
@@ -71,6 +78,7 @@ def album():
         def __init__(self):
             server = FastMCP("album")
             server.tool(show)
+            server.tool(wipe)
             super().__init__(server)
 
         def reset(self, seed=None, episode_id=None) -> Observation:

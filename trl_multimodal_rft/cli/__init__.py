@@ -2,6 +2,8 @@
 """The command `trl-multimodal-rft`: one module per command, imported when it runs."""
 
 import importlib
+import os
+import signal
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -60,9 +62,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             check_names(args)
             module = "suggest" if getattr(args, "suggest", False) else name  # an option of `estimate`
-            importlib.import_module(f".{module}", __name__).run(args)
+            try:
+                importlib.import_module(f".{module}", __name__).run(args)
+            finally:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         parser.exit(130)
+    except BrokenPipeError:
+        try:
+            print(flush=True)  # which fails only if it is this pipe, as of `| head`
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+            parser.exit(128 + signal.SIGPIPE)
+        raise
     except Exception as error:
         message = input_error(error)
         if message is None or "--debug" in argv:

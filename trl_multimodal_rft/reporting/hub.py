@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Publishing on the Hub: private folders and failed uploads."""
 
+import re
 import shlex
+import unicodedata
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +21,13 @@ logger = get_logger(__name__)
 # Folder of prompts, completions and media in the output folder: `Trainer` doesn't publish paths that begin with `_`
 PRIVATE = "_private"
 _LEFT_OUT = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
+
+
+def repository_name(folder: str) -> str:
+    """The name of a folder, without what the Hub refuses in that of a repository."""
+    plain = unicodedata.normalize("NFKD", Path(folder).resolve().name).encode("ascii", "ignore").decode()
+    name = re.sub(r"(?:[^\w.]|\.{2,})+", "-", plain)[:80].lstrip("-.")
+    return re.sub(r"(?:\.git|[-.])+$", "", name) or "model"
 
 
 def upload_command(repo: str, folder: str, private: bool) -> str:

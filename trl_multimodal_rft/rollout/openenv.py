@@ -106,7 +106,9 @@ class OpenEnvironment(ServedEnvironment):
         if "tool_name" in seen:  # of MCP
             if seen.get("error"):
                 raise ValueError(seen["error"]["message"])
-            seen = seen["result"].get("content") if isinstance(seen["result"], dict) else seen["result"]
+            seen = seen["result"]
+            if isinstance(seen, dict) and "content" in seen:
+                seen = seen["content"] or seen.get("data")  # an empty list has no blocks
         return observation_of(seen, self.media, "The episode has ended." if self._is_done else "")
 
 
@@ -171,31 +173,37 @@ def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | 
 def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Observation:
     """Content blocks of a value and the rest as text; only text, if there are no media."""
     blocks: list[Json] = []
-    rest = _take_blocks(value, blocks, media)
-    text = rest if isinstance(rest, str) else json.dumps(rest) if rest else ""
-    blocks += [{"type": "text", "text": each} for each in (text, last) if each]
+    rest = [each for each in _take_blocks(value, blocks, media) if each not in (None, {})]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in rest]
+    blocks += [{"type": "text", "text": each} for each in (*texts, last) if each]
     has_media = any(block["type"] != "text" for block in blocks)
     return blocks if has_media else "\n".join(block["text"] for block in blocks)
 
 
-def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> Any:
-    """A value without its content blocks, which are appended. None is a file or URL, which a server might name."""
-    name = value.get("type") if isinstance(value, dict) else None
+def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> list[Any]:
+    """
+    A value without its content blocks, which are appended, in a list that is empty if nothing is left. None is a file
+    or URL, which a server might name.
+    """
+    n, name = len(blocks), value.get("type") if isinstance(value, dict) else None
     if name == "text" and isinstance(value.get("text"), str):
-        return blocks.append({"type": "text", "text": value["text"]})
+        blocks.append({"type": "text", "text": value["text"]})
+        return []
     if name in ("image", "audio") and isinstance(value.get("data"), str):
         kind, value = name, value["data"]
     uri = _DATA_URI.match(value) if isinstance(value, str) else None
     if (kind := uri.group(1) if uri else kind) is not None and value is not None:
         is_text = isinstance(value, str)
         medium = base64.b64decode(value.rpartition(",")[2], validate=True) if is_text else np.asarray(value, np.uint8)
-        return blocks.append({"type": kind, kind: medium})
+        blocks.append({"type": kind, kind: medium})
+        return []
     if isinstance(value, list):
-        return [left for each in value if (left := _take_blocks(each, blocks, media)) is not None]
+        left = [rest for each in value for rest in _take_blocks(each, blocks, media)]
+        return [left] if left or len(blocks) == n else []
     if not isinstance(value, dict):
-        return value
-    left = {key: _take_blocks(each, blocks, media, media.get(key)) for key, each in value.items()}
-    left = {key: each for key, each in left.items() if each not in (None, {}, [])}
-    if left.keys() == {"type"}:  # of a block whose medium was taken, such as `image_url`
-        return None
-    return next(iter(left.values())) if [*map(type, left.values())] == [str] else left
+        return [value]
+    fields = {key: rest for key, each in value.items() for rest in _take_blocks(each, blocks, media, media.get(key))}
+    fields = {key: each for key, each in fields.items() if each not in (None, {})}
+    if len(blocks) > n and fields.keys() <= {"type"}:  # of a block whose medium was taken, such as `image_url`
+        return []
+    return [next(iter(fields.values()))] if [*map(type, fields.values())] == [str] else [fields]

@@ -392,11 +392,15 @@ def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedProm
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
     """Messages of an environment, whose new media become references."""
-    are_messages = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    are_messages = isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and (isinstance(message.get("content"), (str, list)) or message.get("role") == "assistant")
+        for message in messages
+    )
     if not are_messages or not messages or messages[-1].get("role") in (None, "assistant"):
         raise ValueError(
             f"row {row}: `get_context` returned {shortened(messages)}, which the assistant can't answer; return "
-            "messages that end with the user's or a tool's, or `None` to keep those so far."
+            "messages with `content` that end with the user's or a tool's, or `None` to keep those so far."
         )
     rules, path = replace(rules, media_dir=None), f"{FROM_TOOL}'get_context'"
 

@@ -48,7 +48,7 @@ class VerifiersEnvironment(ServedEnvironment):
             answer = self._run(_ask(self._urls.result()[server], "call_tool", name, arguments)).result()
         except Exception as error:
             raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
-        seen = observation_of([block.model_dump() for block in answer.content], {})
+        seen = observation_of([block.model_dump() for block in answer.content] or None, {})
         if answer.is_error:
             raise ValueError(seen)
         return seen

@@ -19,9 +19,11 @@ from trl import ModelConfig
 from ..progress import announce, write
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
-from ..reporting.hub import upload_command
+from ..reporting.hub import repository_name, upload_command
+from ..trainers.checkpoint_files import checkpoints
 from ..trainers.checkpoints import CheckpointMixin
 from ..trainers.configs import TrainerConfig
+from ..trainers.dpo_config import MultimodalDPOConfig
 from ..trainers.reward_config import MultimodalRewardConfig
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
@@ -93,7 +95,10 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
     """
     if script_args.dry_run:
         if checkpoint_of(training_args) is True:  # which is in the folder of the run
-            training_args.resume_from_checkpoint = get_last_checkpoint(training_args.output_dir) or "True"
+            found = checkpoints(str(training_args.output_dir))
+            if not found:
+                raise ValueError(f"There is no checkpoint in {training_args.output_dir!r} to resume from.")
+            training_args.resume_from_checkpoint = str(found[-1])
         training_args.save_strategy = SaveStrategy.NO
         training_args.push_to_hub = training_args.eval_on_start = training_args.load_best_model_at_end = False
         training_args.report_to = []
@@ -140,12 +145,15 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
     if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
         data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
         data += ["--reward_label_column", script_args.reward_label_column]
-    publish = upload_command(args.hub_model_id or f"USER/{Path(folder).name}", folder, args.hub_private_repo or False)
+    repo = args.hub_model_id or f"USER/{repository_name(folder)}"
+    publish = upload_command(repo, folder, args.hub_private_repo or False)
     if args.push_to_hub:
         publish = f"https://huggingface.co/{args.hub_model_id}"
     ask = ["  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system])]
     if isinstance(args, MultimodalRewardConfig):  # its model scores pairs, and writes no text
         ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
+    elif isinstance(args, MultimodalDPOConfig):  # whose rows have no solutions; the model judges them
+        model, system = ["--pairs", *model], []
     return [
         f"The model is in {folder}.",
         *ask,

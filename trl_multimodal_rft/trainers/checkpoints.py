@@ -212,9 +212,11 @@ class CheckpointMixin(Trainer):
                 logger.warning(f"Passed over: {passed_over[-1]}")
         if resume_from is True:
             raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *passed_over]))
+        is_listed = Path(folders[0], "manifest.json").is_file()
+        remedy = ", or delete its manifest.json to resume from what is left" if is_listed else ""
         raise ValueError(
             f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
-            "`output_dir`), or delete its manifest.json to resume from what is left."
+            f"`output_dir`){remedy}."
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
