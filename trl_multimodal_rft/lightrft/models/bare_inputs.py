@@ -10,7 +10,15 @@ from transformers import PreTrainedModel
 
 from ...data.reading.refs import MediaError
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
-from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
+from ...families import (
+    AUDIO_FEATURES,
+    AUDIO_MASKS,
+    MODALITIES,
+    TOKEN_FIELDS,
+    TOKEN_FIELDS_WITH_ENDS,
+    family_of,
+    modality_of,
+)
 from ...forward.inputs import to_model
 
 
@@ -228,6 +236,29 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
         if tensors and _token_counts(model, modality, tensors) is not None:
             _count_media(model, modality, masks[modality], tensors)
+
+
+def audio_inputs(
+    model: PreTrainedModel, sequences: torch.Tensor, values: torch.Tensor | None, mask: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Features of clips and the mask of their frames, under the names of the family."""
+    accepted = inspect.signature(type(model).forward).parameters
+    features = next((name for name in AUDIO_FEATURES if name in accepted), None)
+    mask_name = next((name for name in AUDIO_MASKS if name in accepted), None)
+    if values is not None and features is None:
+        raise TypeError(f"{type(model).__name__} takes no audio.")
+    if mask is not None and mask_name is None:
+        raise TypeError(f"{type(model).__name__} takes no mask of audio.")
+    if values is not None and mask is None and mask_name is not None and family_of(model).has_frame_mask:
+        # Bands come before frames for Whisper's features, after them for others
+        bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
+        mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
+        if has_too_few_placeholders(model, sequences, "audio", {mask_name: mask}):
+            raise MediaError(
+                "`audio_attention_mask` is missing, and the clips are shorter than their padded features; pass "
+                f"the processor's `{mask_name}` as `audio_attention_mask`."
+            )
+    return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}
 
 
 def has_too_few_placeholders(
