@@ -242,7 +242,7 @@ class Actor(nn.Module):
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         seen = dict(zip(_VISION, vision, strict=True)) if self._sees else {}
-        heard = audio_inputs(self.base_model, sequences, audio_values, audio_attention_mask)
+        heard = audio_inputs(self.base_model, audio_values, audio_attention_mask)
         known = _accepted_media(self.base_model, dict(**seen, **heard, **media))
         if packed_seq_lens is not None:
             return self._forward_packed(sequences, num_actions, packed_seq_lens, known, return_output)

@@ -41,7 +41,7 @@ class ActorAL(Actor):
         """
         Samples completions to prompts with audio, see [`Actor.generate`]; for the media see [`Actor.forward`].
         """
-        audio = audio_inputs(self.base_model, input_ids, audio_values, audio_attention_mask)
+        audio = audio_inputs(self.base_model, audio_values, audio_attention_mask)
         return super().generate(input_ids, **audio, **kwargs)
 
 

@@ -239,7 +239,7 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
 
 
 def audio_inputs(
-    model: PreTrainedModel, sequences: torch.Tensor, values: torch.Tensor | None, mask: torch.Tensor | None
+    model: PreTrainedModel, values: torch.Tensor | None, mask: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Features of clips and the mask of their frames, under the names of the family."""
     accepted = inspect.signature(type(model).forward).parameters
@@ -253,21 +253,7 @@ def audio_inputs(
         # Bands come before frames for Whisper's features, after them for others
         bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
         mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
-        if has_too_few_placeholders(model, sequences, "audio", {mask_name: mask}):
-            raise MediaError(
-                "`audio_attention_mask` is missing, and the clips are shorter than their padded features; pass "
-                f"the processor's `{mask_name}` as `audio_attention_mask`."
-            )
     return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}
-
-
-def has_too_few_placeholders(
-    model: PreTrainedModel, rows: Rows, modality: str, tensors: dict[str, torch.Tensor]
-) -> bool:
-    """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
-    counts = _token_counts(model, modality, tensors)
-    n_placeholders = sum(int(mask.sum()) for mask in _masks(rows, placeholder_token_ids(model, model)[modality]))
-    return counts is not None and 0 < n_placeholders < sum(counts)
 
 
 def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:
@@ -304,10 +290,11 @@ def _count_media(
                 missing -= sizes[used + count]
                 count += 1
             if missing != 0:
+                whole = ", and pass its mask of frames as `audio_attention_mask`" if modality == "audio" else ""
                 raise MediaError(
                     f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
                     f"up to ({sizes[used : used + count]} tokens); make ids and {modality}s with the same processor "
-                    "call."
+                    f"call{whole}."
                 )
             counts.append(count)
             used += count
