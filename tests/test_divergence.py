@@ -180,5 +180,6 @@ def test_scores_against_a_target(name, k):
         loss.backward()
         ours = {n: p.grad for n, p in model.named_parameters() if n in gradients}
         assert relative_difference(gradients, ours) <= 1e-5
-    states = policy.states(teacher, (prompts, ids, mask), packed=True)
-    assert_close(states, theirs, atol=1e-5, rtol=1e-5)
+    states = policy.score(teacher, prompts, ids, mask, packed=True, hidden=True, logps=False)
+    assert states.logps is None
+    assert_close(states.hidden, theirs, atol=1e-5, rtol=1e-5)

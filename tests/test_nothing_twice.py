@@ -53,7 +53,7 @@ def trainer_class(kind: str, *, plain: bool, engine: bool = False):
             return dummies
 
         def counting(self, model, *args, **options):
-            self.n_scored += model is self.model and not torch.is_grad_enabled()
+            self.n_scored += model is self.model and options.get("logps", True) and not torch.is_grad_enabled()
             return self.score(model, *args, **options)
 
     class Plain(Counting):

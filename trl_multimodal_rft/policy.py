@@ -165,6 +165,7 @@ class PolicyForward:
         logit_bias: dict[int, float] | None = None,
         whole: bool = False,
         hidden: bool = False,
+        logps: bool = True,
         target: Target | None = None,
         rows: Sequence[int] | None = None,
     ) -> Scores:
@@ -175,9 +176,10 @@ class PolicyForward:
         `prompts`. Log-probabilities come from the model's logits where the `fallbacks` say so or an engine's
         `logit_bias` is given. A `critic` adds values, `compute_aux_loss` the load-balancing loss of a mixture of
         experts, `supervised` completions their log-probabilities, `hidden` the states that the LM head gets,
-        `(B, C, H)`, all in the same forward of the wrapper. With a `target`, the scores are divergences from it and
-        entropies instead, and no log-probabilities. With `whole`, `prompts` are whole sequences, see
-        [`~forward.logprobs.completion_scores`]. With more tokens than `max_tokens`, gradients come from
+        `(B, C, H)`, all in the same forward of the wrapper. `logps=False` leaves out log-probabilities and entropies;
+        for values alone, a separate `critic` needs no forward of the policy. With a `target`, the scores are
+        divergences from it and entropies instead, and no log-probabilities. With `whole`, `prompts` are whole
+        sequences, see [`~forward.logprobs.completion_scores`]. With more tokens than `max_tokens`, gradients come from
         [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores; the completions of a larger
         group are forwarded in chunks behind their prompt, see [`~forward.split_groups.KeptPrompt`], or, where that
         isn't possible, each chunk with its prompt. Where only some `rows` matter, or have tokens in padded parts, the
@@ -222,9 +224,12 @@ class PolicyForward:
                 whole=whole,
                 compute_aux_loss=compute_aux_loss,
                 hidden=hidden,
+                logps=logps,
             )
 
-        models = [self.unwrapped(model), *([critic.model] if isinstance(critic, Critic) else [])]
+        models = [critic.model] if isinstance(critic, Critic) else []
+        if logps or hidden or target is not None or not models:
+            models.append(self.unwrapped(model))
         keeps = packed and not compute_aux_loss  # whose statistics include the prompt
         scores = self._in_parts(score, model, models, completions, lengths, packed, keeps)
         if compute_aux_loss:
@@ -280,30 +285,6 @@ class PolicyForward:
         with self._autocast():
             return prompt_states(models, prompt, device)
 
-    def values(
-        self, model: nn.Module, critic: Critic | ValueHead, completions: Completions, *, packed: bool
-    ) -> torch.Tensor:
-        """Values of the states before each completion token, `(B, C)`; `model` holds the `critic`."""
-        policy = self.unwrapped(model)
-
-        def values(call: Forward, batch: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
-            if isinstance(critic, ValueHead):
-                return {"values": completion_scores(call, policy, *batch, value_head=critic, **options).values}
-            return {"values": completion_values(critic, critic.model, *batch, **options)}
-
-        read = critic.model if isinstance(critic, Critic) else policy
-        return self._by_function(values, model, read, completions, packed).values
-
-    def states(self, model: nn.Module, completions: Completions, *, packed: bool) -> torch.Tensor:
-        """The hidden states that the LM head makes the distribution of each completion token of, `(B, C, H)`."""
-        policy = self.unwrapped(model)
-
-        def states(call: Forward, batch: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
-            scores = completion_scores(call, policy, *batch, hidden=True, logps=False, **options)
-            return {"hidden": scores.tensors()["hidden"]}
-
-        return self._by_function(states, model, policy, completions, packed).tensors()["hidden"]
-
     def rewards(
         self, model: nn.Module, completions: Completions, *, packed: bool, fallbacks: Fallbacks | None = None
     ) -> Scores:
@@ -311,34 +292,22 @@ class PolicyForward:
         The scores that a reward model gives completions, as `values` `(B, 1)`, differentiable where gradients are
         enabled; see [`~forward.logprobs.completion_rewards`].
         """
-        policy = self.unwrapped(model)
-
-        def rewards(call: Forward, batch: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
-            return {"values": completion_rewards(call, policy, *batch, **options)}
-
-        return self._by_function(rewards, model, policy, completions, packed, fallbacks)
-
-    def _by_function(
-        self,
-        function: Callable[[Forward, CompletionBatch, dict], dict[str, torch.Tensor]],
-        model: nn.Module,
-        read: PreTrainedModel,
-        completions: Completions,
-        packed: bool,
-        fallbacks: Fallbacks | None = None,
-    ) -> Scores:
-        """What a function of a model's forward, of completions and of options returns, in parts; `read` gets them."""
-        fallbacks, batch = self.fallbacks if fallbacks is None else fallbacks, CompletionBatch(*completions)
+        policy, batch = self.unwrapped(model), CompletionBatch(*completions)
+        fallbacks = self.fallbacks if fallbacks is None else fallbacks
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
-            completions = self._with_dummies(model, batch.rows(rows))
-            options = self._forwards(completions, packed, fallbacks, states)
+            chosen = self._with_dummies(model, batch.rows(rows))
+            options = self._forwards(chosen, packed, fallbacks, states)
+
+            def rewards(call: Forward) -> dict[str, torch.Tensor]:
+                return {"values": completion_rewards(call, policy, *chosen, **options)}
+
             with self._autocast():
-                tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
+                tensors = self._as_one_forward(model, rewards)
             return Scores(**self._reaching_all(model, tensors, states)).rows(slice(len(rows)))
 
         lengths = None if self.max_tokens is None else batch.mask.sum(1).tolist()
-        return self._in_parts(part, model, [read], batch, lengths, packed, keeps=packed)
+        return self._in_parts(part, model, [policy], batch, lengths, packed, keeps=packed)
 
     def _score_part(
         self,
@@ -355,6 +324,7 @@ class PolicyForward:
         whole: bool,
         compute_aux_loss: bool,
         hidden: bool,
+        logps: bool,
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
@@ -367,22 +337,27 @@ class PolicyForward:
         if supervised is not None:
             others = self._with_dummies(model, supervised, with_others=True)
             others_options = self._forwards(others, False, fallbacks)
-        _gather_head(policy)
+        forwards_policy = logps or hidden or target is not None or critic is None
+        if forwards_policy:
+            _gather_head(policy)
 
         def score(call: Forward) -> dict[str, torch.Tensor]:
-            results = completion_scores(
-                call,
-                policy,
-                *completions,
-                output_router_logits=compute_aux_loss,
-                value_head=value_head,
-                whole=whole,
-                hidden=hidden,
-                logps=target is None,
-                target=None if target is None else target.padded(len(completions[0]) - n),
-                **options,
-                **head,
-            ).tensors()
+            results = {}
+            if forwards_policy:
+                results = completion_scores(
+                    call,
+                    policy,
+                    *completions,
+                    output_router_logits=compute_aux_loss,
+                    value_head=value_head,
+                    whole=whole,
+                    hidden=hidden,
+                    # The states of a model without a fused head come with its logits
+                    logps=target is None and (logps or (logits_from_model and value_head is not None)),
+                    target=None if target is None else target.padded(len(completions[0]) - n),
+                    **options,
+                    **head,
+                ).tensors()
             if critic is not None:
                 results["values"] = completion_values(critic, critic.model, *completions, **options)
             if supervised is not None:
@@ -394,7 +369,7 @@ class PolicyForward:
             # DDP looks for unused parameters in its last forward alone, so all parts must be in one
             is_ddp = isinstance(model, DistributedDataParallel)
             several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
-            several = several or hidden or target is not None  # which engines must find among the outputs
+            several = several or hidden or not logps or target is not None  # which engines must find in the outputs
             tensors = self._as_one_forward(model, score) if several else score(model)
         return Scores(**self._reaching_all(model, tensors, states)).rows(slice(n))  # without dummy prompts
 

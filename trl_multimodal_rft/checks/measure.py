@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Log-probabilities of a policy against those of the model's own forward, with decisions common to all ranks."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -182,6 +183,45 @@ class Measure:
         self.tolerance = max(self.tolerance, steps)
         kept = mask.bool()
         return largest, not self.worst(float(exceeds((a - b)[kept], scale[kept], self.tolerance)))
+
+    def settle(
+        self,
+        score: Callable[[bool], torch.Tensor],
+        truth: torch.Tensor,
+        mask: torch.Tensor,
+        noise: Callable[[], torch.Tensor | None],
+        *,
+        packs: bool = True,
+        isolates: bool = False,
+        label: str = "",
+    ) -> tuple[torch.Tensor, float, float | None]:
+        """
+        What `score` returns for padded rows, its difference from the truth, and that of packed rows if there are any,
+        see [`compare`]. Sets the first fallbacks under which scores are exact, with `isolates` of those that separate
+        prompts, too. Raises a `RuntimeError` if there are none.
+        """
+        scores, tried = None, list[float]()
+        splits = self.splits() if isolates else self.splits()[:1]
+        for from_model, isolate in itertools.product(sorted({self.fallbacks.logits_from_model, True}), splits):
+            self.fallbacks.logits_from_model, self.fallbacks.isolate = from_model, isolate
+            scores = self.attempt("scoring padded rows", lambda: score(False))
+            difference, is_exact = self.compare(scores, truth, mask, noise)
+            tried.append(difference)
+            if scores is not None and is_exact:
+                break
+        else:
+            found = f"scores of padded rows{label} differ by {tried[-1]:.0e} from the model's forward"
+            raise self.inexact(found if scores is not None else f"scoring padded rows fails ({self.failure})")
+        if len(tried) > 1:
+            how = "the model's own logits, which need more memory" if from_model else f"one forward per {isolate}"
+            self.fall_back(f"scores of padded rows{label} differ by {tried[0]:.0e}", how)
+        packed = None
+        if packs and self.fallbacks.packing:
+            packed_scores = self.attempt("scoring packed rows", lambda: score(True))
+            packed, is_exact = self.compare(packed_scores, truth, mask, noise)
+            if not is_exact:
+                self.fall_back(f"scores of packed rows{label} differ by {packed:.0e}", "padded rows", packing=False)
+        return scores, difference, packed
 
     def noise(self, score: Callable[[], torch.Tensor], mask: torch.Tensor) -> torch.Tensor | None:
         """The noise of what `score` returns, as in [`rounding`]; `None` in float32, or if it can't be measured."""

@@ -193,21 +193,14 @@ def check_conversation(
     mask = torch.ones_like(ids)
     own = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
 
-    def compared() -> tuple[float, bool]:
-        packed = measure.fallbacks.packing
-        scores = measure.attempt("scoring a conversation", lambda: measure.score([prompt], ids, mask, packed)[:, n:])
-        return measure.compare(scores, truth, mask[:, n:], lambda: measure.noise(own, mask[:, n:]))
+    def score(packed: bool) -> torch.Tensor:
+        return measure.score([prompt], ids, mask, packed)[:, n:]
 
     with measuring(model, measure.device):
         truth = measure.require("its own forward of a conversation with tool media", own)
-        difference, is_exact = compared()
-        if not is_exact and measure.fallbacks.packing:
-            found = f"log-probabilities after tool media differ by {difference:.0e}"
-            measure.fall_back(found, "padded rows", packing=False)
-            difference, is_exact = compared()
-    if not is_exact:
-        raise measure.inexact(f"log-probabilities after tool media differ by {difference:.0e} from its own forward's")
-    return difference, measure.fallbacks
+        noise = functools.cache(lambda: measure.noise(own, mask[:, n:]))
+        _, padded, packed = measure.settle(score, truth, mask[:, n:], noise, label=" after tool media")
+    return padded if packed is None or not measure.fallbacks.packing else packed, measure.fallbacks
 
 
 class _Case(NamedTuple):
@@ -245,11 +238,11 @@ class _Check(Measure):
             if sampled is not None and self.settings.samples_rollouts:
                 worst["sampled"].append(sampled)
             self._keep_noise(completions)
-            padded, scores = self._padded(target.prompt, completions)
-            worst["padded"].append(padded)
+            score = functools.partial(self.score, [target.prompt], completions.ids, completions.mask)
+            scores, padded, packed = self.settle(score, completions.logps, completions.mask, completions.noise)
             self.scored = target.prompt, completions, scores
-            if self.fallbacks.packing:
-                worst["packed"].append(self._packed(target.prompt, completions))
+            worst["padded"].append(padded)
+            worst["packed"] += [] if packed is None else [packed]
             for kind in sorted(target.prompt.modalities - self.media.keys()):
                 self._swap(kind, target.prompt, donors.get(kind), completions, scores)
         rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
@@ -526,35 +519,6 @@ class _Check(Measure):
         return torch.cat(results)
 
     # Comparisons with the truth
-
-    def _scored(
-        self, prompt: EncodedPrompt, completions: _Completions, packed: bool
-    ) -> tuple[torch.Tensor | None, float, bool]:
-        """Scores, their distance from the truth, and whether rounding explains it."""
-        ids, mask, truth, noise = completions
-        what = f"scoring {'packed' if packed else 'padded'} rows"
-        scores = self.attempt(what, lambda: self.score([prompt], ids, mask, packed=packed))
-        return scores, *self.compare(scores, truth, mask, noise)
-
-    def _padded(self, prompt: EncodedPrompt, completions: _Completions) -> tuple[float, torch.Tensor]:
-        scores, difference, is_exact = self._scored(prompt, completions, packed=False)
-        if scores is not None and is_exact:
-            return difference, scores
-        if self.fallbacks.logits_from_model:
-            found = f"log-probabilities in a batch differ by {difference:.0e} from the model's forward on one prompt"
-            raise self.inexact(found if scores is not None else f"scoring padded rows fails ({self.failure})")
-        found = "fails" if scores is None else f"gives log-probabilities that differ by {difference:.0e}"
-        remedy = "the model's own logits, which need more memory"
-        self.fall_back(f"TRL's fused head {found}", remedy, logits_from_model=True)
-        return self._padded(prompt, completions)
-
-    def _packed(self, prompt: EncodedPrompt, completions: _Completions) -> float:
-        _, difference, is_exact = self._scored(prompt, completions, packed=True)
-        if not is_exact:
-            self.fall_back(
-                f"log-probabilities of packed rows differ by {difference:.0e}", "padded rows", packing=False
-            )
-        return difference
 
     def _swap(
         self,

@@ -2,7 +2,6 @@
 """The self-check of rows with completions: scores in one forward against the model's own forward of each."""
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -102,35 +101,11 @@ def _compare(
     packs: bool,
 ) -> SelfCheck:
     """Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true."""
-    fallbacks = measure.fallbacks
-
-    def compared(packed: bool) -> tuple[float, bool]:
-        scored = measure.attempt("scoring rows", functools.partial(score, packed))
-        return measure.compare(scored, truth, mask, noise)
-
     with measuring(measure.prepared, measure.device):
         truth = measure.require("the model's forward", by_model)
         noise = functools.cache(lambda: measure.noise(by_model, mask))
-        differences: list[float] = []
-        for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), measure.splits()):
-            fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate
-            difference, is_exact = compared(packed=False)
-            differences.append(difference)
-            if is_exact:
-                break
-        else:
-            found = f"scores of padded rows differ by {differences[-1]:.0e} from the model's forward"
-            raise measure.inexact(found)
-        if len(differences) > 1:
-            how = "the model's own logits" if fallbacks.logits_from_model else f"one forward per {fallbacks.isolate}"
-            measure.fall_back(f"scores of padded rows differ by {differences[0]:.0e}", how)
-        packed = None
-        if packs and fallbacks.packing:
-            packed, is_exact = compared(packed=True)
-            if not is_exact:
-                found = f"scores of packed rows differ by {packed:.0e}"
-                measure.fall_back(found, "padded rows", packing=False)
-    return SelfCheck(padded=differences[-1], packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
+        _, padded, packed = measure.settle(score, truth, mask, noise, packs=packs, isolates=True)
+    return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=measure.fallbacks)
 
 
 def _chosen(measure: Measure, sequences: Sequence[Encoded]) -> list[Encoded]:

@@ -143,26 +143,16 @@ def add_fused_head(
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
-        output, states = run_backbone(self, forward, args, {**kwargs, "use_cache": False})
+        states = run_backbone(self, forward, args, {**kwargs, "use_cache": False})
         if labels is None and shift_labels is None:
             return BaseModelOutput(last_hidden_state=states)
         if shift_labels is None:
             assert labels is not None
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = cast(nn.Linear, self.get_output_embeddings())
-        scored = _fused_scores(
+        return _fused_scores(
             states, shift_labels, label_index, head, known, temperature, cast_lm_head_to_fp32, outputs
         )
-        if kwargs.get("output_router_logits"):
-            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import
-
-            config = self.config.get_text_config()
-            mask = cast(torch.Tensor | None, kwargs.get("attention_mask"))
-            loss = load_balancing_loss_func(
-                output["router_logits"], config.num_experts, config.num_experts_per_tok, mask
-            )
-            scored.aux_loss = cast(torch.Tensor, loss)
-        return scored
 
     model.forward = types.MethodType(fused_forward, model)
     return True
@@ -260,16 +250,16 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
 
 def run_backbone(
     model: PreTrainedModel, forward: Callable[..., ModelOutput], args: tuple, kwargs: dict
-) -> tuple[ModelOutput, torch.Tensor]:
-    """Outputs and last states of the backbone. Without a `base_model`, the model's forward runs with an idle head."""
+) -> torch.Tensor:
+    """Last states of the backbone. Without a `base_model`, the model's forward runs with an idle head."""
     if model.base_model is not model:
-        output = model.base_model(*args, **kwargs)
-        return output, output.last_hidden_state
+        return model.base_model(*args, **kwargs).last_hidden_state
     backbone, head, taken = _backbone(model), model.get_output_embeddings(), []
     assert backbone is not None and head is not None
     hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
     with hook, replaced(head, forward=lambda states: states):
-        return forward(*args, **kwargs), taken[-1]
+        forward(*args, **kwargs)
+        return taken[-1]
 
 
 class _BackboneOutput:

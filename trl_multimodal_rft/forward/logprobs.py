@@ -230,7 +230,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
         batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
         cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
         with _running(model, batch):
-            _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
+            last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
         # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
         layer, (key, value) = next(iter(states.items()))
         found |= {**states, layer: (key + last[..., :0].sum().to(key), value)}

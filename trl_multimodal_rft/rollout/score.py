@@ -99,12 +99,9 @@ def score_values(
         # The state after the last token is the one before a further token, whatever that is
         ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-    values = torch.cat(
-        [
-            policy.values(model, critic, (prompts[part], ids[part], extended[part]), packed=rollout.packed)
-            for part in parts
-        ]
-    )
+    options = {"packed": rollout.packed, "critic": critic, "logps": False}
+    scores = [policy.score(model, prompts[part], ids[part], extended[part], **options) for part in parts]
+    values = torch.cat([each.values for each in scores])
     bootstrap = torch.zeros(len(ids), device=ids.device)
     if cut is not None:
         bootstrap = torch.where(cut, values.gather(1, lengths)[:, 0], 0)

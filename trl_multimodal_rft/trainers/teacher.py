@@ -27,7 +27,7 @@ from ..models.parts import same_weights_trained
 from ..models.pretrained import load_model
 from ..rollout.collect import view_prompts
 from ..rollout.prompt_encoder import reads_apart
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
 from ..views import as_view
 from .configs import mapping
@@ -231,7 +231,7 @@ class Teacher:
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **given)
         with torch.no_grad(), self._teaching() as model:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
-            states = policy.states(model, completions, packed=rollout.packed)
+            states = require(policy.score(model, *completions, packed=rollout.packed, hidden=True, logps=False).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
             if self.average is not None and not args.loss_top_k:  # the weights are the student's again when it is used
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())

@@ -30,7 +30,7 @@ from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower, freeze_as_built
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
-from .bare_inputs import bare_inputs, check_num_actions, packed_prompts, padded_prompts
+from .bare_inputs import audio_inputs, bare_inputs, check_num_actions, packed_prompts, padded_prompts
 
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Actor(nn.Module):
     A policy that computes log-probabilities of its actions, the tokens of completions, and samples them.
 
     It takes media of any model by the names of the model's forward. [`ActorVL`] is the same by its name in LightRFT;
-    [`ActorAL`] and [`ActorOmni`] have a name for audio.
+    [`ActorAL`] and [`ActorOmni`] sample with names for audio, too.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -88,6 +88,7 @@ class Actor(nn.Module):
     """
 
     modality = "text"
+    _sees = True  # else images and videos are ignored
 
     def __init__(
         self,
@@ -122,12 +123,7 @@ class Actor(nn.Module):
             if use_flash_attention_2:
                 options["attn_implementation"] = "flash_attention_2"
             if load_in_4bit:
-                options["quantization_config"] = BitsAndBytesConfig(
-                    load_in_4bit=True,
-                    bnb_4bit_quant_type="nf4",
-                    bnb_4bit_use_double_quant=True,
-                    bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-                )
+                options["quantization_config"] = _four_bits(torch.bfloat16 if bf16 else torch.float32)
             model = load_model(str(pretrain_or_model), **options)
             freeze_as_built(model)
         else:
@@ -202,6 +198,8 @@ class Actor(nn.Module):
         video_grid_thw: torch.Tensor | None = None,
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
+        audio_values: torch.Tensor | None = None,
+        audio_attention_mask: torch.Tensor | None = None,
         **media: torch.Tensor | None,
     ) -> torch.Tensor | ModelOutput | tuple[torch.Tensor, ModelOutput]:
         """
@@ -224,6 +222,10 @@ class Actor(nn.Module):
                 Whether to return the model's output, too. It has the logits of all tokens; packed, only `aux_loss`.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
+            audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
+                Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order, and 1 on
+                the frames of a clip, shape `(number of clips, frames)`, as the processor returns it: all ones by
+                default, for clips that fill the frames.
             media (`torch.Tensor`):
                 Further media, and per-token fields, by the names of the model's forward, such as `image_sizes`;
                 `None` is ignored.
@@ -235,11 +237,13 @@ class Actor(nn.Module):
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.
-            `TypeError`: If the model has no argument of that name.
+            `TypeError`: If the model has no argument of that name, or takes no audio.
             `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        known = _accepted_media(self.base_model, dict(zip(_VISION, vision, strict=True)) | media)
+        seen = dict(zip(_VISION, vision, strict=True)) if self._sees else {}
+        heard = audio_inputs(self.base_model, audio_values, audio_attention_mask)
+        known = _accepted_media(self.base_model, dict(**seen, **heard, **media))
         if packed_seq_lens is not None:
             return self._forward_packed(sequences, num_actions, packed_seq_lens, known, return_output)
         if num_actions is None and not return_output:
@@ -251,17 +255,16 @@ class Actor(nn.Module):
                 "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
             )
         length = sequences.size(1)
-        if num_actions is not None:
-            check_num_actions(num_actions, length)
+        check_num_actions(num_actions or 0, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         inputs: dict[str, Any] = bare_inputs(self.base_model, sequences, known, num_actions or 0)
         inputs["attention_mask"] = attention_mask
-        if _has_router(self.base_model):
-            inputs["output_router_logits"] = True
         if self.config.get_text_config() is self.config:
             # Language models number their positions from the left edge, padding included
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        if return_output and _has_router(self.base_model):
+            inputs["output_router_logits"] = True
         if num_actions is None:
             return self.model(input_ids=sequences, **inputs)
         if return_output or self.policy_forward.fallbacks.logits_from_model:
@@ -493,6 +496,11 @@ class Actor(nn.Module):
                 Target folder.
         """
         self.model.save_pretrained(folder, **kwargs)
+
+
+def _four_bits(dtype: torch.dtype) -> BitsAndBytesConfig:
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return BitsAndBytesConfig(load_in_4bit=True, **options)
 
 
 def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -10,7 +10,15 @@ from transformers import PreTrainedModel
 
 from ...data.reading.refs import MediaError
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
-from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
+from ...families import (
+    AUDIO_FEATURES,
+    AUDIO_MASKS,
+    MODALITIES,
+    TOKEN_FIELDS,
+    TOKEN_FIELDS_WITH_ENDS,
+    family_of,
+    modality_of,
+)
 from ...forward.inputs import to_model
 
 
@@ -230,13 +238,22 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
             _count_media(model, modality, masks[modality], tensors)
 
 
-def has_too_few_placeholders(
-    model: PreTrainedModel, rows: Rows, modality: str, tensors: dict[str, torch.Tensor]
-) -> bool:
-    """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
-    counts = _token_counts(model, modality, tensors)
-    n_placeholders = sum(int(mask.sum()) for mask in _masks(rows, placeholder_token_ids(model, model)[modality]))
-    return counts is not None and 0 < n_placeholders < sum(counts)
+def audio_inputs(
+    model: PreTrainedModel, values: torch.Tensor | None, mask: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Features of clips and the mask of their frames, under the names of the family."""
+    accepted = inspect.signature(type(model).forward).parameters
+    features = next((name for name in AUDIO_FEATURES if name in accepted), None)
+    mask_name = next((name for name in AUDIO_MASKS if name in accepted), None)
+    if values is not None and features is None:
+        raise TypeError(f"{type(model).__name__} takes no audio.")
+    if mask is not None and mask_name is None:
+        raise TypeError(f"{type(model).__name__} takes no mask of audio.")
+    if values is not None and mask is None and mask_name is not None and family_of(model).has_frame_mask:
+        # Bands come before frames for Whisper's features, after them for others
+        bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
+        mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
+    return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}
 
 
 def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:
@@ -273,10 +290,11 @@ def _count_media(
                 missing -= sizes[used + count]
                 count += 1
             if missing != 0:
+                whole = ", and pass its mask of frames as `audio_attention_mask`" if modality == "audio" else ""
                 raise MediaError(
                     f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
                     f"up to ({sizes[used : used + count]} tokens); make ids and {modality}s with the same processor "
-                    "call."
+                    f"call{whole}."
                 )
             counts.append(count)
             used += count
