@@ -552,7 +552,7 @@ def pictures() -> Dataset:
 SFT_ERRORS = {
     "no rows": ({"dataset": lambda: None}, "`train_dataset` is required"),
     "splits": ({"dataset": lambda: DatasetDict({"train": texts()})}, "must be a `Dataset` or `IterableDataset`"),
-    "images for a reader of text": ({"dataset": pictures}, "vision-related.*vision-language model"),
+    "images for a reader of text": ({"dataset": pictures}, "vision-related|row 0, column 'image': .* encode image"),
     "assistant in plain text": ({"assistant_only_loss": True}, "`assistant_only_loss=True`"),
     "formatting function and completions": (
         {"objects": lambda: {"formatting_func": str}, "completion_only_loss": True},
