@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -37,7 +38,6 @@ from trl_multimodal_rft.cli import COMMANDS, arguments, main
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.scripts import options
-from trl_multimodal_rft.scripts.option_table import FILE, PAGE, page, text
 from trl_multimodal_rft.scripts.options import FIRST, GROUPS, table
 from trl_multimodal_rft.scripts.preflight import check_rewards
 from trl_multimodal_rft.spelling import REMOVED, did_you_mean
@@ -50,9 +50,9 @@ def test_entry_point_and_tables_are_those_of_the_package():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["trl-multimodal-rft"].split(":")
     assert getattr(import_module(module), name) is main
-    stored = (FILE.read_text(), PAGE.read_text())
-    assert stored == (text(), page()), "run `python -m trl_multimodal_rft.scripts.option_table`"
-    assert table()["options"] == json.loads(FILE.read_text())["options"]
+    stored = runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
+    assert stored == {path: path.read_text() for path in stored}, "run `python docs/refresh_options.py`"
+    assert table()["options"] == json.loads(Path(options.__file__).with_name("options.json").read_text())["options"]
     assert {*arguments.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
 
 
@@ -204,10 +204,8 @@ def test_names_of_rewards_and_tools():
 
 def test_another_release_of_trl_has_its_own_options(monkeypatch):
     monkeypatch.setattr(options, "version", lambda name: "0")
-    table.cache_clear()
-    collected = table()
-    table.cache_clear()
-    assert collected["versions"] != {} and collected == json.loads(FILE.read_text())
+    stored = json.loads(Path(options.__file__).with_name("options.json").read_text())
+    assert stored["versions"] != {} and table.__wrapped__() == stored
 
 
 def test_removed_names_have_replacements_that_exist():

@@ -22,19 +22,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import files
 from helpers.clips import shown
-from helpers.files import image_file, load, ref, sound_file
+from helpers.files import image_file, load, load_by_qwen, ref, sound_file
 from PIL import EpsImagePlugin, ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
 from trl_multimodal_rft.data.reading import decoding, images
 from trl_multimodal_rft.data.reading.containers import check_complete
-from trl_multimodal_rft.data.reading.decoding import (
-    load_audio,
-    load_image,
-    load_video,
-    load_with_qwen_vl_utils,
-    read_audio,
-)
+from trl_multimodal_rft.data.reading.decoding import load_audio, load_image, load_video, read_audio
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, MediaRules
 
@@ -164,9 +158,9 @@ def test_a_rate_that_can_not_be_is_named_before_the_length():
 def test_frames_resized_as_they_come_are_those_of_the_whole(decoder, options, monkeypatch):
     """This also equals `fetch_video`, see the tests of loading."""
     data = video_file(width=320, height=240)
-    whole, about = load_with_qwen_vl_utils(ref("video", data, **options), 14)
+    whole, about = load_by_qwen(ref("video", data, **options), 14)
     monkeypatch.setattr(decoding, "_PIXELS_AT_ONCE", 1)
-    by_one, about_one = load_with_qwen_vl_utils(ref("video", data, **options), 14)
+    by_one, about_one = load_by_qwen(ref("video", data, **options), 14)
     assert torch.equal(whole, by_one) and about == about_one
     np.testing.assert_array_equal(load_video(ref("video", data))[0], shown(data))
 
@@ -181,10 +175,10 @@ def memory(name):
 def test_videos_are_never_in_memory_at_their_full_size(decoder):
     size = {"min_pixels": 999, "max_pixels": 50000}
     data = video_file(frames=80, width=1280, height=720, options={"preset": "ultrafast", "crf": "40"})
-    load_with_qwen_vl_utils(ref("video", data, nframes=4, **size), 14)  # the first call loads what stays in memory
+    load_by_qwen(ref("video", data, nframes=4, **size), 14)  # the first call loads what stays in memory
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
-    frames, _ = load_with_qwen_vl_utils(ref("video", data, nframes=80, **size), 14)
+    frames, _ = load_by_qwen(ref("video", data, nframes=80, **size), 14)
     assert len(frames) == 80
     assert memory("VmHWM") - before < 80 * 1280 * 720 * 3
 
@@ -194,7 +188,7 @@ def test_videos_have_most_pixels_and_a_highest_rate(decoder):
     with pytest.raises(MediaError, match="12 frames of 96 x 64 are more than .* pixels; choose fewer by 'nframes'"):
         load_video(ref("video", data, rules))
     assert len(load_video(ref("video", data, rules, nframes=8))[0]) == 8
-    assert len(load_with_qwen_vl_utils(ref("video", data, rules, max_pixels=3000, min_pixels=100), 14)[0]) > 0
+    assert len(load_by_qwen(ref("video", data, rules, max_pixels=3000, min_pixels=100), 14)[0]) > 0
     with pytest.raises(MediaError, match="`max_video_pixels`"):
         load_video(ref("video", [Image.new("RGB", (96, 64))] * 9, rules))
     with pytest.raises(MediaError, match="row 3.*invalid rate of 5000 frames per second"):

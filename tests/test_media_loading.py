@@ -14,16 +14,17 @@ import pytest
 import soundfile
 import torch
 from helpers import chats, clips, families
-from helpers.files import image_file, ref, sound_file, video_file
+from helpers.files import image_file, load_by_qwen, ref, sound_file, video_file
 from helpers.marks import by_turns
 from PIL import ExifTags, Image
 from qwen_vl_utils.vision_process import to_rgb
 from test_media_sources import answer, site  # noqa: F401
 
 from trl_multimodal_rft.data.reading import decoding
-from trl_multimodal_rft.data.reading.decoding import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from trl_multimodal_rft.data.reading.decoding import load_audio, load_image, load_video
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.reading.rules import PROTOCOLS, MediaRules
+from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.versions import is_torchcodec_usable
 
 
@@ -445,10 +446,10 @@ def test_clips_cut_without_encoding_show_what_ffmpeg_shows(start, hidden, codec,
         found = load_video(ref("video", data), lambda metadata: chosen)[0]  # noqa: B023
         np.testing.assert_array_equal(found, expected[chosen])
     size = {"resized_height": 56, "resized_width": 84}
-    sampled, metadata = load_with_qwen_vl_utils(ref("video", data, **size), 14)
+    sampled, metadata = load_by_qwen(ref("video", data, **size), 14)
     chosen = metadata["frames_indices"]
     assert len(chosen) >= 6 and chosen[-1] == len(expected) - 1
-    stills = load_with_qwen_vl_utils(ref("video", expected[chosen], **size), 14)[0]
+    stills = load_by_qwen(ref("video", expected[chosen], **size), 14)[0]
     assert torch.equal(sampled, stills)
 
 
@@ -524,7 +525,7 @@ def test_a_decoder_that_finds_other_frames_is_named():
 
 def test_missing_video_libraries_are_named(folder, monkeypatch):
     monkeypatch.setattr(decoding, "is_torchcodec_usable", lambda: False)
-    for module, load in (("av", load_video), ("qwen_vl_utils", lambda r: load_with_qwen_vl_utils(r, 14))):
+    for module, load in (("qwen_vl_utils", lambda r: load_by_qwen(r, 14)), ("av", load_video)):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, "qwen_vl_utils.vision_process", raising=False)
         with pytest.raises(ImportError, match=rf'{module} .*pip install "trl-multimodal-rft\[video\]"'):
@@ -556,7 +557,7 @@ def test_videos_are_those_of_qwen_vl_utils(folder, patch, options):
     path = str(folder / "v.mp4")
     expected, about = fetch_video({"video": path, **options}, image_patch_size=patch, return_video_metadata=True)
     for source in (path, (folder / "v.mp4").read_bytes()):
-        frames, metadata = load_with_qwen_vl_utils(ref("video", source, **options), patch)
+        frames, metadata = load_by_qwen(ref("video", source, **options), patch)
         assert torch.equal(frames, expected)
         assert metadata["frames_indices"] == about["frames_indices"]
         assert (metadata["total_num_frames"], metadata["fps"]) == (about["total_num_frames"], about["fps"])
@@ -570,7 +571,7 @@ def test_images_are_those_of_qwen_vl_utils(tmp_path, patch, options):
     Image.fromarray(chats.mosaic(1, 120, 200, 0)[0]).save(tmp_path / "i.png")
     block = {"type": "image", "image": str(tmp_path / "i.png"), **options}
     (expected,), _ = process_vision_info([{"role": "user", "content": [block]}], image_patch_size=patch)
-    image = load_with_qwen_vl_utils(ref("image", tmp_path / "i.png", **options), patch)
+    image = load_by_qwen(ref("image", tmp_path / "i.png", **options), patch)
     np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
 
 
@@ -589,8 +590,8 @@ def test_qwen_processors_neither_resize_nor_sample_again(folder, decoder, name):
     processor, patch = QWEN[name][0](), QWEN[name][1]
     picture = ref("image", chats.mosaic(1, 120, 200, 0)[0], min_pixels=3136, max_pixels=20000)
     clip = ref("video", folder / "v.mp4", nframes=6, video_start=0.5, video_end=1.5, max_pixels=60000, min_pixels=3136)
-    image = load_with_qwen_vl_utils(picture, patch)
-    frames, metadata = load_with_qwen_vl_utils(clip, patch)
+    image = load_by_qwen(picture, patch)
+    frames, metadata = load_by_qwen(clip, patch)
     assert metadata["frames_indices"] == [5, 7, 9, 11, 13, 15]
     blocks = [{"type": "image", "image": image}, {"type": "video", "video": frames}]
     inputs = qwen_inputs(processor, [{"role": "user", "content": blocks}], [metadata])
@@ -609,7 +610,7 @@ def test_qwen_processors_neither_resize_nor_sample_again(folder, decoder, name):
 def test_qwen_processors_take_frames_with_their_rate(name):
     processor, patch = QWEN[name][0](), QWEN[name][1]
     pictures = [Image.fromarray(frame(i)) for i in range(5)]
-    frames, metadata = load_with_qwen_vl_utils(ref("video", pictures, sample_fps=0.5), patch)
+    frames, metadata = load_by_qwen(ref("video", pictures, sample_fps=0.5), patch)
     assert frames.shape[0] == 5
     assert abs(frames.shape[3] / frames.shape[2] - WIDTH / HEIGHT) < 0.11  # one token of width
     inputs = qwen_inputs(processor, [{"role": "user", "content": [{"type": "video", "video": frames}]}], [metadata])
@@ -619,10 +620,11 @@ def test_qwen_processors_take_frames_with_their_rate(name):
     else:
         words = processor.decode(inputs["input_ids"][0])
         assert [f"<{t} seconds>" in words for t in ("1.0", "5.0", "8.0")] == [True] * 3
-    assert load_with_qwen_vl_utils(ref("video", pictures), patch)[1]["fps"] == 2.0
+    _, unknown = decode_media([ref("video", pictures, max_pixels=60000)], processor, "raise")
+    assert unknown["videos_kwargs"]["video_metadata"][0][0]["fps"] == 2.0
 
 
 @pytest.mark.parametrize("options", [{"fps": 2, "nframes": 4}, {"nframes": 40}, {"video_start": 9.0}], ids=str)
 def test_impossible_qwen_options_are_named(folder, decoder, options):
     with pytest.raises(MediaError, match="row 3, column 'video': cannot read this video"):
-        load_with_qwen_vl_utils(ref("video", folder / "v.mp4", **options), 14)
+        load_by_qwen(ref("video", folder / "v.mp4", **options), 14)

@@ -3,11 +3,14 @@
 
 import io
 import json
+from functools import partial
 
 import av
 import numpy as np
 import pytest
 import soundfile
+import torch
+from qwen_vl_utils import vision_process
 
 from trl_multimodal_rft.data.reading import decoding
 from trl_multimodal_rft.data.reading.refs import MediaRef
@@ -25,6 +28,15 @@ def load(medium):
     if medium.modality == "audio":
         return decoding.load_audio(medium, RATE)
     return decoding.load_image(medium) if medium.modality == "image" else decoding.load_video(medium)
+
+
+def load_by_qwen(medium, patch):
+    """Returns an image or a video sampled and resized as by qwen-vl-utils, by the options of its block alone."""
+    if medium.modality == "image":
+        return vision_process.fetch_image({**medium.options, "image": decoding.load_image(medium)}, patch)
+    resize = partial(decoding.qwen_resized, medium.options, patch)
+    frames, metadata = decoding.load_video(medium, partial(decoding.qwen_frame_indices, medium.options), resize)
+    return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
 def write_lines(path, rows):

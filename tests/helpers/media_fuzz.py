@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image, features
 
-from helpers.files import LISTS, image_file, sound_file, video_file
+from helpers.files import LISTS, image_file, load_by_qwen, sound_file, video_file
 from trl_multimodal_rft.data.reading import decoding
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
@@ -145,7 +145,7 @@ def loads(ref, chance):
         window, overlong = chance.choice([(None, "raise"), (0.5, "truncate"), (30.0, "raise")])
         return check_sound(decoding.load_audio(ref, 16000, window, overlong))
     if chance.random() < 0.3:
-        return check_video(decoding.load_with_qwen_vl_utils(ref, 14))
+        return check_video(load_by_qwen(ref, 14))
     return check_video(decoding.load_video(ref))
 
 

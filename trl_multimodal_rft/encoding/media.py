@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,14 +18,14 @@ from transformers.image_utils import SizeDict
 from transformers.utils import logging
 
 from ..data.reading.decoding import (
+    decoding,
     holds_frames,
     load_audio,
     load_image,
     load_sound_of_video,
     load_video,
-    load_with_qwen_vl_utils,
     qwen_frame_indices,
-    qwen_frame_size,
+    qwen_resized,
     require_module,
     sample_indices,
 )
@@ -174,7 +173,10 @@ def _decode(
             ), None
         options = {**_pixel_limits(processor.image_processor.size, ref.options), **ref.options}
         _check_fits_a_token(ref, processor.image_processor)
-        return load_with_qwen_vl_utils(replace(ref, options=options), processor.image_processor.patch_size), None
+        vision = require_module("qwen_vl_utils.vision_process", "image")
+        with decoding(ref):
+            image = {**options, "image": load_image(ref)}
+            return vision.fetch_image(image, processor.image_processor.patch_size), None
     if "video" in resized:
         return _qwen_video(ref, processor)
     sampler, most = _frame_sampler(ref, processor), ref.options.get("max_frames")
@@ -199,19 +201,15 @@ def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict
         limits = {name: getattr(video_processor, name, None) for name in names}
         known = {name: value for name, value in limits.items() if value is not None}
         sampler = partial(qwen_frame_indices, {**known, **options})
-    if options.keys() & _SIZE_OPTIONS:
-        whole = family_of_processor(processor).bounds_whole_videos
 
-        def frame_size(count: int, height: int, width: int) -> tuple[int, int]:
-            limits = _pixel_limits(size, options, count if whole else 1)
-            return qwen_frame_size({**limits, **options}, video_processor.patch_size, count, height, width)
+    def resize(frames: np.ndarray, count: int) -> np.ndarray:
+        if not options.keys() & _SIZE_OPTIONS:
+            return _resized_frames(video_processor, size, frames, count)
+        limits = _pixel_limits(size, options, count if family_of_processor(processor).bounds_whole_videos else 1)
+        return qwen_resized({**limits, **options}, video_processor.patch_size, frames, count)
 
-        loaded: Any = load_with_qwen_vl_utils(ref, video_processor.patch_size, sampler, frame_size)
-        frames, metadata = loaded
-    else:
-        array, metadata = load_video(ref, sampler, partial(_resized_frames, video_processor, size))
-        frames = torch.from_numpy(array).permute(0, 3, 1, 2)
-    return frames, {**metadata, "fps": metadata["fps"] or _QWEN_FPS}
+    frames, metadata = load_video(ref, sampler, resize)
+    return torch.from_numpy(frames).permute(0, 3, 1, 2), {**metadata, "fps": metadata["fps"] or _QWEN_FPS}
 
 
 def _resized_frames(

@@ -354,6 +354,16 @@ def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
     return [name for name in needed if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
 
 
+def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
+    """Refuses media of which a tokenizer would encode the prompt."""
+    if refs and not isinstance(processor, ProcessorMixin):
+        raise refs[0].error(
+            f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
+            "`processing_class=AutoProcessor.from_pretrained(...)` with the processor of a model that takes it, or "
+            "leave it out, a column with `ignored_media_columns`"
+        )
+
+
 def processor_outputs(
     messages: str | list[dict[str, Any]],
     refs: list[MediaRef],
@@ -368,11 +378,7 @@ def processor_outputs(
         call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
         encoded = call(text=[messages], return_tensors="pt")
     else:
-        if refs and not isinstance(processor, ProcessorMixin):
-            raise refs[0].error(
-                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
-                "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
-            )
+        check_encodes(refs, processor)
         messages = _prepared(messages, processor, row)
         options: dict[str, Any] = answer_options(messages, template_kwargs or {})
         if processor_kwargs and SOUNDS not in processor_kwargs:

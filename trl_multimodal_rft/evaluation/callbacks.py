@@ -16,8 +16,9 @@ from transformers import (
 )
 
 from ..reporting.events import EventPart
+from ..trainers.base import MultimodalTrainer
 from .config import EvaluationConfig
-from .evaluator import SamplingTrainer, check_samples, evaluate_trainer, named_rewards
+from .evaluator import check_samples, evaluate_trainer, named_rewards
 from .result import EvaluationResult
 
 
@@ -61,7 +62,7 @@ class GenerationEvalCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: SamplingTrainer,
+        trainer: MultimodalTrainer,
         eval_dataset: Dataset | Sequence[dict[str, Any]] | None = None,
         reward_funcs: Callable | list[Callable] | None = None,
         args: EvaluationConfig | None = None,

@@ -4,16 +4,14 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
-from transformers.trainer_callback import CallbackHandler
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import get_callable_name
@@ -32,9 +30,8 @@ from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.samplers import Sampler
 from ..rollout.turns import ToolLoop
-from ..trainers.configs import SamplingConfig
+from ..trainers.base import MultimodalTrainer
 from ..trainers.setup import check_takes_tools
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
@@ -166,31 +163,8 @@ def _complete(
     return trim_after_eos(output, config.eos_token_id)
 
 
-class SamplingTrainer(Protocol):
-    """What evaluations read of a trainer that samples completions."""
-
-    model: nn.Module
-    model_wrapped: nn.Module
-    args: SamplingConfig
-    state: TrainerState
-    accelerator: Accelerator
-    callback_handler: CallbackHandler
-    is_in_train: bool
-    eval_dataset: Any
-    reward_funcs: Sequence[Callable]
-    reward_func_names: Sequence[str]
-    max_completion_length: int
-    prompts: PromptEncoder
-    sampler: Sampler
-    toolbox: Environments
-
-    def offloading(self) -> AbstractContextManager[None]: ...
-
-    def tool_loop(self, **options: Any) -> ToolLoop: ...
-
-
 def evaluate_trainer(
-    trainer: SamplingTrainer,
+    trainer: MultimodalTrainer,
     dataset: Dataset | Sequence[dict[str, Any]] | None = None,
     reward_funcs: Callable | list[Callable] | None = None,
     args: EvaluationConfig | None = None,
@@ -256,7 +230,7 @@ def evaluate_trainer(
     return Evaluation(policy, dataset, rewards, args, trainer.accelerator).run()
 
 
-def check_samples(evaluated: SamplingTrainer) -> None:
+def check_samples(evaluated: MultimodalTrainer) -> None:
     """Raises if a trainer doesn't sample completions by this package."""
     if not hasattr(evaluated, "sampler"):
         raise ValueError(

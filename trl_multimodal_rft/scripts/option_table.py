@@ -1,9 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-The table of options, from the config classes, and the page of the documentation about those of this package.
-
-`python -m trl_multimodal_rft.scripts.option_table` writes both.
-"""
+"""The table of options, from the config classes."""
 
 import argparse
 import enum
@@ -12,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from accelerate.commands.launch import launch_command_parser
@@ -23,13 +18,7 @@ from ..rewards.named import REWARD_NAMES
 from ..rollout.tools import TOOLS
 
 
-FILE = Path(__file__).with_name("options.json")
-PAGE = FILE.parents[2] / "docs" / "generated" / "options.md"
 SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
-_ABOUT = """
-Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
-TRL's configs work, too. `python -m trl_multimodal_rft.scripts.option_table` wrote this.
-""".strip()
 # Arguments of `accelerate launch` that the command sets
 _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
@@ -97,28 +86,3 @@ def _launch_options() -> list[dict[str, Any]]:
         kind = option["type"] if option["type"] in ("int", "float") else "str"
         found.append({**option, "name": name, "type": "bool" if action.nargs == 0 else kind, "commands": []})
     return found
-
-
-def text() -> str:
-    """The table as it is stored."""
-    collected = collect()
-    lines = ",\n".join(json.dumps(option) for option in collected.pop("options"))
-    return f'{json.dumps(collected)[:-1]}, "options": [\n{lines}\n]}}\n'
-
-
-def page() -> str:
-    """The options of the stored table that this package's configs define, as a page."""
-    trainers: dict[str, list[str]] = {}
-    options = json.loads(FILE.read_text(encoding="utf-8"))["options"]
-    for option in sorted(options, key=lambda option: (-len(option["commands"]), option["name"])):
-        if option["group"] == "multimodal":
-            default = "none" if option["default"] is None else f"`{json.dumps(option['default'])}`"
-            title = ", ".join(f"`{command}`" for command in option["commands"])
-            trainers.setdefault(title, []).append(f"- **`{option['name']}`** ({default}): {option['help']}")
-    sections = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in trainers.items())
-    return f"# Options\n\n{_ABOUT}\n\n{sections}\n"
-
-
-if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")

@@ -7,7 +7,7 @@ import os
 import reprlib
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -36,12 +36,14 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..data.reading.refs import iter_refs
-from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ..data.reading.refs import MediaError, iter_refs
+from ..data.rows.columns import rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
+from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
+from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
@@ -140,42 +142,21 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
 
 
 def check_takes_media(
-    model: PreTrainedModel, processing_class: ProcessorMixin | PreTrainedTokenizerBase, args: SamplingConfig, *datasets
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase, ignored: Collection[str] | None, *datasets
 ) -> None:
     """A tokenizer is enough for text, with a model that takes media, too, but not for rows with media."""
-    takes_media = any(kind in model.input_modalities for kind in MODALITIES)
-    if isinstance(processing_class, ProcessorMixin) or not takes_media:
+    if isinstance(processing_class, ProcessorMixin):
         return
     datasets = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
     for dataset in datasets:
-        if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
+        if not isinstance(dataset, Dataset):
             continue  # streams are read once, and say so then
         rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
-        for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows, args.ignored_media_columns or ())]):
-            raise ref.error(
-                f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.modality}; pass "
-                "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
-            )
-
-
-def check_media_processor(
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
-    dataset: Dataset | IterableDataset | None,
-    columns: Collection[str],
-    name: str,
-) -> None:
-    """Refuses media that a tokenizer is to encode."""
-    if not columns or not isinstance(dataset, Dataset):
-        return  # streams are read once, and say so then
-    rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
-    for column in columns:
-        if any(row[column] is not None and not (isinstance(row[column], list) and not row[column]) for row in rows):
-            kind = "audio" if MEDIA_COLUMNS[column] == "audio" else "vision"
-            raise ValueError(
-                f"The {name} dataset appears to be {kind}-related (column {column!r}), but "
-                f"{type(processing_class).__name__} is no processor of a {kind}-language model; pass the processor of "
-                "a model that takes such media, or name the column in `ignored_media_columns`."
-            )
+        for i, row in enumerate(rows):
+            prompt = row.get("prompt") or row.get("messages") or row.get("chosen") or ""
+            with suppress(MediaError):  # which reading the row says
+                (row,) = rows_to_messages([Row(i, {**row, "prompt": prompt})], ignored or ())
+            check_encodes(list(iter_refs(row)), processing_class)
 
 
 def warn_of_unread(
@@ -415,7 +396,8 @@ def load_for_sampling(
         check_engine_format(processing_class)
     if args.disable_dropout is None:
         fix_encoders(unwrapped(None, model))
-    check_takes_media(model, processing_class, args, *datasets)
+    if any(kind in model.input_modalities for kind in MODALITIES):
+        check_takes_media(processing_class, args.ignored_media_columns, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config) if needs_reference(args) else None
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):

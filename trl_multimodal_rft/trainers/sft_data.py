@@ -23,7 +23,7 @@ from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ..rollout.stream import EncodedRow
-from .setup import check_media_processor
+from .setup import check_takes_media
 
 
 # Arguments of `apply_chat_template`, and the variable it sets; `documents` are data
@@ -186,8 +186,8 @@ class SupervisedCollator:
             raise ValueError(f"The {name} dataset has no rows.")
         columns = set(get_dataset_column_names(dataset))
         media = sorted(columns & MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ()))
-        if not isinstance(self.processing_class, ProcessorMixin):
-            check_media_processor(self.processing_class, dataset, media, name)
+        if media:
+            check_takes_media(self.processing_class, self.args.ignored_media_columns, dataset)
         return columns, media
 
 

@@ -252,38 +252,6 @@ def load_video(
         return frames, {**known, "frames_indices": indices}
 
 
-def load_with_qwen_vl_utils(
-    ref: MediaRef,
-    image_patch_size: int,
-    sample_indices_fn: Callable[..., Sequence[int]] | None = None,
-    frame_size_fn: Callable[[int, int, int], Sequence[int]] | None = None,
-) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
-    """
-    Decodes an image or a video, sampled and resized as by qwen-vl-utils, whose options it reads. The processor must
-    not resize or sample again (`do_resize=False, do_sample_frames=False`).
-
-    MP4, MOV, Matroska and WebM give exactly the frames of `qwen_vl_utils.fetch_video`. That function reads no bytes,
-    needs torchcodec, misses frames in other formats, and resizes lists of frames twice.
-    """
-    vision = require_module("qwen_vl_utils.vision_process", ref.modality)
-    with decoding(ref):
-        if ref.modality == "image":
-            return vision.fetch_image({**ref.options, "image": load_image(ref)}, image_patch_size)
-        sample_indices = sample_indices_fn or partial(qwen_frame_indices, ref.options)
-        frame_size = frame_size_fn or partial(qwen_frame_size, ref.options, image_patch_size)
-
-        def resized(frames: np.ndarray, count: int) -> np.ndarray:
-            size = frame_size(count, *frames.shape[1:3])
-            tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
-            resize = vision.transforms.functional.resize
-            tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
-            return tensor.permute(0, 2, 3, 1).numpy()
-
-        frames, metadata = load_video(ref, sample_indices, resized)
-        metadata["fps"] = metadata["fps"] or vision.FPS
-        return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
-
-
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
     """Indices of the frames that qwen-vl-utils samples from a video."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
@@ -306,6 +274,18 @@ def qwen_frame_size(
     ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
     max_pixels = min(options.get("max_pixels", ceiling), ceiling)
     return vision.smart_resize(height, width, factor, min_pixels, max_pixels)
+
+
+def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
+    """
+    Some of `count` frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` resizes all of them. That function
+    reads no bytes, needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
+    """
+    vision = require_module("qwen_vl_utils.vision_process", "video")
+    size = list(qwen_frame_size(options, image_patch_size, count, *frames.shape[1:3]))
+    tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    tensor = vision.transforms.functional.resize(tensor, size, vision.InterpolationMode.BICUBIC, antialias=True)
+    return tensor.permute(0, 2, 3, 1).numpy()
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
