@@ -139,9 +139,7 @@ def decode(
                 if leaves and 2 * left * groups <= len(step["input_ids"]):
                     index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), left)
                     rows = index if rows is None else rows[index]
-                    cache.reorder_cache(cast(torch.LongTensor, index))
-                    if layout is not None and layout.hidden is not None:
-                        layout.hidden = layout.hidden[index]
+                    _select_rows(cache, layout, index)
                     step["position_ids"] = step["position_ids"].index_select(-2, index)
                     mask = None if mask is None else mask[index]
             step["input_ids"] = token if rows is None else token[rows]
@@ -156,8 +154,10 @@ def decode(
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    outputs = {name: tuple(values[: n - start]) for name, values in kept.items()}
-    return GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache, **outputs)
+    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
+    for name, values in kept.items():
+        output[name] = tuple(values[: n - start])
+    return output
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
@@ -171,6 +171,13 @@ def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
     """Indices of the first `n` entries of each row that are false, if it has as many, `(rows * n,)`."""
     starts = torch.arange(len(values), device=values.device)[:, None] * values.size(1)
     return (values.byte().argsort(dim=1, stable=True)[:, :n] + starts).flatten()
+
+
+def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> None:
+    """Keeps completions at an index in the cache, and in what is hidden of it."""
+    cache.reorder_cache(cast(torch.LongTensor, index))
+    if layout is not None and layout.hidden is not None:
+        layout.hidden = layout.hidden[index]
 
 
 def _most(left: int, device: torch.device) -> int:
