@@ -8,10 +8,14 @@ from contextlib import contextmanager
 import pytest
 from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
+from trl_multimodal_rft.forward import decoding
 
+
+@pytest.mark.parametrize("short", [0, 64])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
-def test_tokens_and_random_state_are_those_of_generate(name, device):
-    """Completions end between two looks at whether all have."""
+def test_tokens_and_random_state_are_those_of_generate(name, short, device, monkeypatch):
+    """Completions end between two looks at whether all have; short prompts are copied."""
+    monkeypatch.setattr(decoding, "SHORT_PROMPT", short)
     model, tokenizer, rows = build(name)
     for ends in (20, 4):
         found = assert_same(model.to(device), rows, options(tokenizer, eos_token_id=list(range(30, 400, ends))))
@@ -48,12 +52,13 @@ def test_waits(device):
     assert more == [0, 0, 4, 0], (more, ended.waits, ended.uploads)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_operations(name, device):
+@pytest.mark.parametrize(("name", "short"), [("qwen2_5_vl", 0), ("qwen2_5_vl", 64), ("gemma3", 0)])
+def test_operations(name, short, device, monkeypatch):
     """A token takes at most half of the operations of `generate` outside of the layers, and no more in a layer."""
     fake_cuda = sys.modules.get("fake_cuda")
     if fake_cuda is None or device == "cpu":
         pytest.skip("counts on the stand-in for a GPU")
+    monkeypatch.setattr(decoding, "SHORT_PROMPT", short)
     model, tokenizer, rows = build(name)
 
     @contextmanager
