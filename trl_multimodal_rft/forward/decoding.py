@@ -119,8 +119,6 @@ class Decoding:
         if self.room:
             later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
             self.hidden = self.masked(later[None, None, None])
-        elif self.hidden is not None:
-            self.hidden = F.pad(self.hidden, (0, 1))
 
     def attend(
         self,
@@ -148,6 +146,8 @@ class Decoding:
         query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         how = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
+        if self.hidden is not None and (more := key.size(2) - self.hidden.size(-1)):  # in the first layer of a token
+            self.hidden = F.pad(self.hidden, (0, more))
         output, lse = kernels.attention_with_lse(query, key, value, self.hidden, *how, 0 if self.room else -1)
         if sinks is not None:
             sinks = sinks.view(1, -1, 1)
