@@ -210,6 +210,8 @@ class PolicyForward:
             # Whole sequences have no completions; rows for the auxiliary loss have the last tokens, too
             lengths = [0 if whole else length + (length > 0) for length in lengths]
 
+        needs_policy = logps or hidden or target is not None or not isinstance(critic, Critic)
+
         def score(index: int, part: list[int], states: States | None) -> Scores:
             return self._score_part(
                 model,
@@ -225,11 +227,11 @@ class PolicyForward:
                 compute_aux_loss=compute_aux_loss,
                 hidden=hidden,
                 logps=logps,
+                needs_policy=needs_policy,
             )
 
         models = [critic.model] if isinstance(critic, Critic) else []
-        if logps or hidden or target is not None or not models:
-            models.append(self.unwrapped(model))
+        models += [self.unwrapped(model)] * needs_policy
         keeps = packed and not compute_aux_loss  # whose statistics include the prompt
         scores = self._in_parts(score, model, models, completions, lengths, packed, keeps)
         if compute_aux_loss:
@@ -325,6 +327,7 @@ class PolicyForward:
         compute_aux_loss: bool,
         hidden: bool,
         logps: bool,
+        needs_policy: bool,
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
@@ -337,13 +340,12 @@ class PolicyForward:
         if supervised is not None:
             others = self._with_dummies(model, supervised, with_others=True)
             others_options = self._forwards(others, False, fallbacks)
-        forwards_policy = logps or hidden or target is not None or critic is None
-        if forwards_policy:
+        if needs_policy:
             _gather_head(policy)
 
         def score(call: Forward) -> dict[str, torch.Tensor]:
             results = {}
-            if forwards_policy:
+            if needs_policy:
                 results = completion_scores(
                     call,
                     policy,

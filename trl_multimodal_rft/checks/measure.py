@@ -200,9 +200,9 @@ class Measure:
         see [`compare`]. Sets the first fallbacks under which scores are exact, with `isolates` of those that separate
         prompts, too. Raises a `RuntimeError` if there are none.
         """
-        scores, tried = None, list[float]()
+        scores, tried, before = None, list[float](), self.fallbacks.logits_from_model
         splits = self.splits() if isolates else self.splits()[:1]
-        for from_model, isolate in itertools.product(sorted({self.fallbacks.logits_from_model, True}), splits):
+        for from_model, isolate in itertools.product(sorted({before, True}), splits):
             self.fallbacks.logits_from_model, self.fallbacks.isolate = from_model, isolate
             scores = self.attempt("scoring padded rows", lambda: score(False))
             difference, is_exact = self.compare(scores, truth, mask, noise)
@@ -213,7 +213,8 @@ class Measure:
             found = f"scores of padded rows{label} differ by {tried[-1]:.0e} from the model's forward"
             raise self.inexact(found if scores is not None else f"scoring padded rows fails ({self.failure})")
         if len(tried) > 1:
-            how = "the model's own logits, which need more memory" if from_model else f"one forward per {isolate}"
+            needs_logits = from_model and not before
+            how = "the model's own logits, which need more memory" if needs_logits else f"one forward per {isolate}"
             self.fall_back(f"scores of padded rows{label} differ by {tried[0]:.0e}", how)
         packed = None
         if packs and self.fallbacks.packing:

@@ -33,7 +33,7 @@ class CompletionLayer(DynamicLayer):
     """
     A cache layer with the `n` tokens of each completion, behind the prompts that `prompts` has: at `slot`, from where
     a window starts anew. Room is made as needed, or for all tokens, which are returned then: shapes don't change. If
-    completions have the `n` tokens of their prompts, too, `prompts` has a single one without tokens.
+    it starts with copies of the `n` tokens of prompts, `prompts` keeps a single prompt, without tokens.
     """
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
@@ -90,19 +90,19 @@ class Decoding:
             How many tokens of a completion the cache returns, if shapes must not change.
         slots (`dict[int | None, torch.Tensor]`, *optional*):
             By attention window, where the cache has the token `(1,)`.
-        hidden (`torch.Tensor`, *optional*):
-            What is added to scores of what the cache returns.
+        mask (`torch.Tensor`, *optional*):
+            What is added to scores of what the cache returns, `(B, 1, 1, N)` or `(1, 1, 1, N)`.
     """
 
     shared: dict[int, DynamicLayer]
     padding: torch.Tensor | None = None
     room: int = 0
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    hidden: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
     @property
     def n_prompts(self) -> int:
-        """How many prompts are shared."""
+        """How many prompts are shared: one, without tokens, if all are copied."""
         return len(_states(next(iter(self.shared.values())))[0])
 
     def masked(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Decoding:
                 slot.remainder_(window)
         if self.room:
             later = torch.arange(self.room, device=self.slots[None].device) > self.slots[None]
-            self.hidden = self.masked(later[None, None, None])
+            self.mask = self.masked(later[None, None, None])
 
     def attend(
         self,
@@ -146,9 +146,9 @@ class Decoding:
         query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         how = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
-        if self.hidden is not None and (more := key.size(2) - self.hidden.size(-1)):  # in the first layer of a token
-            self.hidden = F.pad(self.hidden, (0, more))
-        output, lse = kernels.attention_with_lse(query, key, value, self.hidden, *how, 0 if self.room else -1)
+        if self.mask is not None and (more := key.size(2) - self.mask.size(-1)):  # in the first layer of a token
+            self.mask = F.pad(self.mask, (0, more))
+        output, lse = kernels.attention_with_lse(query, key, value, self.mask, *how, 0 if self.room else -1)
         if sinks is not None:
             sinks = sinks.view(1, -1, 1)
             output = output * (lse - sinks).sigmoid()[..., None].to(output.dtype)
@@ -187,7 +187,7 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     if not mask.all():
         padding = layout.masked(mask[:, None, None] == 0)
         if copied:
-            layout.hidden = padding.repeat_interleave(n_rows // len(mask), 0)
+            layout.mask = padding.repeat_interleave(n_rows // len(mask), 0)
         else:
             layout.padding = padding
     layout.advance()

@@ -174,10 +174,10 @@ def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> None:
-    """Keeps completions at an index in the cache, and in what is hidden of it."""
+    """Keeps the completions at an index in the cache and in its mask."""
     cache.reorder_cache(cast(torch.LongTensor, index))
-    if layout is not None and layout.hidden is not None:
-        layout.hidden = layout.hidden[index]
+    if layout is not None and layout.mask is not None:
+        layout.mask = layout.mask[index]
 
 
 def _most(left: int, device: torch.device) -> int:

@@ -32,7 +32,6 @@ from .vllm_server import (
     clock_of,
     on_all_ranks,
     server_completions,
-    server_features,
     server_renderer,
 )
 from .vllm_versions import SUPPORTED, engine_obstacle
@@ -221,9 +220,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 continue
             last = prompt
             taken = self.prompts.take(prompt, prompt_images, index)
-            media = server_features(taken) if self.mode == "server" else taken
             seed_of_prompt = None if seed is None else seed + index
-            requests.append(EngineRequest(taken["prompt_token_ids"], media, 1, room[index], seed_of_prompt))
+            requests.append(EngineRequest(taken["prompt_token_ids"], taken, 1, room[index], seed_of_prompt))
         if any(len(request.ids) + request.most > self.prompts.max_length for request in requests):
             logger.warning_once(
                 f"The engine was started for {self.prompts.max_length} tokens, which leaves less than {max(room)} to "
@@ -233,7 +231,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
         """What a server is asked for completions of prompts."""
-        return self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
+        requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
+        return [request.for_server() for request in requests]
 
     def ask(self, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
@@ -392,6 +391,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
         def complete(request: EngineRequest) -> list[ServerSample]:
+            request = request.for_server()  # while others are answered
             url, patience = self.vllm_client.base_url, self.server_timeout
             return until_answered(lambda n: self._complete(url, request, options, n), patience, self._warn)
 

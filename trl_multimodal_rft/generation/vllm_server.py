@@ -80,6 +80,10 @@ class EngineRequest(NamedTuple):
     most: int  # tokens of a completion
     seed: int | None
 
+    def for_server(self) -> "EngineRequest":
+        """The request with its media as a server takes them, which takes as long as they are large."""
+        return self._replace(media=server_features(self.media or {}))
+
 
 class ServerClient(VLLMClient):
     """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""

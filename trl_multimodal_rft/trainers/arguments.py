@@ -142,9 +142,11 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
-        remedy = _REMEDIES.get(option.name, f"the default is {option.default}")
-        check_value(f"`{label.format(option.name)}`", values[option.name], annotations[option.name], remedy)
-        for needed in getattr(annotations[option.name], "__metadata__", ()):
+        annotation, remedy = annotations[option.name], f"the default is {option.default}"
+        if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):  # else the config has its own
+            remedy = _REMEDIES.get(option.name, remedy)
+        check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)
+        for needed in getattr(annotation, "__metadata__", ()):
             if isinstance(needed, Needs) and values[option.name] != option.default:
                 needed.check(option.name, config)
 
@@ -152,7 +154,8 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
 @functools.cache
 def _annotations(config_class: type) -> dict[str, Any]:
     hints = typing.get_type_hints(config_class, include_extras=True)
-    return {name: Annotated[hint, _INTERVALS[name]] if name in _INTERVALS else hint for name, hint in hints.items()}
+    theirs = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
+    return {name: Annotated[hint, _INTERVALS[name]] if name in theirs else hint for name, hint in hints.items()}
 
 
 def check_batches(config, names: list[str]) -> None:
