@@ -240,7 +240,7 @@ FAMILIES = (
         token_masks=("cross_attention_mask",),
     ),
     Family(
-        model_types=("muse_spark", "muse_spark_vision"),
+        model_types=("muse_glimmer", "muse_glimmer_vision", "muse_spark", "muse_spark_vision"),
         precomputes_exactly=False,  # its encoder interpolates positions of the transposed image
     ),
     Family(
