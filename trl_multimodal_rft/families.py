@@ -151,6 +151,10 @@ class Family:
 
 FAMILIES = (
     Family(
+        model_types=("apertus1p5",),
+        towers={"image": "model.vision_tokenizer", "audio": "model.audio_tokenizer"},
+    ),
+    Family(
         model_types=("audioflamingo3", "musicflamingo"),
         processors=("AudioFlamingo3Processor", "MusicFlamingoProcessor"),
         audio_limit=lambda processor: processor.max_audio_len,
