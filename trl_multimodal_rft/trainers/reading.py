@@ -170,12 +170,14 @@ class CompletionTrainer(CheckpointMixin):
         """Shows the first row of a run on the console, if there is one."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
-            (chat, prompt, target), messages, collator = sequence.example(row), None, self.data_collator
+            (chat, prompt, target, rejected), messages, collator = sequence.example(row), None, self.data_collator
             if sequence.modalities:
                 ignored, placeholders = self.args.ignored_media_columns or (), collator.encoder.placeholders
                 [shown] = rows_to_messages([{**row, "prompt": chat}], ignored, placeholders, self.args.rules)
                 messages = shown["prompt"]
-            display.show_example(collator.model, self.processing_class, prompt, messages, target)
+            display.show_example(
+                collator.model, self.processing_class, prompt, messages, target, rejected_ids=rejected
+            )
 
     def _rollout_state(self) -> dict[str, Any]:
         return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
