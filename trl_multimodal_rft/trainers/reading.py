@@ -25,6 +25,7 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
+from ..models.parts import check_adapter
 from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
@@ -200,4 +201,6 @@ def load_for_reading(
     check_launch(args, model)
     warn_of_unread(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
-    return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
+    loaded = load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
+    check_adapter(loaded.model, objects["peft_config"])
+    return loaded

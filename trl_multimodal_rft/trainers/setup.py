@@ -51,6 +51,7 @@ from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders, ignore_deprecated_names
+from ..models.parts import check_adapter
 from ..models.pretrained import is_adapter, load_model, policy_class, read_config, trained_part
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.towers import freeze_as_built
@@ -389,6 +390,7 @@ def load_for_sampling(
     loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
     model, processing_class = loaded.model, loaded.processing_class
     check_name(model, args, ref_model, peft_config)
+    check_adapter(model, peft_config)
     check_head_cast(model, args)
     if uses_tools:
         check_takes_tools(processing_class)
