@@ -44,7 +44,7 @@ from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
 from ..encoding.prompts import check_encodes
-from ..families import MODALITIES, family_of, family_of_processor
+from ..families import MODALITIES, family_of, family_of_processor, input_modalities
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
@@ -190,7 +190,7 @@ def modalities(model: Any, args) -> Collection[str]:
         except ValueError:
             return ()  # which loading it explains
     model = model.model if hasattr(model, "model_for") else model
-    return getattr(model, "input_modalities", ())
+    return input_modalities(model)
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
