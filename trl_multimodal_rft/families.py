@@ -331,7 +331,7 @@ def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())
 
 
-def input_modalities(model: "PreTrainedModel | type[PreTrainedModel]") -> tuple[str, ...]:
+def input_modalities(model: "torch.nn.Module | type[PreTrainedModel]") -> tuple[str, ...]:
     """Kinds of media, and text, that a model or a class of models takes."""
     config: Any = getattr(model, "config", None) or getattr(model, "config_class", None)
     listed = tuple(getattr(model, "input_modalities", ()))
