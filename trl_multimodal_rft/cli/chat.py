@@ -21,8 +21,9 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import cached_file
 
+from ..credentials import without_credentials
 from ..data.reading.decoding import require_module
-from ..data.reading.refs import MediaRef, without_credentials
+from ..data.reading.refs import MediaRef
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.columns import file_modality, rows_to_messages
 from ..encoding.prompts import placeholder_tokens

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
-from ..data.reading.refs import MediaError, iter_refs, shown_url, without_credentials
+from ..credentials import shown_url, without_credentials
+from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.columns import MEDIA_COLUMNS

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
 
-from ..data.reading.refs import MediaError, MediaRef, iter_refs
+from ..data.reading.refs import MediaError, MediaRef, checksum, iter_refs
 from ..data.reading.rules import budgets_of
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
 from ..data.rows.features import restore_rows
@@ -313,6 +313,8 @@ class Evaluation:
         return [
             {
                 "prompt": as_text(strip_media(rollout.source.messages[i])),
+                # An environment may show other media in each run
+                "fingerprint": None if self.toolbox else checksum(rollout.source.messages[i]),
                 **{name: values[i : i + n] for name, values in columns.items()},
             }
             for i in range(0, len(rollout), n)

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import requests
 from accelerate.logging import get_logger
 
+from ..credentials import without_credentials
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, started
-from ..data.reading.refs import without_credentials
 
 
 logger = get_logger(__name__)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import requests
 
+from ..credentials import without_credentials
 from ..data.reading.decoding import require_module
 from .environments import EnvironmentFailure
 
@@ -49,14 +50,14 @@ class Session:
             answer = json.loads(self._socket.recv(timeout=TIMEOUT))
         except (OSError, errors.WebSocketException) as error:
             self.close()
-            raise EnvironmentFailure(f"{self.url}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(without_credentials(f"{self.url}: {type(error).__name__}: {error}")) from error
         data = answer["data"]
         if answer["type"] == "error" and data["code"] in _ERRORS_OF_ACTIONS:
             details = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in data.get("errors", ())]
             raise ValueError("; ".join([data["message"], *details]))
         if answer["type"] == "error":
             self.close()
-            raise EnvironmentFailure(f"{self.url}: {data['code']}: {data['message']}")
+            raise EnvironmentFailure(without_credentials(f"{self.url}: {data['code']}: {data['message']}"))
         return data
 
     def close(self) -> None:
