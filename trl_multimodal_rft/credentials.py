@@ -70,15 +70,15 @@ def masked(text: str) -> str:
     """
     text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
 
-    def mask(found: re.Match[str]) -> str:
-        value = found["value"]
+    def mask(match: re.Match[str]) -> str:
+        value = match["value"]
         quote = value[0] if value[0] in "\"'" else ""
-        if not is_secret(found["name"]):
-            return found[0]
-        return f"{found[0][: -len(value)]}{quote}***{quote}"
+        if not is_secret(match["name"]):
+            return match[0]
+        return f"{match[0][: -len(value)]}{quote}***{quote}"
 
     text = _OPTION.sub(mask, _ASSIGNED.sub(mask, text))
-    return _TOKEN.sub(lambda found: f"{found[1] or found[3]}{found[2] or ''}***", text)
+    return _TOKEN.sub(lambda match: f"{match[1] or match[3]}{match[2] or ''}***", text)
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
@@ -123,7 +123,7 @@ def _without_secrets_in_text(text: str) -> str:
 
 def without_credentials(text: str) -> str:
     """A [`masked`] text whose URLs have neither user information nor queries, which may hold signatures."""
-    text = _URL.sub(lambda found: shown_url(found[0]), text)
+    text = _URL.sub(lambda match: shown_url(match[0]), text)
     return masked(re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text)))
 
 

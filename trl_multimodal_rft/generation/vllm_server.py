@@ -364,7 +364,8 @@ def server_completions(
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE)
     try:
-        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders)
+        ends = options.get("stop_token_ids") or ()
+        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders, ends)
     except ValueError as error:
         raise lost(url, _GENERATE, error, answer) from None
 
