@@ -162,7 +162,7 @@ def score_pairs(
             prompts, texts = ([as_text(strip_media(v)) for v in arguments[k]] for k in ("prompts", "completions"))
             media = [checksum(row["prompt"]) for row in rows_to_messages(batch, rules=media_rules)]
             for i, row, fingerprint in zip(range(0, len(scores), 2), batch, media, strict=True):
-                pair = {"index": row.row_index, "prompt": prompts[i], "fingerprint": fingerprint}
+                pair: dict[str, Any] = {"index": row.row_index, "prompt": prompts[i], "fingerprint": fingerprint}
                 pair["completions"] = texts[i : i + 2]
                 pair |= _compared(scores[i], scores[i + 1], bool(row.get(TIE)), tie_margin)
                 pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
