@@ -11,10 +11,11 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
+from trl.chat_template_utils import get_training_chat_template
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
+from ..encoding.conversations import keeps_earlier_turns
 from ..rewards.checks import Argument, distinct_names
 
 
@@ -167,8 +168,7 @@ def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: 
 
 def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> str | None:
     """TRL's chat template for training, if the model's own rewrites earlier turns once others follow; else `None`."""
-    preserves = is_chat_template_prefix_preserving(processing_class)
-    return None if preserves else get_training_chat_template(processing_class)
+    return None if keeps_earlier_turns(processing_class) else get_training_chat_template(processing_class)
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
