@@ -113,8 +113,8 @@ class PrefetchPool(Generic[T]):
         except _Hanging as error:
             self.close()
             raise MediaError(
-                f"row {row}: its media weren't read in time, twice, as by a decoder or a folder that hangs; remove the "
-                "row, or raise `media_timeout`"
+                f"row {row}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove the row, or "
+                "raise `media_timeout`"
             ) from error
         except BrokenProcessPool as error:
             self.close()
