@@ -113,7 +113,7 @@ class PrefetchPool(Generic[T]):
         except _Hanging as error:
             self.close()
             raise MediaError(
-                f"row {row}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove the row, or "
+                f"row {row}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove it, or "
                 "raise `media_timeout`"
             ) from error
         except BrokenProcessPool as error:
