@@ -33,7 +33,7 @@ from trl_multimodal_rft.reporting.console import (
 from trl_multimodal_rft.reporting.hub import repository_name
 from trl_multimodal_rft.scripts import evaluate
 from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import dpo, grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts.commands import dpo, grpo, ppo, reward, rloo, sft
 from trl_multimodal_rft.scripts.run_file import write_run_file
 
 
@@ -143,6 +143,8 @@ def test_lines_of_metrics():
     assert metric_values(logs) == {"reward": "0.31 ± 0.40", "accuracy": "0.12", "length": "3.0, 80 % clipped"}
     others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001, "rewards/format_reward/mean": 1.0}
     assert metric_values(others) == {"reward": "1.00 ± -", "brief": "1e-03"}
+    pairs = {"loss": 0.7, "rewards/accuracies": 0.75, "rewards/margins": 0.3, "mean_token_accuracy": 0.0}
+    assert metric_values(pairs) == {"loss": "0.70", "accuracy": "0.75", "margin": "0.30"}
     assert metric_values({"loss": 2.3, "mean_token_accuracy": 0.41}) == {"loss": "2.30", "token accuracy": "0.41"}
     held_out = {"eval_accuracy": 0.62, "eval_accuracy_low": 0.58, "eval_accuracy_high": 0.66, "eval_pass@4": 0.8}
     assert evaluation_values(held_out) == ("eval", {"accuracy": "0.62 (0.58 to 0.66)", "pass@4": "0.80"})
@@ -182,6 +184,11 @@ def start(script, *argv):
     script.main(*parse(script.ARGUMENTS, argv))
 
 
+def pairs_as_data() -> None:
+    rows = Dataset.from_parquet("data/train.parquet").remove_columns(["solution", "completion"])
+    rows.map(lambda _: {"chosen": "A bird.", "rejected": "A dog, a dog."}).to_parquet("data/train.parquet")
+
+
 @pytest.mark.parametrize("script", [grpo, rloo, ppo, sft])
 def test_dry_run(script, given, tmp_path, capsys):
     rewarded = {} if script is sft else {**REWARDED, "reward_funcs": "accuracy_reward"}
@@ -197,6 +204,18 @@ def test_dry_run(script, given, tmp_path, capsys):
     assert lines[-1] == "Dry run: # step of #; nothing was saved."
     assert ("target (# tokens): A bird.<|im_end|>" in lines) == (script is sft)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize("script", [dpo, reward])
+def test_what_a_run_on_pairs_shows(script, given, capsys):
+    pairs_as_data()
+    start(script, *words_of(given), "--dry_run")
+    lines = masked(capsys.readouterr().out).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("chosen"))
+    assert lines[first - 1] == "  <|im_start|>assistant"  # the prompt that both answers follow
+    answers = ["chosen (# tokens): A bird.<|im_end|>", "rejected (# tokens): A dog, a dog.<|im_end|>"]
+    assert lines[first : first + 2] == answers
+    assert "step #/# | loss # | accuracy # | margin # | # s/step | # s left" in lines
 
 
 def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
@@ -267,8 +286,7 @@ def test_run_file_starts_the_same_run(given):
 
 
 def test_printed_commands_of_preferences_work_on_pairs(given, capsys):
-    rows = Dataset.from_parquet("data/train.parquet").remove_columns(["solution", "completion"])
-    rows.map(lambda _: {"chosen": "A bird.", "rejected": "A dog, a dog."}).to_parquet("data/train.parquet")
+    pairs_as_data()
     options = {**given, "max_steps": 1, "output_dir": "out/lauf é-", "system_prompt": "Be brief."}
     with pytest.raises(ValueError, match="no checkpoint in 'out/lauf é-' to resume"):
         start(dpo, *words_of(options), "--dry_run", "--resume_from_checkpoint", "True")

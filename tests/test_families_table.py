@@ -13,6 +13,7 @@ from helpers.synthetic import FAMILIES as SYNTHETIC
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
+from trl_multimodal_rft.cli import families
 from trl_multimodal_rft.families import (
     FAMILIES,
     MODALITIES,
@@ -27,6 +28,7 @@ from trl_multimodal_rft.families import (
 # Written by `python tests/families_report`
 PAGE = Path(__file__).parents[1] / "docs" / "generated" / "families.md"
 MEASURED = re.findall(r"^\| (\S+) \| .*synthetic", PAGE.read_text(), re.MULTILINE)
+TAKEN = dict(re.findall(r"^\| (\S+) \| ((?:(?:image|video|audio)(?:, )?)+) \|", PAGE.read_text(), re.MULTILINE))
 
 every_row = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])
 
@@ -59,6 +61,13 @@ def test_rows_say_something_that_is_tested(row):
     assert row != Family(model_types=row.model_types, processors=row.processors)
     tested = {*MATRIX, *SPECIAL, *MORE_FAMILIES, *SYNTHETIC, *MEASURED}
     assert row.refused or {*row.model_types} & tested
+
+
+def test_media_that_were_measured_are_listed():
+    listed = {model_type: {*kinds.split(", ")} for model_type, kinds, *_ in families.rows()}
+    assert len(TAKEN) > 60
+    for model_type, kinds in TAKEN.items():
+        assert {*kinds.split(", ")} <= listed.get(model_type, {*MODALITIES}), model_type
 
 
 def test_rows_are_found():

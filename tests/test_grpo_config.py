@@ -57,10 +57,12 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
     "options, message",
     [
         ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', 'rloo'"),
-        (
-            {"loss_type": "ppo"},
-            "`loss_type` must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo', 'vespo'",
-        ),
+        ({"loss_type": "x"}, "`loss_type` must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo'"),
+        ({"loss_type": "DR-GRPO"}, "got 'DR-GRPO'. Did you mean `dr_grpo`?"),
+        ({"loss_type": "GSPO"}, "is spelled otherwise here: set `importance_sampling_level='sequence'`"),
+        ({"loss_type": "ppo"}, "is spelled otherwise here: set `loss_type='grpo'`"),
+        ({"loss_type": "rloo"}, "is spelled otherwise here: set `advantage_estimator='rloo'`."),
+        ({"advantage_estimator": "group-norm"}, "got 'group-norm'. Did you mean `group_norm`?"),
         ({"importance_sampling_level": "group"}, "`importance_sampling_level` must be one of 'token', 'sequence'"),
         *(({"advantage_estimator": f}, "as keyword arguments (") for f in (only_rewards, needs_more)),
         (
@@ -282,7 +284,7 @@ def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
     assert not config_class("out").bf16
     assert "`bf16` is `False` and the run in float32" in caplog.text
     caplog.clear()
-    with pytest.raises(ValueError, match="bf16"):
+    with pytest.raises(ValueError, match="none is here; leave `bf16` out to train in float32"):
         config_class("out", bf16=True)
     assert config_class("out", use_cpu=True).bf16 and not config_class("out", bf16=False).bf16
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)

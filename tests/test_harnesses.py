@@ -56,7 +56,7 @@ def test_scores_of_rows_give_the_figure_of_the_harness_with_an_interval(name, tm
     expected = {f"{metric}_gain": -1 / 8, f"{metric}_gain_low": low, f"{metric}_gain_high": high}
     assert gains(result, tmp_path) == pytest.approx(expected)
     result.rows[0]["prompt"] = "?"
-    with pytest.raises(ValueError, match="has other prompts; name a result of these rows"):
+    with pytest.raises(ValueError, match="has other prompts, first in row 0; name a result of these rows"):
         gains(result, tmp_path)
 
 
@@ -68,6 +68,40 @@ def test_gains_of_our_own_results(tmp_path):
     result.save(tmp_path)
     rows[0]["correct"] = [True, True]
     assert gains(result, tmp_path)["accuracy_gain"] == 0.25
+    for column, first, differs in (("solution", "a", "solutions"), ("fingerprint", 1, "media")):
+        for row in rows:
+            row[column] = None
+        rows[1][column] = first
+        assert gains(result, tmp_path)["accuracy_gain"] == 0.25  # the other is older than the column
+        result.save(tmp_path / column)
+        rows[1][column] = 2 if column == "fingerprint" else "b"
+        with pytest.raises(ValueError, match=f"has other {differs}, first in row 1; name a result of these rows"):
+            gains(result, tmp_path / column)
+
+
+def doubled(lines: str) -> str:
+    return lines + lines
+
+
+def halved(lines: str) -> str:
+    return "".join(lines.splitlines(keepends=True)[:4])
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(("change", "message"), [(doubled, "row 0 of .* more than once"), (halved, "4 of 8 rows of")])
+def test_samples_that_are_missing_or_repeated(name, change, message, copy):
+    folder = copy(name)
+    [path] = folder.rglob("*.jsonl")
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=f"{message}.*; run it again"):
+        READERS[name][0](folder)
+
+
+@pytest.mark.parametrize("figure", ["NaN", "Infinity", "-Infinity"])
+def test_figures_that_are_no_numbers(figure, copy):
+    folder = copy("lmms", '"exact_match,none": 0.625', f'"exact_match,none": {figure}')
+    with pytest.raises(ValueError, match="which is no figure; its log says why"):
+        harness_result(*read_lmms(folder), SETTINGS)
 
 
 @pytest.mark.parametrize(

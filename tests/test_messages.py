@@ -72,6 +72,8 @@ WRONG = [
         {"max_tokens_per_microbatch": 0},
         "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
     ),
+    ({"model_init_kwargs": {"dtype": "bf16"}}, "has the dtype 'bf16', which torch doesn't have. Did you mean 'bfloat"),
+    ({"model_init_kwargs": '{"dtype": "double64"}'}, "has the dtype 'double64', which torch doesn't have. Write"),
     ({"fp16": True, "bf16": None}, "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`."),
 ]
 WRONG_WHERE_SAMPLED = [
@@ -100,6 +102,22 @@ def test_values_that_no_config_takes(kind):
     if kind in SAMPLED:
         with pytest.raises(ValueError, match="`num_generations` must be at least [12], got 0"):
             config(kind, num_generations=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_that_reach_no_layer(kind, tmp_path, rows):
+    rows = rows.map(lambda _: {"completion": "A.", "chosen": "A.", "rejected": "B."}) if kind not in SAMPLED else rows
+    objects = {"reward_funcs": length_and_sum} if kind in SAMPLED else {}
+    with pytest.raises(
+        ValueError, match=r"\['query'\] of `peft_config` name no layer of .* named qkv, .*q_proj, k_proj"
+    ):
+        TRAINERS[kind](
+            str(saved("qwen2_5_vl")),
+            train_dataset=rows,
+            args=config(kind, tmp_path),
+            peft_config=LoraConfig(target_modules=["query"]),
+            **objects,
+        )
 
 
 def test_values_of_trl_that_mean_nothing_is_left_out():

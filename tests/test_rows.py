@@ -349,6 +349,25 @@ def test_processes_that_are_killed_while_they_send_a_row_are_replaced(tmp_path):
     assert not thread.is_alive()  # which the interpreter would wait for at its end
 
 
+def test_processes_that_hang_are_replaced_and_the_row_that_hangs_is_named(tmp_path):
+    """As in a decoder, or on a file system that is gone; `SIGSTOP` stops all threads."""
+
+    def read(row):
+        if row == 2 or (row == 1 and not (tmp_path / "once").exists()):
+            (tmp_path / "once").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return row
+
+    ahead = PrefetchPool(read, patience=lambda row: 1.0)
+    ahead.want([0, 1, 3])
+    assert [ahead.take(row) for row in (0, 1, 3)] == [0, 1, 3]
+    ahead.want([2, 4])
+    with pytest.raises(MediaError, match="row 2: its media weren't read in time, twice.*raise `media_timeout`"):
+        ahead.take(2)
+    assert ahead.take(4) == 4
+    ahead.close()
+
+
 @pytest.mark.slow
 def test_workers_collect_nothing_of_their_parent():
     """Tensors on a GPU can't be destroyed in a fork."""

@@ -29,9 +29,10 @@ from helpers.trainer_utils import (
 )
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.encoding.conversations import Contexts, Conversation
+from trl_multimodal_rft.encoding.conversations import Contexts, Conversation, keeps_earlier_turns
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.rollout.environments import template_for_tools
 
 
 class Recorded(Recording, MultimodalGRPOTrainer):
@@ -79,6 +80,7 @@ CASES = [
     pytest.param("gemma3", "image", "image", marks=pytest.mark.slow),
     pytest.param("internvl", "image", "image", marks=pytest.mark.slow),
     pytest.param("llava", "image", "image", marks=pytest.mark.slow),
+    pytest.param("mistral3", "image", "image", marks=pytest.mark.slow),  # whose processor returns tensors by default
 ]
 LONG = {"max_completion_length": 1500, "max_steps": 1, "self_check": True}
 
@@ -121,6 +123,19 @@ def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
         with torch.no_grad():
             truth = forward(model, processor, whole(draw.rows[i], i, n_calls, MEDIA[shown]()), prompt, completion)
         assert all((logps[i][mask] - truth).abs().max() <= 1e-4 for logps in scored)
+
+
+TENSORS = "mistral3 minicpmv4_6 audioflamingo3 musicflamingo glmasr deepseek_vl ovis2".split()
+
+
+@pytest.mark.parametrize("family", [*TENSORS, "qwen3_vl"])
+def test_templates_are_asked_by_their_texts(family):
+    """Some processors return tensors, some lists, some ids of one conversation."""
+    objects = talking(family)
+    assert template_for_tools(objects["processing_class"]) is None
+    template = objects["processing_class"].chat_template
+    objects["processing_class"].chat_template = "{{ messages | length }}" + template  # which every turn changes
+    assert not keeps_earlier_turns(objects["processing_class"])
 
 
 def test_rloo_trains_on_what_was_sampled_alone():

@@ -115,6 +115,8 @@ class Family:
             Dotted names, by modality, of encoders that `get_encoder` doesn't find.
         precomputes_exactly (`bool`, *optional*, defaults to `True`):
             Whether transformers precomputes, for exports, what the encoder computes from sizes of media.
+        unlisted_media (`tuple[str, ...]`, *optional*):
+            Kinds of media that the model takes and that `input_modalities` of its class lacks.
         not_in_vllm (`tuple[str, ...]`, *optional*):
             Kinds of media that vLLM expands to other tokens.
         trained_part (`Mapping[str, str]`, *optional*):
@@ -145,6 +147,7 @@ class Family:
     bounds_whole_videos: bool = False
     towers: Mapping[str, str] = field(default_factory=dict)
     precomputes_exactly: bool = True
+    unlisted_media: tuple[str, ...] = ()
     not_in_vllm: tuple[str, ...] = ()
     trained_part: Mapping[str, str] = field(default_factory=dict)
 
@@ -300,6 +303,7 @@ FAMILIES = (
         model_types=("smolvlm",),
         processors=("SmolVLMProcessor",),
         samples_frames=True,  # in its `apply_chat_template`
+        unlisted_media=("video",),
     ),
     Family(
         model_types=("voxtral",),
@@ -329,6 +333,13 @@ def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -
     """The row of a processor."""
     names = [cls.__name__ for cls in type(processor).__mro__]
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())
+
+
+def input_modalities(model: "torch.nn.Module | type[PreTrainedModel]") -> tuple[str, ...]:
+    """Kinds of media, and text, that a model or a class of models takes."""
+    config: Any = getattr(model, "config", None) or getattr(model, "config_class", None)
+    listed = tuple(getattr(model, "input_modalities", ()))
+    return listed if config is None else (*listed, *family_of(config).unlisted_media)
 
 
 def media_padding(name: str) -> int:

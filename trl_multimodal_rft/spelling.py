@@ -56,6 +56,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         return f" It was removed: {REMOVED[name]}."
     close = [each for each in names if each.startswith(f"{name}_")]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    close += [known for known in names if known.lower() == name.lower()]
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
@@ -169,7 +170,8 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raises a `ValueError` about a value that isn't among the choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        near = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{near}")
 
 
 def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:

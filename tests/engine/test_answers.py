@@ -12,7 +12,7 @@ import requests
 from helpers.fake_server import LENGTH, fake_servers
 from helpers.resumed_runs import Recording as TrainedOn
 from helpers.resumed_runs import checkpoint, same_weights
-from helpers.spoiled import GENERATE, KINDS, PLACEHOLDER, proxy_of
+from helpers.spoiled import GENERATE, KINDS, PLACEHOLDER, proxy_of, second
 from helpers.trainer_utils import Recording, image_rows, saved
 from peft import LoraConfig
 from test_asynchronous import make
@@ -114,6 +114,13 @@ def test_every_answer_is_checked(ask, proxy, spoil, name, monkeypatch):
     for (_, before), (_, after) in zip(ask.straight, found, strict=True):
         wrong |= {b for a, b in zip(before, after, strict=True) if a != b}
     assert wrong == (set() if outcome == "again" or name == "another order" else {None})
+
+
+def test_tokens_behind_an_end_of_text(ask, proxy, spoil):
+    ask()
+    spoil("500")
+    proxy.change = second(json.loads(proxy.body)["sampling_params"]["stop_token_ids"][0])
+    assert [ids for ids, _ in ask()] == [ids for ids, _ in ask.straight] and proxy.asked[GENERATE] == 9
 
 
 def test_ends_of_text_are_sent(ask, proxy, spoil):

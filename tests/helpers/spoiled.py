@@ -97,9 +97,16 @@ KINDS = {
     "a choice less": Spoiled(choices(lambda given: given[:-1]), "again", "holds the completions [0, 1, 2], not 4"),
     "a choice more": Spoiled(choices(lambda given: given + given[:1]), "again", "completions [0, 1, 2, 3, 0], not 4"),
     "another order": Spoiled(choices(lambda given: given[::-1]), "taken"),
+    "another's logprob": Spoiled(
+        logps(lambda given: [given[0], {**given[1], "token": "token_id:1"}, *given[2:]]),
+        "again",
+        "has the log-probability of token_id:1 for the token",
+    ),
+    "an error beside choices": Spoiled(
+        lambda answer: {**answer, "error": {"message": "engine dead"}}, "again", "it holds an error beside"
+    ),
     "aborted": Spoiled(each(lambda choice: {"finish_reason": "abort"}), "again", "completion 0 ended by 'abort'"),
-    "500": status(500),
-    "503": status(503),
+    **{str(code): status(code) for code in (500, 501, 503, 507, 530, 599)},
     "429": status(429),
     "404": status(404, outcome="ends"),
     "400": status(400, b'{"error": "too long"}', outcome="ends"),

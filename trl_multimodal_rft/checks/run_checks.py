@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
-from ..families import MODALITIES
+from ..families import MODALITIES, input_modalities
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
 from ..progress import write
@@ -49,7 +49,7 @@ class Checks:
         check = self.self_check
         if check is not None:
             unmeasured = {kind for kind in MODALITIES if kind not in check.media}
-            unmeasured &= set(self.policy.unwrapped(model).input_modalities)
+            unmeasured &= set(input_modalities(self.policy.unwrapped(model)))
             if not unmeasured or not any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured)):
                 return
         media = {} if check is None else check.media

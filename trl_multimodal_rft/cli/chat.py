@@ -21,13 +21,14 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import cached_file
 
+from ..credentials import without_credentials
 from ..data.reading.decoding import require_module
-from ..data.reading.refs import MediaRef, without_credentials
+from ..data.reading.refs import MediaRef
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.columns import file_modality, rows_to_messages
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
-from ..families import MODALITIES
+from ..families import MODALITIES, input_modalities
 from ..models.pretrained import load_trained
 from ..reporting.curves import FILE_NAME
 from ..reporting.model_card import conversation_of, in_text
@@ -233,7 +234,7 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]
     elif is_peft_model(model):
         name = _shown_name(model.get_base_model().config._name_or_path)
         answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
-    takes = (model.get_base_model() if is_peft_model(model) else model).input_modalities
+    takes = input_modalities(model.get_base_model() if is_peft_model(model) else model)
     return answerers, tuple(each for each in MODALITIES if each in takes and isinstance(processor, ProcessorMixin))
 
 

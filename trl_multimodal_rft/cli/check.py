@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
-from ..data.reading.refs import MediaError, iter_refs, shown_url, without_credentials
+from ..credentials import shown_url, without_credentials
+from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.columns import MEDIA_COLUMNS
@@ -29,7 +30,7 @@ from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
 from ..encoding.prompts import placeholder_token_ids
-from ..families import MODALITIES
+from ..families import MODALITIES, input_modalities
 from ..models.pretrained import read_config
 from ..progress import progress_bar
 from ..reporting.curves import save_figure
@@ -313,7 +314,7 @@ def run(args: argparse.Namespace) -> None:
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
     report = Report(title, limit, args.audio_overlong == "truncate")
     try:
-        warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=model.input_modalities)
+        warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=input_modalities(model))
         if warning is not None:
             report.warnings.append(warning)
     except ValueError as error:  # of no row in particular

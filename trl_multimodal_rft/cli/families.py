@@ -3,7 +3,7 @@
 
 import argparse
 
-from ..families import FAMILIES, MODALITIES, family_of
+from ..families import FAMILIES, MODALITIES, family_of, input_modalities
 
 
 def rows() -> list[tuple[str, str, str, str]]:
@@ -14,7 +14,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     found = []
     for model_type, class_name in sorted({**classes_with_media(), **parts}.items()):
         family, part = family_of(model_type), parts.get(model_type)
-        modalities = getattr(getattr(transformers, class_name), "input_modalities", ())
+        modalities = input_modalities(getattr(transformers, class_name))
         kinds = [kind for kind in MODALITIES if kind in modalities]
         if kinds:
             found.append((model_type, ", ".join(kinds), family.isolate or "", part or ""))

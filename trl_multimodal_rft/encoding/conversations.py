@@ -142,6 +142,18 @@ def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
+def keeps_earlier_turns(processor: Processor) -> bool:
+    """Whether a chat template writes a conversation the same where the result of a tool follows, as a text."""
+    call = normalize_tool_calls([{"name": "dummy"}])
+    chat = [{"role": "user", "content": "dummy"}, call, {"role": "tool", "name": "dummy", "content": "dummy"}]
+    try:
+        before, after = _rendered(chat[:2], processor, {}, False), _rendered(chat, processor, {}, True)
+    except TypeError:  # of a template that wants arguments as a text
+        call["tool_calls"][0]["function"]["arguments"] = "{}"
+        before, after = _rendered(chat[:2], processor, {}, False), _rendered(chat, processor, {}, True)
+    return after.startswith(before)
+
+
 def _rendered(
     messages: list[dict[str, Any]], processor: Processor, template_kwargs: dict[str, Any], add_generation_prompt: bool
 ) -> str:

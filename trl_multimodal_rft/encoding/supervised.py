@@ -28,11 +28,11 @@ class SupervisedSequence(EncodedPrompt):
 
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
-    def example(self, row: Row) -> tuple[Sequence, list[int], list[int]]:
-        """The messages of its row, the ids that precede the first learned token, and those that are learned."""
+    def example(self, row: Row) -> tuple[Sequence, list[int], list[int], None]:
+        """Messages of the row, ids before the first learned token, learned ids, and no rejected ids."""
         first = int(self.learned.int().argmax())
         chat = row.get("messages") or row.get("prompt") or []
-        return chat, self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist()
+        return chat, self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist(), None
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
         """The first or last tokens of a sequence without media, at the first positions."""
@@ -55,10 +55,10 @@ class PreferencePair(EncodedPrompt):
     rejected: list[int] = field(kw_only=True)
     view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which the first is rejected
 
-    def example(self, row: Row) -> tuple[Sequence, list[int], list[int]]:
-        """The messages of its row's prompt, and the ids of the prompt and of the preferred completion."""
+    def example(self, row: Row) -> tuple[Sequence, list[int], list[int], list[int]]:
+        """Messages of the row's prompt, and ids of the prompt, of the chosen and of the rejected completion."""
         chat = [] if row.get("chosen") is None else _with_prompt(row)["prompt"]  # tokenized rows have none
-        return chat, self.input_ids.tolist(), self.chosen
+        return chat, self.input_ids.tolist(), self.chosen, self.rejected
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """The prompt with each completion behind it, in which the completion is learned."""

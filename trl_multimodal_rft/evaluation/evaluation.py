@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
 
-from ..data.reading.refs import MediaError, MediaRef, iter_refs
+from ..data.reading.refs import MediaError, MediaRef, checksum, iter_refs
 from ..data.reading.rules import budgets_of
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
 from ..data.rows.features import restore_rows
@@ -25,6 +25,7 @@ from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..families import input_modalities
 from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
@@ -148,7 +149,7 @@ class Evaluation:
     def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
         if self.toolbox:
             return  # environments read what columns they like
-        takes: tuple[str, ...] = getattr(self.policy.model, "input_modalities", ())
+        takes = input_modalities(self.policy.model)
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
@@ -312,6 +313,8 @@ class Evaluation:
         return [
             {
                 "prompt": as_text(strip_media(rollout.source.messages[i])),
+                # An environment may show other media in each run
+                "fingerprint": None if self.toolbox else checksum(rollout.source.messages[i]),
                 **{name: values[i : i + n] for name, values in columns.items()},
             }
             for i in range(0, len(rollout), n)

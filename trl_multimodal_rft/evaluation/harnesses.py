@@ -2,7 +2,9 @@
 """Evaluation harnesses that ask a server of the model: their command lines, and the scores in their files."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,10 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
             metric, _, pipeline = name.partition(",")
             if pipeline == "none" and "_stderr" not in metric and isinstance(value, (int, float)):
                 figures[metric if len(counts) == 1 else f"{metric}/{task}"] = float(value)
-    for task in counts:
-        for sample in _lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl"))):
+    for task, count in counts.items():
+        samples = [*_lines(path.with_name(path.name.replace("results.json", f"samples_{task}.jsonl")))]
+        _check_complete("lmms-eval", task, [sample["doc_id"] for sample in samples], count["effective"])
+        for sample in samples:
             completion = str(sample["filtered_resps"])
             if _FAILED in completion:
                 raise ValueError(f"lmms-eval got no answer to row {sample['doc_id']} of {task!r}: {completion}.")
@@ -66,8 +70,12 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
     report = json.loads(path.read_text(encoding="utf-8"))
     main, rows = report["primary_metric_identity"], []
     figure, name = next(each["score"] for each in report["metrics"] if each["identity"] == main), main["name"]
+    requested = (report.get("execution_summary") or {}).get("subsets") or {}
     for path in sorted(folder.glob("reviews/*/*.jsonl")):
-        for review in sorted(_lines(path), key=lambda review: review["index"]):
+        reviews = sorted(_lines(path), key=lambda review: review["index"])
+        subset = requested.get(path.stem.removeprefix(f"{report.get('dataset_name')}_"), {})
+        _check_complete("EvalScope", path.stem, [review["index"] for review in reviews], subset.get("requested"))
+        for review in reviews:
             score, target, (*messages, _) = review["sample_score"]["score"], review["target"], review["messages"]
             name = score["main_score_name"] or name
             for metric, reason in (score["metadata"] or {}).get("metric_errors", {}).items():
@@ -77,6 +85,15 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
             row = {"task": path.stem, "prompt": as_text(strip_media(messages)), "solution": target}
             rows.append({**row, "completions": [score["prediction"]], SCORE + name: float(score["value"][name])})
     return rows, {name: figure}
+
+
+def _check_complete(harness: str, task: str, indices: Sequence[int], expected: int | None) -> None:
+    """Raises a `ValueError` about samples of a task that are missing or repeated in the files of a harness."""
+    repeated = sorted(index for index, count in Counter(indices).items() if count > 1)
+    if repeated:
+        raise ValueError(f"{harness} wrote row {repeated[0]} of {task!r} more than once; run it again.")
+    if expected is not None and len(indices) != expected:
+        raise ValueError(f"{harness} wrote {len(indices)} of {expected} rows of {task!r}; run it again.")
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -91,6 +108,8 @@ def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str,
     """
     metrics: dict[str, float | None] = {}
     for name, figure in figures.items():
+        if not math.isfinite(figure):
+            raise ValueError(f"The harness gives {figure} as {name!r}, which is no figure; its log says why.")
         values = np.array([row[SCORE + name] for row in rows if SCORE + name in row])
         fits = len(values) > 0 and bool(((values >= 0) & (values <= 1)).all())
         # Harnesses round

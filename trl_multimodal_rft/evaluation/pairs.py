@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainerState
 from trl.trainer.utils import get_callable_name
 
-from ..data.reading.refs import MediaError
+from ..data.reading.refs import MediaError, checksum
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
@@ -160,8 +160,10 @@ def score_pairs(
                 skipped[rows[0]] = str(error)
                 continue
             prompts, texts = ([as_text(strip_media(v)) for v in arguments[k]] for k in ("prompts", "completions"))
-            for i, row in zip(range(0, len(scores), 2), batch, strict=True):
-                pair = {"index": row.row_index, "prompt": prompts[i], "completions": texts[i : i + 2]}
+            media = [checksum(row["prompt"]) for row in rows_to_messages(batch, rules=media_rules)]
+            for i, row, fingerprint in zip(range(0, len(scores), 2), batch, media, strict=True):
+                pair: dict[str, Any] = {"index": row.row_index, "prompt": prompts[i], "fingerprint": fingerprint}
+                pair["completions"] = texts[i : i + 2]
                 pair |= _compared(scores[i], scores[i + 1], bool(row.get(TIE)), tie_margin)
                 pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])

@@ -13,6 +13,7 @@ import numpy as np
 from accelerate import PartialState
 from datasets import Dataset
 
+from ..credentials import without_secrets
 from ..rewards.answers import normalize_answer
 from ..rollout.turns import ENDS
 from .config import EvaluationConfig
@@ -52,10 +53,11 @@ class EvaluationResult:
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which tags such as
             `"<audio>"` stand for media; lists with an entry for each completion: `completions`, `extracted_answers`,
             `correct`, `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions
-            passed to `log_extra`; with tools, `tool_calls`, `tool_failures`, `environment_failures` (reasons) and
-            `ended_by`, while `completions` are whole conversations as text; with `ablate`, `completions_without` and
-            `correct_without`, `None` if the prompt has no such medium; and the dataset's other columns, if they hold
-            text and numbers and have none of these names.
+            passed to `log_extra`; `fingerprint`, a checksum of the prompt's media, if it has any; with tools,
+            `tool_calls`, `tool_failures`, `environment_failures` (reasons) and `ended_by`, while `completions` are
+            whole conversations as text; with `ablate`, `completions_without` and `correct_without`, `None` if the
+            prompt has no such medium; and the dataset's other columns, if they hold text and numbers and have none of
+            these names.
         settings (`dict`):
             What was evaluated, and how.
         skipped (`dict[int, str]`):
@@ -85,7 +87,8 @@ class EvaluationResult:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         versions = {name: version(name) for name in _VERSIONS}
-        content = {"metrics": self.metrics, "settings": self.settings, "versions": versions, "skipped": self.skipped}
+        settings = without_secrets(self.settings)
+        content = {"metrics": self.metrics, "settings": settings, "versions": versions, "skipped": self.skipped}
         (folder / "metrics.json").write_text(json.dumps(content, indent=2) + "\n")
         Dataset.from_list(self.rows).to_parquet(folder / "rows.parquet")
 
@@ -152,8 +155,15 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
 def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
     """How much better a result is than that of the same rows in a folder: differences with paired intervals."""
     others = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
-    if [row["prompt"] for row in others] != [row["prompt"] for row in result.rows]:
-        raise ValueError(f"`compare_with` is {str(folder)!r}, which has other prompts; name a result of these rows.")
+    for column in ("prompt", "solution", "fingerprint"):
+        both = [[row.get(column) for row in rows] for rows in (others, result.rows)]
+        if both[0] != both[1] and (column == "prompt" or not any(all(x is None for x in side) for side in both)):
+            number = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+            differs = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]
+            raise ValueError(
+                f"`compare_with` is {str(folder)!r}, which has other {differs}, first in row {number}; name a result "
+                "of these rows."
+            )
     metrics: dict[str, float | None] = {}
     for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
         column = "correct" if name == "accuracy" and SCORE + name not in others[0] else SCORE + name

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
+from ..credentials import without_credentials
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import replaced, unwrapped
@@ -275,8 +276,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         # Dates are in whole seconds
         if loses_weights and clock_of(url, self.server_timeout)[0] > self._connected[url] + 1:
             raise RuntimeError(
-                f"The vLLM server at {url} was started again, so that it samples with the weights of its folder, not "
-                "with those that it was sent; resume the run, which sends them again."
+                f"The vLLM server at {without_credentials(url)} was started again, so that it samples with weights "
+                "of its folder, not with those that it was sent; resume the run, which sends them again."
             )
 
     def check_starts(self) -> None:

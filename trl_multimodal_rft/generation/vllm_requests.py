@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -12,8 +13,8 @@ from typing import Any, TypeVar
 import requests
 from accelerate.logging import get_logger
 
+from ..credentials import without_credentials
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, started
-from ..data.reading.refs import without_credentials
 
 
 logger = get_logger(__name__)
@@ -149,29 +150,34 @@ def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
 
 def completions_in(
-    body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int]
+    body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int] = ()
 ) -> list[ServerSample]:
     """
     The `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary` that are no
-    `placeholders` of media. Raises a `ValueError` of one line for anything else.
+    `placeholders` of media, and of which only the last one `ends` a text. Raises a `ValueError` of one line for
+    anything else.
     """
     try:
-        choices = json.loads(body)["choices"]
-        indices = [each["index"] for each in choices]
+        content = json.loads(body)
+        indices = [choice["index"] for choice in content["choices"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError("it holds no completions") from None
+    if content.get("error"):
+        raise ValueError("it holds an error beside completions")
     if any(type(each) is not int for each in indices) or sorted(indices) != [*range(count)]:
         raise ValueError(f"it holds the completions {indices}, not {count}")
     found: list[ServerSample] = [([], [])] * count
-    for each in choices:
+    for choice in content["choices"]:
         try:
-            found[each["index"]] = _sample_in(each, most, vocabulary, placeholders)
+            found[choice["index"]] = _sample_in(choice, most, vocabulary, placeholders, ends)
         except ValueError as error:
-            raise ValueError(f"completion {each['index']} {error}") from None
+            raise ValueError(f"completion {choice['index']} {error}") from None
     return found
 
 
-def _sample_in(choice: dict[str, Any], most: int, vocabulary: int, placeholders: Collection[int]) -> ServerSample:
+def _sample_in(
+    choice: dict[str, Any], most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int]
+) -> ServerSample:
     end, ids = choice.get("finish_reason"), choice.get("token_ids")
     if end not in _ENDS:
         raise ValueError(f"ended by {end!r}")
@@ -182,12 +188,17 @@ def _sample_in(choice: dict[str, Any], most: int, vocabulary: int, placeholders:
             raise ValueError(f"has the token {each!r}, and the vocabulary {vocabulary}")
         if each in placeholders:
             raise ValueError(f"has the token {each}, which stands for media that don't exist")
+    if behind := [token for token in ids[:-1] if token in ends]:
+        raise ValueError(f"has tokens behind {behind[0]}, which ends a text")
     try:
         logps = [each["logprob"] for each in choice["logprobs"]["content"]]
     except (KeyError, TypeError):
         raise ValueError("has no log-probabilities") from None
     if len(logps) != len(ids):
         raise ValueError(f"has {len(logps)} log-probabilities for {len(ids)} tokens")
+    for token, entry in zip(ids, choice["logprobs"]["content"], strict=True):
+        if re.fullmatch(r"token_id:\d+", name := str(entry.get("token"))) and name != f"token_id:{token}":
+            raise ValueError(f"has the log-probability of {name} for the token {token}")
     for each in logps:
         if each is not None and (type(each) not in (int, float) or each > _ROUNDING):
             raise ValueError(f"has the log-probability {each!r}")

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
+from ..credentials import without_credentials
 from ..data.reading.http import Answer
 from ..data.reading.refs import MediaError
 from .vllm_requests import (
@@ -153,8 +154,8 @@ class ServerGroup(ServerClient):
         seeds = [each.get_server_info()["model_config"]["seed"] for each in self.clients]
         if len(set(seeds)) < len(seeds):
             raise ValueError(
-                f"The vLLM servers {', '.join(urls)} draw the same random numbers, by the seeds {seeds}; start each "
-                "with a `--seed` of its own."
+                f"The vLLM servers {', '.join(map(without_credentials, urls))} draw the same random numbers, by the "
+                f"seeds {seeds}; start each with a `--seed` of its own."
             )
 
     def get_world_size(self) -> int:
@@ -248,7 +249,7 @@ def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedC
     elif different := _other_shape(settings, config):
         problem = f"serves '{settings['model']}', another model than the trainer's: {different}; start it with that"
     if problem is not None:
-        raise ValueError(f"The vLLM server at {client.base_url} {problem}.")
+        raise ValueError(f"The vLLM server at {without_credentials(client.base_url)} {problem}.")
 
 
 def check_protocol(client: ServerClient) -> None:
@@ -256,12 +257,13 @@ def check_protocol(client: ServerClient) -> None:
     version = client.call("/version", method="GET")["version"]
     if version.split("+")[0] != vllm.__version__.split("+")[0]:
         raise ValueError(
-            f"The vLLM server at {client.base_url} runs vLLM {version} and the trainer {vllm.__version__}, which may "
-            "process media differently; install the same version for both."
+            f"The vLLM server at {without_credentials(client.base_url)} runs vLLM {version} and the trainer "
+            f"{vllm.__version__}, which may process media differently; install the same version for both."
         )
     if client.answer(_GENERATE, {}).status == 404:
         raise ValueError(
-            f"The vLLM server at {client.base_url} takes no features of media; start it with `--enable-scale-out`."
+            f"The vLLM server at {without_credentials(client.base_url)} takes no features of media; start it with "
+            "`--enable-scale-out`."
         )
 
 
@@ -362,7 +364,8 @@ def server_completions(
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE)
     try:
-        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders)
+        ends = options.get("stop_token_ids") or ()
+        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders, ends)
     except ValueError as error:
         raise lost(url, _GENERATE, error, answer) from None
 

@@ -18,6 +18,7 @@ from .wrapped import unwrapped
 
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
 
 
@@ -121,6 +122,22 @@ def _chosen(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
         if key is not None and part != CRITIC:
             chosen[parameter] = key
     return chosen
+
+
+def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
+    """Raises a `ValueError` about an adapter whose `target_modules` name no layer, with the names of linear layers."""
+    targets = getattr(peft_config, "target_modules", None)
+    if isinstance(targets, str) or not targets:  # a pattern, `all-linear`, or the defaults of PEFT
+        return
+    layers = {name: layer for name, layer in unwrapped(None, model).named_modules() if name}
+    if any(name == target or name.endswith(f".{target}") for name in layers for target in targets):
+        return
+    names = dict.fromkeys(name.split(".")[-1] for name, layer in layers.items() if isinstance(layer, nn.Linear))
+    kind = type(unwrapped(None, model)).__name__
+    raise ValueError(
+        f"`target_modules` {sorted(targets)} of `peft_config` name no layer of {kind}; its linear layers are named "
+        f"{', '.join(name for name in names if not name.isdigit())}."
+    )
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -134,6 +134,7 @@ class CompactLogCallback(TrainerCallback):
         answer_ids: Sequence[int],
         reference: str | float | list | None = None,
         rewards: Mapping[str, float] | None = None,
+        rejected_ids: Sequence[int] | None = None,
     ) -> None:
         """
         Shows the input and output, or target, of the model once per run. Trainers call it with the first example.
@@ -148,11 +149,13 @@ class CompactLogCallback(TrainerCallback):
             messages (`str` or `list[dict]`, *optional*):
                 The messages of the prompt, with its media.
             answer_ids (`Sequence[int]`):
-                A completion, or the target tokens.
+                A completion, the target tokens, or the preferred answer of a pair.
             reference (`str`, `float` or `list`, *optional*):
                 Solution of the row.
             rewards (`Mapping[str, float]`, *optional*):
                 Rewards of the completion by function; `None` for a target.
+            rejected_ids (`Sequence[int]`, *optional*):
+                The other answer of a pair.
         """
         if not self.needs_example:
             return
@@ -161,15 +164,18 @@ class CompactLogCallback(TrainerCallback):
         placeholders = placeholder_token_ids(model, processor)
         media = described_media(messages)
         prompt = prompt_text(input_ids, tokenizer, placeholders, media)
-        answer = prompt_text(answer_ids, tokenizer, placeholders, {} if len(input_ids) else media)
+        answers = {"target" if rewards is None else "completion": answer_ids}
+        if rejected_ids is not None:
+            answers = {"chosen": answer_ids, "rejected": rejected_ids}
         lines = []
         if len(input_ids):
             lines.append(f"first prompt ({len(input_ids)} tokens), as the model gets it:")
             lines.append(textwrap.indent(_shortened(prompt), "  "))
         if reference is not None:
             lines.append(f"reference: {_shortened(str(reference))}")
-        kind = "target" if rewards is None else "completion"
-        lines.append(f"{kind} ({len(answer_ids)} tokens): {_shortened(answer)}")
+        for kind, ids in answers.items():
+            text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else media)
+            lines.append(f"{kind} ({len(ids)} tokens): {_shortened(text)}")
         if rewards:
             shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
             lines.append(f"rewards: {', '.join(shown)}")
@@ -363,13 +369,18 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
         shown["accuracy"] = f"{_number(logs['accuracy'])}{interval}"
     elif accuracy := next((name for name in _ACCURACIES if name in rewards), None):
         shown["accuracy"] = _number(rewards[accuracy])
+    elif "rewards/accuracies" in logs:  # of DPO
+        shown["accuracy"] = _number(logs["rewards/accuracies"])
     elif len(rewards) > 1:
         name = next(iter(rewards))
         shown[name] = _number(rewards[name])
+    margin = logs.get("margin", logs.get("rewards/margins"))
+    if margin is not None:
+        shown["margin"] = _number(margin)
     for name in logs:
         if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1":
             shown[name] = _number(logs[name])
-    if "mean_token_accuracy" in logs:
+    if "mean_token_accuracy" in logs and margin is None:  # that of preferred answers isn't trained
         shown["token accuracy"] = _number(logs["mean_token_accuracy"])
     if "completions/mean_length" in logs:
         clipped = logs.get("completions/clipped_ratio")

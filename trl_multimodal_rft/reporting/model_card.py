@@ -32,7 +32,7 @@ from ..algorithms.losses import LOSSES
 from ..algorithms.papers import Paper, paper_of
 from ..algorithms.shaping import RunningScale, contrast_bonus
 from ..checks.self_check import SelfCheck
-from ..data.reading.refs import without_credentials
+from ..credentials import without_credentials
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.difficulty import DifficultySampler
 from ..encoding.processors import audio_rate

@@ -19,7 +19,7 @@ from ..encoding.media import decode_media
 from ..encoding.messages import write_chat
 from ..encoding.processors import check_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens, processor_outputs, prompt_position_ids
-from ..families import MODALITIES, TOKEN_FIELDS, family_of
+from ..families import MODALITIES, TOKEN_FIELDS, family_of, input_modalities
 from ..forward.attention import install_prefix_attention
 from ..forward.features import is_sharded
 from ..forward.logprobs import completion_rewards
@@ -101,7 +101,7 @@ class RewardModel:
         self.config = pretrained[0].config if pretrained else PreTrainedConfig()
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
         # Some classes accept any argument and ignore unknown ones
-        self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
+        self._takes = {k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)}
         tokenizer = tokenizer_of(processor)
         # It only reads the config of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]

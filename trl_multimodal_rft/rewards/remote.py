@@ -11,10 +11,11 @@ from typing import Any, ClassVar, TypeVar
 
 import requests
 
+from ..credentials import without_credentials
 from ..data.reading.decoding import load_audio, load_image, load_video
 from ..data.reading.files import png, wav
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
-from ..data.reading.refs import MediaRef, iter_refs, without_credentials
+from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES

@@ -41,7 +41,9 @@ def collect(
     source.tools = [toolbox.tools_in(None)] * len(rows)
     before = source.messages
     if toolbox:
-        source.environments, source.messages, source.failures = toolbox.enter(source.messages, columns, numbers)
+        source.environments, source.messages, source.failures = toolbox.enter(
+            source.messages, columns, numbers, encoder.checked_observation
+        )
         source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
     # A group may straddle ranks

@@ -11,10 +11,13 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
+from transformers.utils import get_json_schema
+from trl.chat_template_utils import get_training_chat_template
 
+from ..data.reading.refs import shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
+from ..encoding.conversations import keeps_earlier_turns
 from ..rewards.checks import Argument, distinct_names
 
 
@@ -48,7 +51,8 @@ class Environments:
             Restrictions on the media that environments return.
 
     Raises:
-        `ValueError`: If an environment has no method `reset`.
+        `TypeError`: If tools are no functions, or a factory can't be called without arguments.
+        `ValueError`: If an environment has no method `reset`, or a tool no description that TRL could read.
     """
 
     def __init__(
@@ -57,6 +61,11 @@ class Environments:
         factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         media_rules: MediaRules = DEFAULT_RULES,
     ):
+        if callable(tools) or isinstance(tools, str) or not all(map(callable, tools)):
+            raise TypeError(
+                f"`tools` is {shortened(tools)}; pass a list of functions, such as `tools=[search]`. Names such as "
+                "'zoom' are for the command line; in Python, pass `environment_factory=Zoom`."
+            )
         self.standalone, self.factory = list(tools), factory
         self.media_rules = media_rules
         self.several = isinstance(factory, dict)
@@ -64,10 +73,12 @@ class Environments:
         if factory is not None:
             self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
         # One of each kind, to know its tools and whether it gives a reward
-        self.pool = {name: [make()] for name, make in self.factories.items()}
+        self.pool = {name: [_made(make)] for name, make in self.factories.items()}
         for [environment] in self.pool.values():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
+        for tool in self.tools:
+            _check_description(tool)
 
     def __bool__(self) -> bool:
         return bool(self.factories)
@@ -95,7 +106,11 @@ class Environments:
         return Environments(self.standalone, self.factory, self.media_rules)
 
     def enter(
-        self, prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
+        self,
+        prompts: Sequence[Any],
+        rows: Sequence[Mapping[str, Any]],
+        numbers: Sequence[int],
+        check: Callable[[Any, str], Any],
     ) -> tuple[list[Any], list[Any], list[Exception | None]]:
         """
         Resets an environment for each completion. A `reset` with the parameter `prompt_messages` gets the prompt with
@@ -108,6 +123,8 @@ class Environments:
                 Rows as the dataset has them, which `reset` gets.
             numbers (`Sequence[int]`):
                 Numbers of the rows, for errors.
+            check (`Callable`):
+                Returns an observation without control tokens, or raises about them; gets its origin, too.
 
         Returns:
             `tuple`: Environments, prompts that end with their observations, and what `reset` has raised, without which
@@ -134,17 +151,59 @@ class Environments:
             taken[name] += 1
             # With several environments, the column only chooses one, as in TRL
             columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
-            if "prompt_messages" in inspect.signature(environment.reset).parameters:
+            place, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
+            if "prompt_messages" in signature.parameters:
                 columns["prompt_messages"] = prompt
+            try:
+                signature.bind(**columns)
+            except TypeError as error:
+                raise TypeError(
+                    f"`{place}` can't be called with the columns {[*columns]} ({error}); end its parameters with "
+                    "`**row`, and give those that rows may lack a default."
+                ) from None
             observation = None
             with _noting(failures, i):
-                observation = environment.reset(**columns)
-            if isinstance(observation, list):
-                place = f"{type(environment).__name__}.reset"
-                observation = blocks_to_refs(observation, place, number, self.media_rules)
+                content = environment.reset(**columns)
+                if isinstance(content, list):
+                    content = blocks_to_refs(content, place, number, self.media_rules)
+                elif not isinstance(content, str | None):
+                    content = str(content)
+                observation = content and check(content, f"row {number}, `{place}`")
             environments.append(environment)
             shown.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
         return environments, shown, failures
+
+
+def _made(factory: Any) -> Any:
+    """An environment of a factory, or a `TypeError` of one line where it can't be called."""
+    if not callable(factory):
+        raise TypeError(
+            f"`environment_factory` is {shortened(factory)}, which can't be called; pass the class itself, or a "
+            "function that makes an environment."
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise TypeError(
+            f"`environment_factory` {name!r} is called without arguments ({error}); pass "
+            f"`functools.partial({name}, ...)`."
+        ) from None
+    except ValueError:  # of builtins
+        pass
+    return factory()
+
+
+def _check_description(tool: Callable) -> None:
+    """Raises a `ValueError` about a tool whose name, docstring or annotations the model can't be shown."""
+    name = getattr(tool, "__qualname__", type(tool).__name__)
+    try:
+        get_json_schema(tool)
+    except Exception as error:
+        raise ValueError(
+            f"The tool `{name}` can't be described to the model: {' '.join(str(error).split()).rstrip('.')}. "
+            "Annotate its arguments, and name them in a docstring with a section `Args:`."
+        ) from error
 
 
 def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: Any) -> Dataset:
@@ -167,8 +226,7 @@ def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: 
 
 def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> str | None:
     """TRL's chat template for training, if the model's own rewrites earlier turns once others follow; else `None`."""
-    preserves = is_chat_template_prefix_preserving(processing_class)
-    return None if preserves else get_training_chat_template(processing_class)
+    return None if keeps_earlier_turns(processing_class) else get_training_chat_template(processing_class)
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
@@ -207,6 +265,11 @@ def reward_of(kind: type) -> Callable:
     return reward
 
 
+def as_error(exit: SystemExit) -> Exception:
+    """The error in place of an exit, by which code of a tool or an environment would end the run."""
+    return RuntimeError(f"it called `sys.exit({exit.code!r})`")
+
+
 @contextmanager
 def _noting(failures: list[Exception | None], index: int) -> Iterator[None]:
     """Notes an error within the context, and goes on."""
@@ -214,6 +277,8 @@ def _noting(failures: list[Exception | None], index: int) -> Iterator[None]:
         yield
     except Exception as error:
         failures[index] = error
+    except SystemExit as error:
+        failures[index] = as_error(error)
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

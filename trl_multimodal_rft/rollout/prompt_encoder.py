@@ -12,7 +12,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, rows_to_messages
 from ..data.rows.row import Row
 from ..data.rows.unread import check_has_prompt
-from ..encoding.control_tokens import checked_prompt
+from ..encoding.control_tokens import checked_prompt, checked_texts
 from ..encoding.media import check_hears_videos
 from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
 from ..views import View
@@ -90,6 +90,10 @@ class PromptEncoder:
         if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:
             encoded.media = cast_features(encoded.media, dtype)
         return encoded
+
+    def checked_observation(self, content: Any, label: str) -> Any:
+        """What an environment shows, as text or blocks: its control tokens raise, unless they are to be stripped."""
+        return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
 
     def checked(self, prompt: Any, row: int) -> Any:
         """Messages that a completion can follow, whose control tokens are dealt with."""

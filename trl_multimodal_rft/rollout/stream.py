@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -21,8 +22,9 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
-from ..data.reading.refs import MediaError
+from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
+from ..data.rows.columns import rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
 from ..data.rows.features import restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
@@ -168,7 +170,11 @@ class RowStream:
         if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
             # References to media stay in the process that made them
-            self._pool = PrefetchPool(lambda number: self._encoded(rows[number])._replace(messages=None), n_workers)
+            self._pool = PrefetchPool(
+                lambda number: self._encoded(rows[number])._replace(messages=None),
+                n_workers,
+                lambda number: self._patience(rows[number]),
+            )
         return _batch_loader(self._batches, len(dataset), **options)
 
     def eval_loader(
@@ -289,6 +295,13 @@ class RowStream:
             self._metrics["train"]["media/skipped"].append(float(n_failed))
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
+
+    def _patience(self, row: Row) -> float:
+        """Seconds that the media of a row may take, each a download, to be unpacked and to be decoded."""
+        with suppress(MediaError):
+            media = rows_to_messages([row], self._args.ignored_media_columns or (), rules=self._args.rules)
+            return 3 * self._args.rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
+        return 3 * self._args.rules.media_timeout
 
     def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> "_Read":
         if training and self._pool is not None and self._has_prompts:

@@ -5,10 +5,11 @@ context that replaces what the model has read so far.
 """
 
 import asyncio
+import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
 from ..generation.transformers import Branches
-from .environments import EnvironmentFailure
+from .environments import EnvironmentFailure, as_error
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
 from .samplers import Samples
@@ -136,6 +137,10 @@ class ToolLoop:
         encoder = self.encoder
         try:
             results = self._call_tools(trajectory)
+            # Encoding a text that can't fit takes minutes and gigabytes
+            if sum(map(len, _texts(results))) > self.max_length * self._longest_token:
+                trajectory.counts["length"] += 1
+                return False
             try:
                 messages, encoded = self._encode(trajectory, results)
             except MediaError as error:
@@ -168,6 +173,11 @@ class ToolLoop:
         ids = trajectory.ids[trajectory.start :]
         trajectory.whole = encode_prefix(trajectory.prompt, ids, trajectory.turns, encoder.model, processor)
         return True
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of a token at most."""
+        return max(map(len, tokenizer_of(self.encoder.processor).get_vocab()))
 
     def _rewritten(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """Messages to go on with after results: the environment's, or the last media's; `None` for those so far."""
@@ -235,7 +245,9 @@ class ToolLoop:
                 results.append((name, trajectory.tools[name](**function["arguments"])))
             except Exception as error:
                 results.append((name, error))
-        coroutines = [result for _, result in results if inspect.iscoroutine(result)]
+            except SystemExit as error:
+                results.append((name, as_error(error)))
+        coroutines = [_settled(result) for _, result in results if inspect.iscoroutine(result)]
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
@@ -243,7 +255,13 @@ class ToolLoop:
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
                 raise result
-            failed, content = isinstance(result, Exception), _content(name, result, row, self.encoder.media_rules)
+            failed = isinstance(result, Exception)
+            try:
+                content = _content(name, result, row, self.encoder.media_rules)
+            except MediaError:
+                raise
+            except Exception as error:  # of its `str`
+                failed, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
             try:
                 place = f"row {row}, column '{FROM_TOOL}{name!r}'"
                 content = checked_texts(
@@ -428,6 +446,22 @@ def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) 
 
 async def _together(coroutines: list) -> list[Any]:
     return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+async def _settled(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of an async tool; an exit would end the thread of all tools."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        return as_error(error)
+
+
+def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """The texts of results."""
+    for message in messages:
+        content = message["content"]
+        blocks = [{"text": content}] if isinstance(content, str) else content
+        yield from (block["text"] for block in blocks if isinstance(block.get("text"), str))
 
 
 def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from ..credentials import masked
 from ..versions import unfit_packages
 
 
@@ -33,7 +34,7 @@ def input_error(error: BaseException) -> str | None:
         package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
         raised = raised if package in sys.stdlib_module_names else package
         frame = frame.tb_next
-    return one_line(str(error)) if raised in _CAREFUL else None
+    return masked(one_line(str(error))) if raised in _CAREFUL else None
 
 
 def leave(error: BaseException) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import requests
 
+from ..credentials import masked, masked_words
 from ..evaluation import EvaluationResult
 from ..evaluation.harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
@@ -70,7 +71,8 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> Eva
     rows, figures = ([], {}) if code else read(folder)
     if not figures:
         raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
-    settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"], "command": command}
+    settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"]}
+    settings["command"] = masked_words(command)
     return harness_result(rows, figures, settings)
 
 
@@ -112,7 +114,7 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
     key = os.environ.get("OPENAI_API_KEY", "none")
     # The path is that of another environment than the program's
     environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key, "PYTHONPATH": str(PLUGIN)}
-    sys.stderr.write(f"`{' '.join(command)}` runs, and prints to {log}\n")
+    sys.stderr.write(f"`{' '.join(masked_words(command))}` runs, and prints to {log}\n")
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -121,4 +123,4 @@ def _last_error(log: Path) -> str:
     """The last line with an error of Python, or else the last line."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
     errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
-    return f"{[*lines[-1:], *errors][-1].rstrip('.')} (see {log})."
+    return f"{masked([*lines[-1:], *errors][-1]).rstrip('.')} (see {log})."

@@ -104,6 +104,15 @@ def as_names(value: str | list[str] | None) -> list[str] | None:
     return list(dict.fromkeys(filter(None, names))) or None
 
 
+def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
+    """Raises a `ValueError` about a `dtype` among the arguments of `from_pretrained` that torch doesn't have."""
+    dtype = (kwargs or {}).get("dtype", "auto")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        full = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype.lower())
+        near = f"Did you mean '{full}'?" if full else "Write 'float32', 'bfloat16', 'float16' or 'auto'."
+        raise ValueError(f"`{option}` has the dtype {dtype!r}, which torch doesn't have. {near}")
+
+
 def as_rates(value: Any) -> dict[str, float] | None:
     """`learning_rates`, which may be texts such as YAML's "2e-6"; `None` without any."""
     if not value:

@@ -19,6 +19,13 @@ from .multimodal_config import MultimodalArguments, check_range, check_sampling
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
 
+# Losses by their names in papers that this config spells by other options
+_OTHER_OPTIONS = {
+    "gspo": "set `importance_sampling_level='sequence'` and `loss_type='grpo'`",
+    "ppo": "set `loss_type='grpo'`, whose ratios are clipped as PPO's, and `num_iterations` above 1",
+    **{name: f"set `advantage_estimator={name!r}`" for name in (*ESTIMATORS, *ALIASES) if name not in LOSSES},
+}
+
 
 @help_from_docstring
 @dataclass
@@ -234,7 +241,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def _check_loss(self) -> None:
         # TRL checks them only after sampling
-        if split_settings(self.loss_type)[0] not in LOSSES:
+        if (name := split_settings(self.loss_type)[0]) not in LOSSES:
+            if (option := _OTHER_OPTIONS.get(name.lower())) is not None:
+                raise ValueError(f"`loss_type={name!r}` is spelled otherwise here: {option}.")
             check_choice("`loss_type`", self.loss_type, LOSSES)
         check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
         loss = self.loss

@@ -21,6 +21,7 @@ from .arguments import (
     as_names,
     as_rates,
     check_batches,
+    check_dtype,
     check_generation_kwargs,
     check_values,
     help_from_docstring,
@@ -147,7 +148,14 @@ class MediaArguments(CheckedKeywords, _Config):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
             logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
+        if self.bf16 and not (self.use_cpu or has_bf16):
+            raise ValueError(
+                "`bf16=True` needs a device that computes in bfloat16, and none is here; leave `bf16` out to train in "
+                "float32, or set `use_cpu=True` to compute in bfloat16 on the CPU, which is slow."
+            )
         super().__post_init__()
+        for name in ("model", "teacher_model", "value_model"):
+            check_dtype(f"{name}_init_kwargs", getattr(self, f"{name}_init_kwargs", None))
         if self.fp16 and self.device.type == "cpu":
             raise ValueError(
                 "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`. `bf16=True` with "

@@ -25,6 +25,7 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
+from ..models.parts import check_adapter
 from ..models.pretrained import load_model
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import console_of
@@ -170,12 +171,14 @@ class CompletionTrainer(CheckpointMixin):
         """Shows the first row of a run on the console, if there is one."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
-            (chat, prompt, target), messages, collator = sequence.example(row), None, self.data_collator
+            (chat, prompt, target, rejected), messages, collator = sequence.example(row), None, self.data_collator
             if sequence.modalities:
                 ignored, placeholders = self.args.ignored_media_columns or (), collator.encoder.placeholders
                 [shown] = rows_to_messages([{**row, "prompt": chat}], ignored, placeholders, self.args.rules)
                 messages = shown["prompt"]
-            display.show_example(collator.model, self.processing_class, prompt, messages, target)
+            display.show_example(
+                collator.model, self.processing_class, prompt, messages, target, rejected_ids=rejected
+            )
 
     def _rollout_state(self) -> dict[str, Any]:
         return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
@@ -198,4 +201,6 @@ def load_for_reading(
     check_launch(args, model)
     warn_of_unread(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
-    return load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
+    loaded = load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
+    check_adapter(loaded.model, objects["peft_config"])
+    return loaded

@@ -20,6 +20,7 @@ from ..checks.run_checks import Checks
 from ..data.rows.row import Row
 from ..data.rows.unread import check_has_prompt, check_reward_columns
 from ..encoding.processors import tokenizer_of
+from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded
@@ -142,7 +143,7 @@ class Run:
         name = "train_dataset" if self.is_training else "eval_dataset"
         if name in self.unseen:
             self.unseen.remove(name)
-            takes = self.prompts.model.input_modalities
+            takes = input_modalities(self.prompts.model)
             warn_of_unread(self.args, {name: [dict(row) for row in rows]}, takes, extent="first")
 
     def complete(

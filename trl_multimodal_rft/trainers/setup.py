@@ -44,13 +44,14 @@ from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
 from ..encoding.prompts import check_encodes
-from ..families import MODALITIES, family_of, family_of_processor
+from ..families import MODALITIES, family_of, family_of_processor, input_modalities
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders, ignore_deprecated_names
+from ..models.parts import check_adapter
 from ..models.pretrained import is_adapter, load_model, policy_class, read_config, trained_part
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.towers import freeze_as_built
@@ -189,7 +190,7 @@ def modalities(model: Any, args) -> Collection[str]:
         except ValueError:
             return ()  # which loading it explains
     model = model.model if hasattr(model, "model_for") else model
-    return getattr(model, "input_modalities", ())
+    return input_modalities(model)
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
@@ -389,6 +390,7 @@ def load_for_sampling(
     loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
     model, processing_class = loaded.model, loaded.processing_class
     check_name(model, args, ref_model, peft_config)
+    check_adapter(model, peft_config)
     check_head_cast(model, args)
     if uses_tools:
         check_takes_tools(processing_class)

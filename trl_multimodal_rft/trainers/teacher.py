@@ -16,7 +16,7 @@ from trl.trainer.utils import get_config_model_id, use_adapter
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
 from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt
-from ..families import MODALITIES
+from ..families import MODALITIES, input_modalities
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
 from ..forward.trees import share_media
@@ -91,8 +91,8 @@ def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media:
     sizes = [each.config.get_text_config().vocab_size for each in (student, teacher)]
     if sizes[0] != sizes[1]:
         return f"it has vocab_size {sizes[1]}, the student {sizes[0]}"
-    kinds = [kind for kind in MODALITIES if kind in student.input_modalities] if has_media else []
-    lacking = [kind for kind in kinds if kind not in teacher.input_modalities]
+    kinds = [kind for kind in MODALITIES if kind in input_modalities(student)] if has_media else []
+    lacking = [kind for kind in kinds if kind not in input_modalities(teacher)]
     if lacking:
         return f"it takes no {' or '.join(lacking)}"
     if kinds and student.config.model_type != teacher.config.model_type:

@@ -29,7 +29,7 @@ _CONNECTION_ERRORS = (
     requests.exceptions.ChunkedEncodingError,
     urllib3.exceptions.HTTPError,
 )
-_BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
+_BUSY = {408, 425, 429, 500, 501, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530, 599}
 _MOST_REDIRECTS = 5
 _CHUNK = 2**20
 _GRACE = 0.5  # seconds for an attempt to raise its timeout itself

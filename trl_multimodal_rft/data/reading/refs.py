@@ -1,11 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """References to media in rows, whose errors name the row, the column and the file, without credentials."""
 
+import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from ...credentials import shown_url, without_credentials
 from .rules import DEFAULT_RULES, MediaRules
 
 
@@ -15,42 +19,11 @@ if TYPE_CHECKING:
 # Longer words in a message are data, and are shortened
 _LONGEST_WORD = 300
 
-# A URL in a text, which may contain quotes
-_URL = re.compile(
-    r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
-    r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
-)
-# A user and a password, such as in `http:/user:password@host`
-_LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
 
-
-def without_credentials(text: str) -> str:
-    """Removes user information and queries, which may hold signatures, from the URLs in a text."""
-    text = _URL.sub(lambda found: shown_url(found[0]), text)
-    return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text))
-
-
-def shown_url(url: str) -> str:
-    """Removes user information, query and fragment from a URL, however they are encoded, and what `data:` holds."""
-    if url[:5].lower() == "data:":
-        return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
-    if "://" not in url and not url.startswith("//"):
-        return _LOGIN.sub("***@", url)
-    address, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
-    links = []
-    for link in re.split(r"::(?=[\w.+-]+://)", address):
-        scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
-        parts = re.split("@|%40", link)
-        authority = re.split(r"[/\\]", link)[0]
-        # A password may contain characters that end the authority; a colon precedes it, or a port
-        if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
-            link = f"***@{parts[-1]}"
-        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
-            ":" in authority and "@" in rest
-        ):
-            link = "***"
-        links.append(f"{scheme}{separator}{link}" if separator else scheme)
-    return _LOGIN.sub("***@", "::".join(links)) + (f"{mark}***" if mark else "")
+def checksum(messages: Any) -> int | None:
+    """A checksum of the media in messages, `None` without any."""
+    media = [*iter_refs(messages)]
+    return reduce(lambda total, ref: ref.checksum(total), media, 0) if media else None
 
 
 def shortened(value: Any) -> str:
@@ -113,6 +86,28 @@ class MediaRef:
     def stored(self) -> Any:
         """The raw value, also of a feature that decodes it."""
         return self.source.value if isinstance(self.source, Encoded) else self.source
+
+    def checksum(self, start: int = 0) -> int:
+        """A checksum of the raw value: bytes, samples or pixels, of a file its name and size."""
+
+        def parts(value: Any) -> Iterator[bytes]:
+            if isinstance(value, dict):
+                kept = {"bytes"} if value.get("bytes") is not None else value.keys()
+                for name in sorted(kept & value.keys()):
+                    yield from parts(value[name])
+            elif isinstance(value, list | tuple):
+                for entry in value:
+                    yield from parts(entry)
+            elif isinstance(value, bytes):
+                yield value
+            elif isinstance(value, str | os.PathLike):
+                path = os.path.join(self.rules.media_dir or "", value)
+                known = (os.path.basename(path), os.path.getsize(path)) if os.path.isfile(path) else str(value)
+                yield repr(known).encode()
+            else:
+                yield value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+
+        return reduce(lambda total, part: zlib.crc32(part, total), parts(self.stored), start)
 
     def error(self, message: str) -> MediaError:
         """

@@ -19,8 +19,9 @@ from urllib.request import url2pathname
 import fsspec
 import requests
 
+from ...credentials import shown_url
 from .http import NoAnswer, TooLarge, ask, host_of, within
-from .refs import MediaError, MediaRef, shown_url
+from .refs import MediaError, MediaRef
 
 
 # Protocols that connect to any host in a URL, rather than to a configured store

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,8 +24,12 @@ logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
 
-# How often, while a row is read, the workers are polled for one that was killed
+# How often, while a row is read, the workers are polled for one that was killed or hangs
 _POLL_SECONDS = 1.0
+
+
+class _Hanging(BrokenProcessPool):
+    """Workers that finished no row in time."""
 
 
 class PrefetchPool(Generic[T]):
@@ -34,10 +39,20 @@ class PrefetchPool(Generic[T]):
     `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
     line, which ends the run without naming the row. They also need shared memory for tensors, of which containers have
     little; these workers send bytes through a pipe.
+
+    Args:
+        read (`Callable`):
+            Reads a row by its number.
+        num_workers (`int`, *optional*, defaults to 1):
+            Number of workers.
+        patience (`Callable`, *optional*):
+            Seconds that a row may take, by its number. Workers that finish no row in that time, as in a decoder that
+            hangs, are killed, and the row is read once more. Called for rows that are late alone.
     """
 
-    def __init__(self, read: Callable[[int], T], num_workers: int = 1):
+    def __init__(self, read: Callable[[int], T], num_workers: int = 1, patience: Callable[[int], float] | None = None):
         self._read = read
+        self._patience = patience
         self._num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
         self._jobs: dict[int, Future] = {}
@@ -56,7 +71,7 @@ class PrefetchPool(Generic[T]):
         """Returns a row that was read, and drops it here."""
         job = self._jobs.pop(row, None) or self._submit(row)
         try:
-            data = self._result(job)
+            data = self._result(job, row)
         except BrokenProcessPool:
             data = self._isolate(row)
         return self._read(row) if data is None else pickle.loads(data)
@@ -68,16 +83,25 @@ class PrefetchPool(Generic[T]):
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
-    def _result(self, job: Future) -> bytes | None:
-        """The result of a job. Raises a `BrokenProcessPool` if a worker was killed."""
+    def _result(self, job: Future, row: int) -> bytes | None:
+        """The result of the job of a row. Raises a `BrokenProcessPool` if a worker was killed, or all of them hang."""
+        since, n_read, seconds = time.monotonic(), -1, None
         while not wait([job], timeout=_POLL_SECONDS).done:
-            if self._pool is None or all(worker.is_alive() for worker in self._workers):
+            if self._pool is None:
                 continue
-            # If it was killed while it sent a row, the pool's thread waits for the rest, until the pipe is closed
+            if n_read != (n_read := sum(other.done() for other in self._jobs.values())):
+                since = time.monotonic()  # rows before it are read
+            error: type[BrokenProcessPool] = BrokenProcessPool
+            if all(worker.is_alive() for worker in self._workers):
+                seconds = self._patience(row) if seconds is None and self._patience is not None else seconds
+                if seconds is None or time.monotonic() - since < seconds:
+                    continue
+                error = _Hanging
+            # If one was killed while it sent a row, the pool's thread waits for the rest, until the pipe is closed
             for worker in self._workers:
                 worker.kill()
             vars(self._pool._result_queue)["_writer"].close()
-            raise BrokenProcessPool
+            raise error
         return job.result()
 
     def _isolate(self, row: int) -> bytes | None:
@@ -85,7 +109,13 @@ class PrefetchPool(Generic[T]):
         others = list(self._jobs)
         self.close()
         try:
-            return self._result(self._submit(row))
+            return self._result(self._submit(row), row)
+        except _Hanging as error:
+            self.close()
+            raise MediaError(
+                f"row {row}: its media weren't read in time, twice, as if a decoder or a folder hangs; remove it, or "
+                "raise `media_timeout`"
+            ) from error
         except BrokenProcessPool as error:
             self.close()
             raise MediaError(

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from datasets import Audio, Dataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
+from ...credentials import shown_url
 from ...families import MODALITIES
-from ..reading.refs import Encoded, MediaError, shown_url
+from ..reading.refs import Encoded, MediaError
 from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent
 from .nested import Rows, feature_leaves
 

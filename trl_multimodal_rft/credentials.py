@@ -1,0 +1,150 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Passwords, tokens and keys: removed from everything that a run writes or prints."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+# A URL in a text, which may contain quotes
+_URL = re.compile(
+    r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
+    r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
+)
+# A user and a password, such as in `http:/user:password@host`
+_LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
+# The same where `://` precedes it. A password that starts with digits and a slash is a port, with a path.
+_LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
+
+# Values of tokens, by the forms that their issuers give them, and of headers
+_TOKEN = re.compile(r"\b(hf|api_org|sk|ghp|github_pat|glpat|xox[bp])([_-])\w[\w-]{14,}|\b(AKIA|ASIA)[A-Z0-9]{12,}")
+_HEADER = re.compile(r"(?i)\b(bearer|basic) +(?!auth|realm)[\w.~+/=-]+")
+# A name and its value: `name=value`, `"name": "value"`, `--name value`
+_ASSIGNED = re.compile(
+    r"""(?<![\w-])-{0,2}(?P<name>[A-Za-z][\w-]*)(?P<sign>=|["'] *[:=] *|(?<=authorization): *|(?<=key): +)"""
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&()"'\]}]+)""",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value>[^\s-]\S*)")
+
+_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_ALWAYS = set(
+    "secret secrets password passwords passwd passphrase pwd credential credentials authorization auth".split()
+)
+_ALWAYS |= {"apikey", "bearer", "cookie", "signature", "sig"}
+# What precedes `key` in names of secrets
+_KEYS = set("api access secret private account ssh service subscription encryption signing openai wandb hf".split())
+# What precedes `token` in names of a tokenizer's tokens
+_OF_TOKENIZERS = set(
+    "pad eos bos unk sep cls mask image video audio vision boi eoi boa eoa start end stop media".split()
+)
+_OF_TOKENIZERS |= {"special", "placeholder", "first", "last", "per", "each", "next"}
+
+
+def is_secret(name: str, *, is_variable: bool = False) -> bool:
+    """
+    Whether an option, argument, header or key of a dictionary holds a secret, by its name.
+
+    Args:
+        name (`str`):
+            Name in any spelling, such as `"hf_token"`, `"api-key"`, `"apiKey"` or `"Authorization"`.
+        is_variable (`bool`, *optional*, defaults to `False`):
+            Whether it is a variable of the environment, of which any `key` and `token` is secret.
+
+    Returns:
+        `bool`: Whether it names a secret.
+    """
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if {*words} & _ALWAYS or is_variable and {"key", "token"} & {*words}:
+        return True
+    words = words[:-1] if words[-1:] == ["id"] and "key" in words else words
+    before, last = (words[-2] if len(words) > 1 else ""), (words[-1] if words else "")
+    return (last == "token" and before not in _OF_TOKENIZERS) or (last == "key" and (not before or before in _KEYS))
+
+
+def masked(text: str) -> str:
+    """
+    A text with `***` in place of passwords in URLs, tokens, headers, and values behind names of secrets. URLs keep
+    their queries, so that links go on to work.
+    """
+    text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
+
+    def mask(match: re.Match[str]) -> str:
+        value = match["value"]
+        quote = value[0] if value[0] in "\"'" else ""
+        if not is_secret(match["name"]):
+            return match[0]
+        return f"{match[0][: -len(value)]}{quote}***{quote}"
+
+    text = _OPTION.sub(mask, _ASSIGNED.sub(mask, text))
+    return _TOKEN.sub(lambda match: f"{match[1] or match[3]}{match[2] or ''}***", text)
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line, masked; the word after an option that [`is_secret`] is `***`."""
+    shown = list(map(masked, words))
+    for i, (before, word) in enumerate(zip(words, words[1:], strict=False)):
+        if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("--"):
+            shown[i + 1] = "***"
+    return shown
+
+
+def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
+    """
+    Values in types that YAML and JSON have. Entries of dictionaries whose names are those of secrets are left out,
+    also of dictionaries in a text; other texts are [`masked`].
+    """
+    value = getattr(value, "value", value)  # of an enumeration
+    if isinstance(value, str):
+        return _without_secrets_in_text(value)
+    if isinstance(value, (list, tuple)):
+        is_command = all(isinstance(word, str) for word in value) and any(word.startswith("--") for word in value)
+        return masked_words(value) if is_command else [without_secrets(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value if value is None or isinstance(value, (bool, int, float)) else masked(str(value))
+    return {
+        str(name): without_secrets(entry, is_environment=name == "env")
+        for name, entry in value.items()
+        if not is_secret(str(name), is_variable=is_environment)
+    }
+
+
+def _without_secrets_in_text(text: str) -> str:
+    if text.startswith("{"):
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            return masked(text)
+        kept = without_secrets(parsed)
+        return text if kept == parsed else json.dumps(kept)
+    return masked(text)
+
+
+def without_credentials(text: str) -> str:
+    """A [`masked`] text whose URLs have neither user information nor queries, which may hold signatures."""
+    text = _URL.sub(lambda match: shown_url(match[0]), text)
+    return masked(re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text)))
+
+
+def shown_url(url: str) -> str:
+    """Removes user information, query and fragment from a URL, however they are encoded, and what `data:` holds."""
+    if url[:5].lower() == "data:":
+        return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
+    if "://" not in url and not url.startswith("//"):
+        return _LOGIN.sub("***@", url)
+    address, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    links = []
+    for link in re.split(r"::(?=[\w.+-]+://)", address):
+        scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
+        parts = re.split("@|%40", link)
+        authority = re.split(r"[/\\]", link)[0]
+        # A password may contain characters that end the authority; a colon precedes it, or a port
+        if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
+            link = f"***@{parts[-1]}"
+        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
+            ":" in authority and "@" in rest
+        ):
+            link = "***"
+        links.append(f"{scheme}{separator}{link}" if separator else scheme)
+    return _LOGIN.sub("***@", "::".join(links)) + (f"{mark}***" if mark else "")
