@@ -104,15 +104,23 @@ def modules() -> dict[str, Path]:
 
 @cache
 def names_by_source(path: Path) -> dict[str, set[str]]:
-    """Returns the names that a module imports, at any depth, by the modules from which; none for `import module`."""
+    """
+    Returns the names that a module imports, at any depth, by the modules from which, and its names of these, such as
+    `module.name`; none for `import module`.
+    """
     package = ".".join(path.relative_to(ROOT).parent.parts)
     found: dict[str, set[str]] = defaultdict(set)
+    full: dict[str, str] = {}
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             found[source] |= {each.name for each in node.names}
+            full |= {each.asname or each.name: f"{source}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
             found |= {each.name: found[each.name] for each in node.names}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in full:
+            found[full[node.value.id]].add(node.attr)
     return found
 
 
@@ -144,6 +152,13 @@ def import_circles() -> list[list[str]]:
     return sorted(sorted(circle) for circle in circles if len(circle) > 1)
 
 
+def changed_since(commit: str) -> list[str]:
+    """Returns the paths of files that differ from a commit."""
+    git = partial(subprocess.check_output, cwd=ROOT, text=True)
+    paths = git(["git", "diff", "--name-only", "--no-renames", commit]).split()
+    return paths + git(["git", "ls-files", "--others", "--exclude-standard"]).split()
+
+
 def tests_changed_since(commit: str) -> list[str]:
     """Returns the test files that have changed since a commit, or that import what has, at any depth."""
     known = modules()
@@ -151,9 +166,7 @@ def tests_changed_since(commit: str) -> list[str]:
         known |= {path.stem: path for path in (ROOT / folder).glob("*.py")}
     known |= {f"helpers.{path.stem}": path for path in (ROOT / "tests" / "helpers").glob("*.py")}
     known |= {path.stem: path for path in (ROOT / "tests" / "golden").glob("test_*.py")}
-    git = partial(subprocess.check_output, cwd=ROOT, text=True)
-    paths = git(["git", "diff", "--name-only", "--no-renames", commit]).split()
-    paths += git(["git", "ls-files", "--others", "--exclude-standard"]).split()
+    paths = changed_since(commit)
     affected = {name for name, path in known.items() if str(path.relative_to(ROOT)) in paths}
     importers = defaultdict(set)
     for name, path in known.items():
