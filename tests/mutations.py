@@ -115,7 +115,11 @@ def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
         (original := Path(temporary, "original")).mkdir()
         is_folder = Path(tree).is_dir()
-        files = "git ls-files -co --exclude-standard | tar -cT - --ignore-failed-read" if is_folder else f"git archive {tree}"
+        files = (
+            "git ls-files -co --exclude-standard | tar -cT - --ignore-failed-read"
+            if is_folder
+            else f"git archive {tree}"
+        )
         subprocess.run(f"{files} | tar -xC {original}", shell=True, check=True, cwd=tree if is_folder else HERE.parent)
         subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=original)
         known = imports_of(original)

@@ -181,6 +181,7 @@ def test_filter_keeps_exactly_what_needs_its_sound(listener, tones, tmp_path, ca
     ("correct", "without", "reason"),
     [
         ([True, False], [False, False], None),
+        ([True, False], [True, False, False, False], None),  # both at their bounds
         ([True, True], None, "no image"),
         ([True, None], [False, False], "not scored"),
         ([False, False], [True, True], "correct without the image"),

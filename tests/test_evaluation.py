@@ -666,6 +666,9 @@ def test_rows_of_one_split_are_read_and_said_to_be_those_of_training_by_their_na
         run_script([*options, *words])
         said = "The rows are those of 'train', which training may have used.\n" in capsys.readouterr().out
         assert said == (split == "train") and written(tmp_path / "results")[0]["settings"]["split"] == split
+    if split == "train":  # a part of it may be what training leaves out
+        run_script([*options, "--dataset_test_split", "train[:1]"])
+        assert "which training may have used" not in capsys.readouterr().out
 
 
 def test_a_server_is_asked_by_one_process(monkeypatch):
