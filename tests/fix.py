@@ -97,7 +97,8 @@ def lists() -> Iterator[tuple[Path, str, str, Collection[str]]]:
     yield README, "From a shell: ", ".\n", COMMANDS
     yield ROOT / "docs" / "launch.md", "as `trl grpo` does: ", ".\n", LAUNCHED
     yield others, "| TRL | here |\n|---|---|\n| ", " and their configs", of_trl
-    yield others, " | `trl-multimodal-rft ", ", with the same", [*LAUNCHED.keys() - {"evaluate", "filter"}]
+    train = [name for name in LAUNCHED if name not in ("evaluate", "filter")]
+    yield others, " | `trl-multimodal-rft ", ", with the same", train
 
 
 def with_names(text: str, before: str, behind: str, names: Collection[str]) -> str:
@@ -112,6 +113,9 @@ def with_names(text: str, before: str, behind: str, names: Collection[str]) -> s
     return text[:start] + ", ".join([*kept, *(f"`{name}`" for name in names if name not in found)]) + text[end:]
 
 
+_PAGES = {"Config": "configs.md", "Trainer": "trainers.md", "Callback": "trainers.md"}
+
+
 def undocumented() -> Iterator[tuple[Path, str]]:
     """Yields public names that no reference page has, each with the page for it."""
     folder = ROOT / "docs" / "reference"
@@ -124,10 +128,10 @@ def undocumented() -> Iterator[tuple[Path, str]]:
             if not is_public or value.__module__ in entries or value in objects:
                 continue
             kind = re.search("(Trainer|Config|Callback)?$", name)[1]
-            own = f"{package.__name__.rpartition('.')[2]}.md"
-            page = {"Config": "configs.md", "Trainer": "trainers.md", "Callback": "trainers.md"}.get(kind, own)
+            page = folder / _PAGES.get(kind, f"{package.__name__.rpartition('.')[2]}.md")
             objects.append(value)
-            yield folder / page, f"{package.__name__}.{name}" if kind else f"{value.__module__}.{name}"
+            full = f"{package.__name__ if kind else value.__module__}.{name}"
+            yield page if page.exists() else folder / "encoding.md", full
 
 
 def with_entry(text: str, name: str) -> str:

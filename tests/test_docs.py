@@ -457,6 +457,8 @@ def test_site_is_built(tmp_path):
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
     first = read("")
     assert "images/training_curves.svg" in first and pages[tmp_path].tags["img"] == 1
+    architecture = {*pages[tmp_path / "architecture"].links}
+    assert any(re.search(r"source/.*/rollout\.py.*#__codelineno-0-\d+$", link) for link in architecture)
     doors = {"datasets/", "from_others/#trl", "from_lightrft/", "from_others/#ms-swift", "from_others/#verl"}
     assert doors <= {*pages[tmp_path].links}
     assert 'data-md-color-scheme="slate"' in first and "md-footer__link--next" in first

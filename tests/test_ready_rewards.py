@@ -343,6 +343,7 @@ BAD = [
     ("regression_reward", ["1", None], "which isn't a number"),
     ("regression_reward", True, "which isn't a number"),
     ("ocr_reward", {"text": "a"}, "isn't a text"),
+    ("ocr_reward", ["EXIT", {"text": "a"}], "isn't a text"),
     ("length_reward", {"text": "a"}, "write a text"),
 ]
 
