@@ -115,11 +115,8 @@ def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
         (original := Path(temporary, "original")).mkdir()
         is_folder = Path(tree).is_dir()
-        files = (
-            "git ls-files -co --exclude-standard | tar -cT - --ignore-failed-read"
-            if is_folder
-            else f"git archive {tree}"
-        )
+        listed = "git ls-files -co --exclude-standard | tar -cT - --ignore-failed-read"
+        files = listed if is_folder else f"git archive {tree}"
         subprocess.run(f"{files} | tar -xC {original}", shell=True, check=True, cwd=tree if is_folder else HERE.parent)
         subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=original)
         known = imports_of(original)
@@ -175,7 +172,7 @@ def main() -> int:
     if args.since is not None:
         changed = house.changed_since(args.since)
         chosen = [each for each in chosen if f"trl_multimodal_rft/{each['file']}" in changed]
-    lines = run(chosen, args.tree, args.jobs)
+    lines = run(chosen, args.tree, args.jobs) if chosen else []
     n, seconds = sum(": found" in line for line in lines), sum(os.times()[2:4])
     lines.append(f"{n} of {len(lines)} defects found in {args.tree}, {seconds:.0f} CPU seconds")
     print(lines[-1])

@@ -58,7 +58,10 @@ ADDED = [
         "    Whether to.\nadded_option (`int`, *optional*, defaults to `3`):\n    Added here.\n",
     ),
 ]
-LOOKS = [f"tests/test_{name}.py" for name in "added fix docs house cli mutations architecture".split()]
+LOOKS = [
+    f"tests/test_{name}.py"
+    for name in "added fix docs house cli cli_check cli_estimate mutations architecture".split()
+]
 
 
 @pytest.mark.slow
