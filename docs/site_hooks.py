@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
 What MkDocs is told about the site: files of the repository that its pages link to are pages of it, so that no link is
-dead, and formulas are MathML, which browsers draw without a script.
+dead, a link such as [`Rollout`](../trl_multimodal_rft/rollout/rollout.py) leads to the line of that class there, and
+formulas are MathML, which browsers draw without a script.
 """
 
+import ast
 import html
 import posixpath
 import re
@@ -44,8 +46,8 @@ def on_page_markdown(markdown, page, **kwargs):
         target = _target(uri, path)
         if target is None:
             return text
-        line = re.fullmatch(r"#L(\d+)", anchor or "")
-        anchor = f"#__codelineno-0-{line[1]}" if line else anchor or ""
+        line = lines_of_names(_path(target)).get(text.strip("`")) if path.endswith(".py") else None
+        anchor = f"#__codelineno-0-{line}" if line else anchor or ""
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}{anchor})"
 
     # Code stays as it is
@@ -59,6 +61,18 @@ def on_page_content(content, **kwargs):
     return _FORMULA.sub(lambda found: convert(html.unescape(found[2]), display=display[found[1]]), content)
 
 
+def lines_of_names(path: Path) -> dict[str, int]:
+    """Returns the line of each class, function and method of a file, and of each name assigned at its top."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        for target in [*getattr(node, "targets", []), *filter(None, [getattr(node, "target", None)])]:
+            found[ast.unparse(target)] = node.lineno
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            inner = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {node.name: node.lineno, **{f"{node.name}.{each.name}": each.lineno for each in inner}}
+    return found
+
+
 def _target(uri: str, link: str) -> str | None:
     """Where on the site a page's link leads; `None` if nowhere."""
     place = f"docs/{uri}" if not uri.startswith("source/") else uri.removeprefix("source/").removesuffix(".source.md")
@@ -70,12 +84,18 @@ def _target(uri: str, link: str) -> str | None:
     return f"source/{path}.source.md" if Path(path).suffix in _LANGUAGES else None
 
 
+def _path(target: str) -> Path:
+    """Returns the file of the repository that a page shows."""
+    return ROOT / target.removeprefix("source/").removesuffix(".source.md")
+
+
 def _content(target: str) -> str:
     """A page with a file of the repository."""
-    path = target.removeprefix("source/").removesuffix(".source.md")
-    text = (ROOT / path).read_text()
-    if path.endswith(".md"):
+    path = _path(target)
+    text = path.read_text()
+    if path.suffix == ".md":
         return text
     # Found by the links to it, not by searching
-    top = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n"
-    return f'{top}# {path}\n\n```````{_LANGUAGES[Path(path).suffix]} linenums="1"\n{text}\n```````\n'
+    name = path.relative_to(ROOT)
+    top = f"---\ntitle: {name}\nsearch:\n  exclude: true\n---\n"
+    return f'{top}# {name}\n\n```````{_LANGUAGES[path.suffix]} linenums="1"\n{text}\n```````\n'

@@ -73,6 +73,7 @@ def rows(page: str) -> dict[str, str]:
 def named(text: str) -> tuple[list[str], list[str]]:
     """Returns patterns of the files that a row names, and its commands."""
     spans = re.findall(r"`([^`]+)`", text)
+    spans = [span.replace("make fix", "python tests/fix.py") for span in spans]
     commands = [span.replace("<name>", FAMILY) for span in spans if span.startswith("python ")]
     paths = [span for span in spans if re.fullmatch(r"[\w<>*/.]+(?:/|\.(?:py|md|json))", span)]
     at_root = [path.startswith(("tests/", "docs/", "CHANGELOG", "README")) for path in paths]

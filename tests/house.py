@@ -1,14 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Measures the size of the code, its types and names, how a step passes through its layers, and its ties to TRL.
+Measures the ties of the code to TRL, how a step passes through its layers, its types, and its size.
 
-`house.json` holds the upper bounds, which `test_house.py` checks. Changes lower them, and raise one only for a reason,
-which stands in the file.
+`house.json` holds upper bounds of the ties and the types, which `test_house.py` checks and `make fix` lowers. Sizes,
+words of the docs and the density of planted defects are printed alone.
 
 ```bash
 python tests/house.py                          # prints the numbers
-python tests/house.py --lower                  # takes what is less than it was as the new bounds
-python tests/house.py --raise "why"            # takes what is more, too
 python tests/house.py --changed-since HEAD~3   # prints the test files that import what has changed
 ```
 """
@@ -22,9 +20,9 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,17 +32,23 @@ from types import CodeType, FrameType
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_multimodal_rft"
 BOUNDS = Path(__file__).with_name("house.json")
+DEFECTS = Path(__file__).with_name("mutations.json")
 LIMITS = {"files": 700, "classes": 450, "functions": 100}
-TRAINERS = ("GRPO", "RLOO", "PPO", "SFT", "DPO", "Reward", "Distillation")
 
 
 # The interface with TRL
 
 
-def trainers() -> dict[str, type]:
+def exported(end: str) -> dict[str, type]:
+    """Returns the package's trainers (`"Trainer"`) or configs (`"Config"`) by what their names differ in."""
     import trl_multimodal_rft
 
-    return {name: getattr(trl_multimodal_rft, f"Multimodal{name}Trainer") for name in TRAINERS}
+    names = {name: re.fullmatch(rf"Multimodal(\w+){end}", name) for name in dir(trl_multimodal_rft)}
+    return {found[1]: getattr(trl_multimodal_rft, name) for name, found in names.items() if found}
+
+
+def trainers() -> dict[str, type]:
+    return exported("Trainer")
 
 
 def is_own(each: type) -> bool:
@@ -98,17 +102,42 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """Returns those of the known modules that a module imports, at any depth, also for type checkers."""
+@cache
+def names_by_source(path: Path) -> dict[str, set[str]]:
+    """
+    Returns the names that a module imports, at any depth, by the modules from which, and its names of these, such as
+    `module.name`; none for `import module`.
+    """
     package = ".".join(path.relative_to(ROOT).parent.parts)
-    found = set()
+    found: dict[str, set[str]] = defaultdict(set)
+    full: dict[str, str] = {}
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            found |= {f"{source}.{each.name}" if f"{source}.{each.name}" in known else source for each in node.names}
+            found[source] |= {each.name for each in node.names}
+            full |= {each.asname or each.name: f"{source}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
-    return found & known.keys()
+            found |= {each.name: found[each.name] for each in node.names}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in full:
+            found[full[node.value.id]].add(node.attr)
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """Returns the known modules that a module imports; for a name that a package offers, the module with it, too."""
+
+    def homes(source: str, name: str) -> set[str]:
+        if f"{source}.{name}" in known:
+            return {f"{source}.{name}"}
+        if source not in known or known[source].name != "__init__.py":
+            return {source}
+        offered = names_by_source(known[source]).items()
+        return {source}.union(*(homes(other, name) for other, names in offered if name in names))
+
+    sources = names_by_source(path).items()
+    found = {each for source, names in sources for name in names for each in homes(source, name)}
+    return (found | {source for source, names in sources if not names}) & known.keys()
 
 
 def import_circles() -> list[list[str]]:
@@ -123,6 +152,13 @@ def import_circles() -> list[list[str]]:
     return sorted(sorted(circle) for circle in circles if len(circle) > 1)
 
 
+def changed_since(commit: str) -> list[str]:
+    """Returns the paths of files that differ from a commit."""
+    git = partial(subprocess.check_output, cwd=ROOT, text=True)
+    paths = git(["git", "diff", "--name-only", "--no-renames", commit]).split()
+    return paths + git(["git", "ls-files", "--others", "--exclude-standard"]).split()
+
+
 def tests_changed_since(commit: str) -> list[str]:
     """Returns the test files that have changed since a commit, or that import what has, at any depth."""
     known = modules()
@@ -130,9 +166,7 @@ def tests_changed_since(commit: str) -> list[str]:
         known |= {path.stem: path for path in (ROOT / folder).glob("*.py")}
     known |= {f"helpers.{path.stem}": path for path in (ROOT / "tests" / "helpers").glob("*.py")}
     known |= {path.stem: path for path in (ROOT / "tests" / "golden").glob("test_*.py")}
-    git = partial(subprocess.check_output, cwd=ROOT, text=True)
-    paths = git(["git", "diff", "--name-only", "--no-renames", commit]).split()
-    paths += git(["git", "ls-files", "--others", "--exclude-standard"]).split()
+    paths = changed_since(commit)
     affected = {name for name, path in known.items() if str(path.relative_to(ROOT)) in paths}
     importers = defaultdict(set)
     for name, path in known.items():
@@ -318,9 +352,7 @@ def private_of_others() -> list[str]:
 
 def config_fields() -> list[str]:
     """Returns the names of options that the configs have and TRL's don't."""
-    import trl_multimodal_rft
-
-    configs = [getattr(trl_multimodal_rft, f"Multimodal{name}Config") for name in TRAINERS]
+    configs = exported("Config").values()
     upstream = {
         field.name
         for config in configs
@@ -357,7 +389,7 @@ def definitions(path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def too_long() -> dict[str, dict[str, int]]:
-    """Returns parts of the package that exceed a limit, with their numbers of lines."""
+    """Returns parts of the package that exceed a limit, with their numbers of lines, the longest first."""
     found: dict[str, dict[str, int]] = {kind: {} for kind in LIMITS}
     for path in modules().values():
         name = str(path.relative_to(PACKAGE))
@@ -366,7 +398,7 @@ def too_long() -> dict[str, dict[str, int]]:
         for kind, each, n in every:
             if n > LIMITS[kind]:
                 found[kind][each] = n
-    return found
+    return {kind: dict(sorted(parts.items(), key=lambda part: -part[1])) for kind, parts in found.items()}
 
 
 def overridden_in_tests() -> list[str]:
@@ -382,9 +414,9 @@ def overridden_in_tests() -> list[str]:
     )
 
 
-def measure() -> dict:
+def ties() -> dict:
+    """Returns what has bounds in `house.json`."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from trl_multimodal_rft.rollout.rollout import Rollout
     from trl_multimodal_rft.versions import ALL_OVERRIDDEN, CALLED
 
     every = {name: overrides(trainer) for name, trainer in trainers().items()}
@@ -403,21 +435,47 @@ def measure() -> dict:
         "import circles": [" <-> ".join(circle) for circle in import_circles()],
         "modules with unittest.mock": [str(path.relative_to(PACKAGE)) for path in mocks],
         "calls against the layers": calls_against_layers(),
-        "names outside the glossary": names_outside_the_glossary(trees()),
         "functions that take a trainer": takes_a_trainer(),
         "private names of other objects": private_of_others(),
-        "fields of a rollout": [field.name for field in fields(Rollout)],
-        "own config fields": config_fields(),
         "untyped annotations": untyped(),
-        "too long": too_long(),
-        "lines of the package": sum(map(lines, PACKAGE.rglob("*.py"))),
-        "logical lines of the package": sum(map(logical_lines, PACKAGE.rglob("*.py"))),
-        "lines of tests": sum(map(lines, (ROOT / "tests").rglob("*.py"))),
-        "logical lines of tests": sum(map(logical_lines, (ROOT / "tests").rglob("*.py"))),
     }
 
 
-def bounds_of(found) -> dict:
+def lines_per_defect() -> dict[str, int]:
+    """Returns the lines of each folder of the package per planted defect; modules at the top are one folder, `.`."""
+
+    def folder(path: Path) -> str:
+        return path.parts[0] if len(path.parts) > 1 else "."
+
+    defects = Counter(folder(Path(entry["file"])) for entry in json.loads(DEFECTS.read_text()))
+    total: Counter[str] = Counter()
+    for path in modules().values():
+        total[folder(path.relative_to(PACKAGE))] += lines(path)
+    return {each: n // max(defects[each], 1) for each, n in total.items()}
+
+
+def sizes() -> dict[str, int | list[str] | dict[str, int]]:
+    """Returns what is printed and has no bounds."""
+    from trl_multimodal_rft.rollout.rollout import Rollout
+
+    code = {"the package": [*PACKAGE.rglob("*.py")], "tests": [*(ROOT / "tests").rglob("*.py")]}
+    long = {f"{kind} over {LIMITS[kind]} lines": found for kind, found in too_long().items()}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in pages}
+    generated = sum(n for name, n in words.items() if name.startswith("docs/generated/"))
+    return {
+        "fields of a rollout": [field.name for field in fields(Rollout)],
+        "own config fields": config_fields(),
+        **long,
+        **{f"lines of {name}": sum(map(lines, paths)) for name, paths in code.items()},
+        **{f"logical lines of {name}": sum(map(logical_lines, paths)) for name, paths in code.items()},
+        "words": words,
+        "words, but for generated pages": sum(words.values()) - generated,
+        "lines per planted defect (at most 150, so that each folder is guarded)": lines_per_defect(),
+    }
+
+
+def bounds_of(found: dict) -> dict:
     """Returns the bounds of a measurement."""
     return {
         key: value if isinstance(value, int) else len(value) if isinstance(value, list) else bounds_of(value)
@@ -429,22 +487,19 @@ def worse(found: dict, bounds: dict, path: str = "") -> list[str]:
     """Returns the exceeded bounds."""
     failures = []
     for key, value in found.items():
-        bound = bounds.get(key, 0)
         if isinstance(value, dict):
-            failures += worse(value, bound or {}, f"{path}{key}: ")
-        elif (n := value if isinstance(value, int) else len(value)) > bound:
+            failures += worse(value, bounds.get(key, {}), f"{path}{key}: ")
+        elif (n := value if isinstance(value, int) else len(value)) > (bound := bounds.get(key, n)):
             names = "" if isinstance(value, int) else f": {', '.join(value)}"
             failures.append(f"{path}{key}: {n}, at most {bound}{names}")
     return failures
 
 
-def moved(now: dict, bounds: dict, choose: Callable[[int, int], int]) -> dict:
-    """Returns new bounds: `min` lowers them to what is measured, `max` raises them."""
+def lowered(found: dict, bounds: dict) -> dict:
+    """Returns new bounds: what is measured, where that is less or has none."""
     return {
-        key: moved(value, bounds.get(key, {}), choose)
-        if isinstance(value, dict)
-        else choose(value, bounds.get(key, value))
-        for key, value in now.items()
+        key: lowered(n, bounds.get(key, {})) if isinstance(n, dict) else min(n, bounds.get(key, n))
+        for key, n in bounds_of(found).items()
     }
 
 
@@ -452,26 +507,14 @@ def _main() -> None:
     if "--changed-since" in sys.argv:
         print(*tests_changed_since(sys.argv[-1]))
         return
-    found = measure()
+    with redirect_stdout(sys.stderr):  # the step that is run prints
+        found = {**ties(), **sizes()}
     for key, value in found.items():
-        if key in ("own classes", "calls against the layers"):
-            for part, names in value.items():
-                print(f"{key} of {part}: {len(names)}: {', '.join(names)}")
-        elif key == "too long":
-            for kind, each in value.items():
-                print(f"{kind} over {LIMITS[kind]} lines: {len(each)}")
-                print(*(f"  {name}: {n}" for name, n in sorted(each.items(), key=lambda item: -item[1])), sep="\n")
+        if isinstance(value, dict):
+            numbers = {name: n if isinstance(n, int) else f"{len(n)}: {', '.join(n)}" for name, n in value.items()}
+            print(f"{key}:", *(f"  {name}: {n}" for name, n in numbers.items()), sep="\n")
         else:
             print(f"{key}: {value if isinstance(value, int) else f'{len(value)}: ' + ', '.join(value)}")
-    if len(sys.argv) > 1:
-        before = json.loads(BOUNDS.read_text())
-        reasons = before.pop("raised", {})
-        if "--raise" in sys.argv:
-            reasons |= dict.fromkeys(
-                re.findall("^(.*): [0-9]+, at most", "\n".join(worse(found, before)), re.M), sys.argv[-1]
-            )
-        after = moved(bounds_of(found), before, max if "--raise" in sys.argv else min)
-        BOUNDS.write_text(json.dumps({**after, "raised": reasons}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

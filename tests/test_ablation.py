@@ -116,8 +116,14 @@ def test_interval_is_that_of_bonett_and_price():
 def test_half_of_the_rows_need_their_sound(listener, tones):
     model, processor = loaded(listener)
     config = EvaluationConfig(ablate="audio", max_completion_length=2, batch_size=3)
-    result = evaluate(model, processor, tones, accuracy_reward, config)
+
+    def reward(completions, log_metric, **columns):
+        log_metric("completions", len(completions))
+        return accuracy_reward(completions, **columns)
+
+    result = evaluate(model, processor, tones, reward, config)
     metrics = result.metrics
+    assert metrics["metric/completions"] == 3  # also of eight completions without their sounds, it would be less
     assert (metrics["accuracy"], metrics["rows"], metrics["audio_rows"]) == (1, 9, 8)
     assert (metrics["accuracy_with_audio"], metrics["accuracy_without_audio"]) == (1, 0.5)
     assert metrics["audio_contribution"] == 0.5
@@ -181,6 +187,7 @@ def test_filter_keeps_exactly_what_needs_its_sound(listener, tones, tmp_path, ca
     ("correct", "without", "reason"),
     [
         ([True, False], [False, False], None),
+        ([True, False], [True, False, False, False], None),  # both at their bounds
         ([True, True], None, "no image"),
         ([True, None], [False, False], "not scored"),
         ([False, False], [True, True], "correct without the image"),

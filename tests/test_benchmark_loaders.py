@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Audio, Dataset
+from datasets import Audio, Dataset, load_dataset
 from helpers.chats import audio as chirp
 from helpers.chats import image as picture
 from helpers.files import sound_file, write_lines
 from helpers.trainer_utils import load, saved
 
+from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data import load_audiomcq, load_avqa, load_geo3k, load_mmau
 from trl_multimodal_rft.data.rows.letters import without_letters
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
@@ -230,6 +231,11 @@ def test_avqa(avqa):
     rows.to_parquet(avqa.parent / "parquet" / "train.parquet")
     again = load_avqa(avqa.parent / "parquet", audio_dir=avqa.parent / "wavs")
     assert again.to_list() == dataset.to_list()
+    # By the command, which has one option for media of all layouts
+    moved, out = (avqa.parent / "wavs").rename(avqa.parent / "moved"), str(avqa.parent / "out")
+    main(["prepare", "avqa", str(avqa), "--media_dir", str(moved), "--output_dir", out])
+    assert load_dataset(out, split="train")["solution"][:] == dataset["solution"][:]
+    moved.rename(avqa.parent / "wavs")
     line = json.loads(avqa.read_text().splitlines()[0])
     avqa.write_text(json.dumps({**line, "answer": 4}))
     with pytest.raises(ValueError, match="row 0: the answer 4 is none of the choices"):

@@ -136,8 +136,9 @@ def ablating(checked):
 
 def test_contribution_is_the_mean_difference_without_a_medium(listener):
     completions, encode = completions_of(listener), ablating(listener)
-    metrics = media_contribution(listener.policy, listener.model, completions, completions[2], encode)
     prompts, ids, mask = completions
+    counts = mask.index_fill(1, torch.tensor([0]), 0)  # not those of a tool
+    metrics = media_contribution(listener.policy, listener.model, completions, counts, encode)
     moved = []
     for row in (0, G):  # a completion of each prompt
         place = slice(row, row + 1)
@@ -146,7 +147,7 @@ def test_contribution_is_the_mean_difference_without_a_medium(listener):
                 listener.policy.score(listener.model, [each], ids[place], mask[place], packed=False).logps
                 for each in (prompts[row], encode(row, as_view("blank").only("audio")))
             )
-        moved.append((heard - unheard).abs()[mask[place].bool()])
+        moved.append((heard - unheard).abs()[counts[place].bool()])
     assert metrics == {"media/contribution": pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)}
     assert metrics["media/contribution"] > 1e-3
 

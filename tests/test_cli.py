@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
@@ -46,13 +45,10 @@ from trl_multimodal_rft.spelling import REMOVED, did_you_mean
 ROOT = Path(__file__).parents[1]
 
 
-def test_entry_point_and_tables_are_those_of_the_package():
+def test_entry_point_and_layouts_are_those_of_the_package():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["trl-multimodal-rft"].split(":")
     assert getattr(import_module(module), name) is main
-    stored = runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
-    assert stored == {path: path.read_text() for path in stored}, "run `python docs/refresh_options.py`"
-    assert table()["options"] == json.loads(Path(options.__file__).with_name("options.json").read_text())["options"]
     assert {*arguments.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
 
 

@@ -99,7 +99,9 @@ def test_report_is_true(sounds, tmp_path, overlong, said):
     sounds.save_to_disk(tmp_path / "rows")
     lengths, tokens, failed = truth(load_from_disk(tmp_path / "rows"), audio_overlong=overlong)
     limit = 200
-    words = ["--output", tmp_path / "report.md", "--max_prompt_length", limit, "--plot", tmp_path / "report.png"]
+    words = ["--output", tmp_path / "report.md", "--plot", tmp_path / "report.png", "--max_completion_length", 60]
+    # Of a prompt, or of a context with room for a completion
+    words += ["--max_prompt_length", limit] if overlong == "raise" else ["--vllm_max_model_length", limit + 60]
     shown = said("qwen2_audio", tmp_path / "rows", *words, "--audio_overlong", overlong, status=1)
     report = (tmp_path / "report.md").read_text()
     assert report in shown and report.startswith("# Check of `")
@@ -116,7 +118,8 @@ def test_report_is_true(sounds, tmp_path, overlong, said):
         assert " ".join(reason.split()) in cause
         assert ("in `audio`" in cause) == (8 not in places and "prompt" not in failed[places[0]].split(":")[0])
     shown = table(report, "tokens of")
-    for name, values in (("prompt", lengths), ("audio", {i: n for i, n in tokens.items() if i != 9})):
+    text = {i: n - tokens[i] for i, n in lengths.items()}
+    for name, values in (("prompt", lengths), ("text", text), ("audio", {i: n for i, n in tokens.items() if i != 9})):
         numbers = sorted(values.values())
         assert int(shown[name]["rows"]) == len(numbers)
         assert (int(shown[name]["min"]), int(shown[name]["max"])) == (numbers[0], numbers[-1])

@@ -182,6 +182,7 @@ def test_greedy_answers_are_those_of_generate(family, make):
     assert found["rows"] == found["scored_rows"] == 5
     lengths = [row["completion_lengths"][0] for row in result.rows]
     assert found["completion_length"] == np.mean(lengths) and set(lengths) <= set(range(1, 7))
+    assert [row["truncated"] for row in result.rows] == [[length == 6] for length in lengths] and 6 in lengths
 
 
 def completions_of(model, processor, rows, config=None, reward=format_reward) -> list[list[str]]:
@@ -387,12 +388,15 @@ def test_async_functions_missing_rewards_and_what_functions_log(tmp_path):
         log_metric("seen", len(completions))
         return [None if i == 1 else float(i > 1) for i in index]
 
+    async def late(completions, **kwargs):
+        return [0.25] * len(completions)
+
     dataset, short = numbered(text_rows(4)), EvaluationConfig(batch_size=2, max_completion_length=2)
-    result = evaluate(*load("qwen2_audio"), dataset, [first, waiting_reward], short)
+    result = evaluate(*load("qwen2_audio"), dataset, [first, waiting_reward, late], short)
     found = result.metrics
     assert found["rows"] == 4 and found["scored_rows"] == 3
     assert found["accuracy"] == pytest.approx(2 / 3) == found["reward/first"]
-    assert found["reward/waiting_reward"] == 0.5 and found["metric/seen"] == 2
+    assert found["reward/waiting_reward"] == 0.5 and found["reward/late"] == 0.25 and found["metric/seen"] == 2
     assert [row["correct"] for row in result.rows] == [[False], [None], [True], [True]]
     assert [row["extra/shout"] for row in result.rows] == [["0"], ["1"], ["2"], ["3"]]
     nothing = evaluate(*load("qwen2_audio"), dataset, lambda completions, **_: [None] * len(completions), short)
@@ -666,6 +670,9 @@ def test_rows_of_one_split_are_read_and_said_to_be_those_of_training_by_their_na
         run_script([*options, *words])
         said = "The rows are those of 'train', which training may have used.\n" in capsys.readouterr().out
         assert said == (split == "train") and written(tmp_path / "results")[0]["settings"]["split"] == split
+    if split == "train":  # a part of it may be what training leaves out
+        run_script([*options, "--dataset_test_split", "train[:1]"])
+        assert "which training may have used" not in capsys.readouterr().out
 
 
 def test_a_server_is_asked_by_one_process(monkeypatch):

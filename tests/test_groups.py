@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
-from trl_multimodal_rft.rollout.ranks import balanced, packed_group
+from trl_multimodal_rft.rollout.ranks import balanced, forwarded_length, packed_group
 from trl_multimodal_rft.rollout.rollout import PARTS, Rewards, Rollout, join_rollouts
 from trl_multimodal_rft.rollout.score import without_gradient
 
@@ -223,6 +223,11 @@ def test_what_is_balanced_or_not_free_stays():
     assert balanced([[9, 9], [1, 1]], [[0, 1], [0, 1]]) == [[0, 3], [2, 1]]
     assert balanced([[9, 9], [1, 1]], [[0, 0], [1, 1]]) == [[0, 1], [2, 3]]
     assert balanced([[0, 0], [0, 0]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
+
+
+def test_load_of_a_group_counts_its_prompt_for_each_padded_row():
+    own = group(1)  # two completions of 3 tokens to a prompt of 1
+    assert [forwarded_length(replace(own, packed=packed)) for packed in (True, False)] == [1 + 2 * 3, 2 * (1 + 3)]
 
 
 def test_longest_micro_batches_of_ranks_coincide():

@@ -23,3 +23,23 @@ def test_a_missing_or_ambiguous_anchor_is_named(tmp_path):
     for changed in ({}, {"line": "return z"}, {"line": "y = 1", "after": "def g(x):"}):
         with pytest.raises(LookupError, match="a.py has .*, or none .* from there on"):
             mutations.mutated({**entry, **changed}, tmp_path)
+
+
+def test_tests_run_from_those_that_are_named_to_the_nearest(tmp_path):
+    """Of those that import a module directly, the one that has its name comes first, then as they are listed."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_far.py").touch()
+    package = "trl_multimodal_rft"
+    modules = {f"{package}.a": set(), f"{package}.b": {f"{package}.a"}, f"{package}.c": {f"{package}.b"}}
+    of_tests = {
+        f"tests/test_{name}.py": {f"{package}.{each}"}
+        for name, each in zip(["far", "b", "x", "a"], "cbaa", strict=True)
+    }
+    nearest = ["tests/test_a.py", "tests/test_x.py", "tests/test_b.py", "tests/test_far.py"]
+    runs = functools.partial(mutations.runs, tree=tmp_path, modules=modules, of_tests=of_tests)
+    assert runs({"file": "a.py"}) == [nearest]
+    assert runs({"file": "a.py", "tests": ["-m", "slow"]}) == [[*nearest, "-m", "slow"]]
+    named = ["tests/test_far.py", "-k", "name"]
+    assert runs({"file": "a.py", "tests": ["tests/test_gone.py", *named]}) == [named, nearest[:3]]
+    with pytest.raises(LookupError, match="No test imports d.py"):
+        runs({"file": "d.py"})

@@ -239,6 +239,13 @@ def test_one_completion_of_each_prompt_is_worth_packing():
     assert policy.worth_packing(*arguments, model)
 
 
+def test_padded_rows_repeat_their_prompt_and_are_as_long_as_the_longest():
+    """Four completions of a prompt: `n + 4 * 4` tokens packed, `4 * (n + 4)` padded; of one, as many."""
+    policy, prompt = PolicyForward(), EncodedPrompt(torch.arange(4), {}, {}, torch.arange(4)[None])
+    assert policy.worth_packing([prompt] * 4, [4] * 4, 4)
+    assert not policy.worth_packing([prompt], [4], 1)
+
+
 def test_router_statistics_count_each_token_once_per_completion(separate):
     model, prompts = built("qwen3_vl_moe", several_questions("qwen3_vl_moe"))
     ids, mask = random_completions(len(prompts))

@@ -212,6 +212,7 @@ def test_ocr():
     pytest.importorskip("rapidfuzz")
     assert of("ocr_reward", "EXIT  42", "EXIT 42") == 1.0
     assert of("ocr_reward", "exit 42", "EXIT 42") == pytest.approx(3 / 7)
+    assert of("ocr_reward", "EXIT 42 now", "EXIT") == pytest.approx(4 / 11)  # of the longer text
     assert of("ocr_reward", "", "EXIT") == of("ocr_reward", "####", "EXIT") == 0.0
     assert of("ocr_reward", "EXIT", ["STOP", "EXIT!"]) == pytest.approx(4 / 5)
 
@@ -342,6 +343,7 @@ BAD = [
     ("regression_reward", ["1", None], "which isn't a number"),
     ("regression_reward", True, "which isn't a number"),
     ("ocr_reward", {"text": "a"}, "isn't a text"),
+    ("ocr_reward", ["EXIT", {"text": "a"}], "isn't a text"),
     ("length_reward", {"text": "a"}, "write a text"),
 ]
 

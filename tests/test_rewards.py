@@ -151,6 +151,7 @@ def test_conversational_completions_are_read_from_their_last_message():
         (r"\boxed{\boxed{7}}", "7", 1.0),
         (r"\boxed{7 \text{ thousand}}", "7", 0.0),
         (r"\boxed{7 \text{ cm}}", "7 km", 0.0),
+        ("<answer>7 cm</answer>", "7", 0.0),
         (r"\boxed{7} <answer>8</answer>", "7", 0.0),
         (r"The answer is 7 <answer>8", "7", 0.0),
         (r"<answer>3 + 4, so \boxed{7}</answer>", "7", 1.0),

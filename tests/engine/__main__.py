@@ -52,10 +52,9 @@ def main(options: list[str]) -> str:
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 pool.shutdown(wait=False, cancel_futures=True)
                 return f"{file} failed"
-    missing = cpu_seconds.without_time("vllm", files)
     if "--write-cpu-seconds" in options:
         cpu_seconds.store("vllm", seconds)
-    return missing
+    return ""
 
 
 if __name__ == "__main__":
