@@ -62,7 +62,8 @@ def test_overridden_method_has_these_parameters(path):
 
 @pytest.mark.parametrize("path", CALLED)
 def test_called_function_takes_these_parameters(path):
-    missing = set(CALLED[path].split()) - inspect.signature(resolve_name(path)).parameters.keys()
+    found = inspect.signature(resolve_name(path)).parameters.keys()
+    missing = [name for name in CALLED[path].split() if found.isdisjoint(name.split("|"))]
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
 
 

@@ -23,6 +23,7 @@ from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.generation import decoding
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions
+from trl_multimodal_rft.versions import cache_name
 
 
 G = 4
@@ -280,7 +281,7 @@ def test_static_form_compiles_once(layouts):
     compiled = torch.compile(forward, backend=counter, dynamic=False)
 
     def watched(*args, **kwargs):
-        if kwargs["past_key_values"].get_seq_length() == 0:
+        if kwargs[cache_name()].get_seq_length() == 0:
             return forward(*args, **kwargs)
         output = compiled(*args, **kwargs)
         frames.append(counter.frame_count)

@@ -32,6 +32,7 @@ from trl_multimodal_rft.forward.inputs import media_inputs, to_model
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
+from trl_multimodal_rft.versions import cache_name
 
 
 @pytest.mark.parametrize("name", ["fun_asr_nano", "glmasr", "minimax_m3_vl", "molmo2", "molmo2 video"])
@@ -105,7 +106,7 @@ def test_a_window_that_only_the_config_knows():
     plain = []
     for chat in chats:
         inputs = encode(processor, chat)
-        output = model.generate(**inputs, past_key_values=DynamicCache(), generation_config=config)
+        output = model.generate(**inputs, generation_config=config, **{cache_name(): DynamicCache()})
         plain.append(output[0, inputs["input_ids"].size(1) :].tolist())
     for shared_prefill in (True, False):
         sampled = PolicyForward(fallbacks=Fallbacks(isolate="media")).sample(

@@ -38,6 +38,7 @@ from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
+from trl_multimodal_rft.versions import cache_name
 
 
 def asking(prompts, **columns):
@@ -251,7 +252,7 @@ def test_sampling_from_another_distribution_raises():
     @functools.wraps(forward_once)
     def drifting(*args, **kwargs):
         output = forward_once(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None and kwargs["past_key_values"].get_seq_length() > 5:
+        if (cache := kwargs.get(cache_name())) is not None and cache.get_seq_length() > 5:
             calls.append(1)
             output.logits = output.logits + 0.05 * len(calls) * torch.arange(output.logits.size(-1)) / 100
         return output
@@ -450,7 +451,7 @@ def test_a_failure_names_the_model_and_the_reason():
 
     @functools.wraps(forward_once)
     def no_text_alone(*args, pixel_values=None, **kwargs):
-        if pixel_values is None and kwargs.get("past_key_values") is None:
+        if pixel_values is None and kwargs.get(cache_name()) is None:
             raise IndexError("tuple index out of range")
         return forward_once(*args, pixel_values=pixel_values, **kwargs)
 

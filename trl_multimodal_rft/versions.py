@@ -12,7 +12,10 @@ from packaging.version import Version
 
 
 # What the tests run, see docs/install.md; pyproject.toml has the lower bounds, so that newer versions install
-TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.16,<5.24", "torch": ">=2.11,<2.16"}
+TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.16,<5.25", "torch": ">=2.11,<2.16"}
+
+# Names of a cache in inputs and outputs of models, by version
+CACHE_NAMES = ("cache", "past_key_values")
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
@@ -72,7 +75,8 @@ OVERRIDDEN = {
 }
 ALL_OVERRIDDEN = {path: given for each in OVERRIDDEN.values() for path, given in each.items()}
 
-# Undocumented functions and methods that the package calls, with the parameters that it passes
+# Undocumented functions and methods that the package calls, with the parameters that it passes. `|` separates names
+# of a parameter in different versions.
 CALLED = {
     GRPO + "__init__": (
         "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
@@ -142,11 +146,11 @@ CALLED = {
     "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature",
     "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
     "transformers:GenerationMixin.prepare_inputs_for_generation": (
-        "self input_ids past_key_values attention_mask is_first_iteration"
+        "self input_ids cache|past_key_values attention_mask is_first_iteration"
     ),
     "transformers:PreTrainedModel._can_set_attn_implementation": "",
     "transformers.masking_utils:create_masks_for_generate": (
-        "config inputs_embeds attention_mask past_key_values position_ids"
+        "config inputs_embeds attention_mask cache|past_key_values position_ids"
     ),
 }
 
@@ -163,7 +167,8 @@ def missing_parts() -> dict[str, list[str]]:
         except (ImportError, AttributeError):
             missing[package].append(f"`{label}`")
         else:
-            missing[package] += [f"`{name}` of `{label}`" for name in parameters.split() if name not in found]
+            names = (name for name in parameters.split() if found.keys().isdisjoint(name.split("|")))
+            missing[package] += [f"`{name}` of `{label}`" for name in names]
     return {name: parts for name, parts in missing.items() if parts}
 
 
@@ -190,6 +195,14 @@ def check_versions() -> None:
     found = ", ".join(f"{name} {installed[name]}" for name in untested)
     tested = ", ".join(name + TESTED[name] for name in untested)
     warnings.warn(f"{found}: newer than trl-multimodal-rft was tested with ({tested}).", stacklevel=2)
+
+
+@lru_cache
+def cache_name() -> str:
+    """The name of a cache in inputs and outputs of models, which is `cache` since transformers 5.24."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    return next(name for name in inspect.signature(create_masks_for_generate).parameters if name in CACHE_NAMES)
 
 
 @lru_cache

@@ -32,6 +32,7 @@ from ..models.wrapped import replaced
 from ..reporting.console import parts_lines
 from ..rollout.view_options import LossView, view_option
 from ..trainers.arguments import as_names
+from ..versions import cache_name
 from .arguments import OPTIMIZERS, SHARDS
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
@@ -224,10 +225,10 @@ def _cache_of_layers(
     model.eval()
     with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
         ids = torch.zeros(1, 16, dtype=torch.long)
-        layers = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values.layers
+        cache = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)[cache_name()]
     return [
         ((layer.keys.nbytes + layer.values.nbytes) / layer.keys.shape[-2], getattr(layer, "sliding_window", None))
-        for layer in layers
+        for layer in cache.layers
         if getattr(layer, "keys", None) is not None
     ]
 

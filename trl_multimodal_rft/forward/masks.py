@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import replaced
+from ..versions import cache_name
 from .layer_masks import Causal, LayerMask
 from .layout import group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
@@ -81,10 +82,9 @@ def _described_masks(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
             inputs_embeds=torch.empty(1, total, 0),
             attention_mask=torch.ones(1, total, dtype=torch.long),
-            past_key_values=None,
             position_ids=torch.arange(total)[None],
             is_first_iteration=True,
-            **fields,
+            **{cache_name(): None, **fields},
         )
     masks = masks if isinstance(masks, dict) else {None: masks}
     masks = {kind: mask for kind, mask in masks.items() if kind is None or kind in ATTENTION_LAYERS}

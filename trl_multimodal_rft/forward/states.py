@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from ..versions import CACHE_NAMES
 from .autograd import Context
 from .layout import PrefixLayout
 
@@ -21,7 +22,7 @@ STATE_LAYERS = {"linear_attention", "conv"}
 _STATES = {"get_conv_state", "get_recurrent_state"}
 
 # Names of a mixer's argument for the cache
-_CACHES = {"cache_params", "past_key_values"}
+_CACHES = {*CACHE_NAMES, "cache_params"}
 
 # Names of a kernel's argument for the initial state. Without one, a mixer ignores the state for more than one token,
 # silently, as that of Mamba 1 does.

@@ -31,6 +31,7 @@ from ..forward import kernels
 from ..forward.attention import decoder_inputs
 from ..forward.decoding import Decoding
 from ..forward.masks import POINTWISE_LAYERS
+from ..versions import cache_name
 
 
 # Tokens between two looks at whether all completions have ended, where the host would wait for the device
@@ -90,7 +91,7 @@ def decode(
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
-    config, device, cache = generation_config, input_ids.device, cast(Cache, inputs["past_key_values"])
+    config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[cache_name()])
     start = n = looked = input_ids.size(1)
     stop = cast(int, stopping_criteria.max_length)
     ends = next((each.eos_token_id.to(device) for each in stopping_criteria if hasattr(each, "eos_token_id")), None)
@@ -154,7 +155,8 @@ def decode(
             model(**step)
     if not config.return_dict_in_generate:
         return ids[:, :n]
-    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]), past_key_values=cache)
+    output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))
+    output[cache_name()] = cache
     for name, values in kept.items():
         output[name] = tuple(values[: n - start])
     return output

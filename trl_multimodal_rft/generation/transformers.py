@@ -24,6 +24,7 @@ from ..forward.inputs import left_pad, media_inputs
 from ..forward.layout import group_by_prompt
 from ..forward.masks import linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
+from ..versions import cache_name
 from .decoding import decode, decodes
 
 
@@ -159,7 +160,7 @@ def generate_completions(
         forwarded = windows_as_forwarded(unwrapped_model)
         takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
         if takes_cache and forwarded is not unwrapped_model.config:
-            inputs["past_key_values"] = DynamicCache(config=forwarded)  # the default one forgets what leaves a window
+            inputs[cache_name()] = DynamicCache(config=forwarded)  # the default one forgets what leaves a window
         with frozen_features(unwrapped_model, rows):
             return _generated(model, unwrapped_model, inputs, generation_config, len(prompts))
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
@@ -183,7 +184,7 @@ def generate_completions(
     batch = left_pad(prompts, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
     loop = functools.partial(decode, logits=logits[index], layout=layout, keeps=keeps, in_step=in_step)
-    inputs |= {"attention_mask": mask, "past_key_values": cache, "custom_generate": loop}
+    inputs |= {"attention_mask": mask, cache_name(): cache, "custom_generate": loop}
     output = _generated(model, unwrapped_model, inputs, config, len(order))
     if branches is not None:
         sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
@@ -263,11 +264,9 @@ def _prefill(
         inputs = unwrapped_model.prepare_inputs_for_generation(
             batch.pop("input_ids"),
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
             is_first_iteration=True,
-            **batch,
-            **media,
+            **{cache_name(): cache, **batch, **media},
         )
         return cache, mask, model(**{**inputs, "logits_to_keep": 1}).logits[:, -1]
 

@@ -30,6 +30,7 @@ from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower, freeze_as_built
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
+from ...versions import CACHE_NAMES
 from .bare_inputs import audio_inputs, bare_inputs, check_num_actions, packed_prompts, padded_prompts
 
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)  # accelerate's needs its state
 
 # Arguments of forwards that aren't media
-_NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "labels"}
+_NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *CACHE_NAMES, "labels"}
 
 _VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
