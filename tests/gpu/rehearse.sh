@@ -19,7 +19,7 @@ size=$(du --summarize --block-size 1M "$copy" | cut -f1)
 echo "The repository and the wheels take $size MiB"
 ((size <= most)) || { echo "More than $most MiB can't be carried"; exit 1; }
 
-"$environment/bin/python" - "$copy"/wheels/*.whl <<'PYTHON'
+"$environment/bin/python" -I - "$copy"/wheels/*.whl <<'PYTHON'
 import re, sys
 from importlib.metadata import distributions
 from pathlib import Path

@@ -21,11 +21,11 @@ if ! command -v "${CC:-gcc}" gcc clang > /dev/null; then
         tee "$out/no_compiler.txt"
 fi
 echo "installed after $SECONDS s"
-# Workers, and seconds after which tests that hang leave the time to the report
-which=gpu preset=${PRESET:-3b} workers=9 tests_end=180
+# Workers; seconds after which tests that hang leave the time to the report; seconds of a trainer in a row
+which=gpu preset=${PRESET:-3b} workers=9 tests_end=180 seconds=20
 if [ "$device" = cpu ]; then
     export REHEARSAL=1
-    which="slow or gpu" preset=tiny workers=2 tests_end=0 minutes=120
+    which="slow or gpu" preset=tiny workers=2 tests_end=0 minutes=120 seconds=600
 fi
 code=0
 if [ "$part" != report ]; then
@@ -38,7 +38,7 @@ if [ "$part" != tests ]; then
     if [ -n "${RESUME:-}" ]; then cp "$resume" "$out/report-$preset.json"; fi
     left=$((60 * minutes - SECONDS - 10))
     printf -v time '%d.%02d' $(((left - 20) / 60)) $(((left - 20) % 60 * 100 / 60)) # in which rows start
-    options=(--device "$device" --preset "$preset" --out "$out/report-$preset.md" --minutes "$time")
+    options=(--device "$device" --preset "$preset" --out "$out/report-$preset.md" --minutes "$time" --seconds $seconds)
     timeout -k 5 $left python3 benchmarks/gpu_report.py "${options[@]}" ${ROWS:+--rows $ROWS} 2>&1 |
         tee "$out/report.txt" || code=$?
     echo "reported after $SECONDS s"
