@@ -146,10 +146,10 @@ def limit(seconds: float) -> Iterator[None]:
     """Raises an error after a time, as soon as Python runs again."""
 
     def stop(*_) -> None:
-        raise TimeoutError(f"more than {seconds:.0f} s")
+        raise TimeoutError(f"not within {seconds:.0f} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second, as imports and destructors drop errors
     try:
         yield
     finally:
@@ -181,7 +181,7 @@ def measure_update(contestant: policy_update.GRPOContestant, args: argparse.Name
     describe(contestant, args, found)
     found["gradients"] = [None if each.grad is None else each.grad.clone() for each in parameters[::EVERY]]
     found |= kernels(contestant)
-    if contestant.device.type == "cuda":
+    if contestant.device.type == "cuda" and isinstance(contestant.trainer, MultimodalGRPOTrainer):
         found["waits"] = waits(contestant)
 
 
