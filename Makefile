@@ -104,7 +104,7 @@ test-extras: $(VENV)/tests $(VLLM)/ok
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
 test-gpu: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m gpu -n 3 --dist loadfile -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m gpu -n 3 --dist loadgroup -rs
 
 test-gpu-vllm: $(VLLM_GPU)/ok
 	$(call IN,$(VLLM_GPU)) python -m pytest tests/engine -m gpu -rs
@@ -185,4 +185,10 @@ $(VLLM_GPU)/ok: $(RULES) constraints.txt
 
 .venv-newest/ok: $(RULES) tests/columns/newest.txt
 	$(MAKE_ENV) $(call python_of,3.13) .venv-newest tests/columns/newest.txt --editable '.[test]'
+	touch $@
+
+# What a machine with a GPU has, for tests/gpu/rehearse.sh
+.venv-gpu-rehearsal/ok: $(RULES) tests/gpu/machine.txt
+	$(MAKE_ENV) $(call python_of,3.12) .venv-gpu-rehearsal tests/gpu/machine.txt --no-deps --requirement tests/gpu/machine.txt
+	.venv-gpu-rehearsal/bin/python -m pip uninstall --quiet --yes uv
 	touch $@

@@ -76,7 +76,7 @@ def count(case: str, group: int = 8, layers: int = 2, depth: int = 2) -> dict[st
     try:
         with tempfile.TemporaryDirectory() as folder:
             arguments = policy_update.parse([*options, "--updates_only"])
-            ours = policy_update.build_trainers(arguments, folder)["ours"]
+            ours = policy_update.build_trainers(arguments, folder, ["ours"])["ours"]
             ours.trainer.args.self_check = False  # which takes most of the time, before what is counted
             ours.warm_up(True)
             passes = {each: Pass() for each in PASSES}

@@ -94,17 +94,18 @@ def python_share(shares: list[float]) -> Iterator[None]:
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
-    operators, end = 0, 0  # nanoseconds; operators that others call are within their time
     # The events themselves: to make a tree of 100,000 takes longer than the step
-    events = [
-        (each.start_ns(), each.duration_ns())
-        for each in profiled.kineto_results.events()
-        if each.name()[:6] == "aten::"
-    ]
-    for begin, duration in sorted(events):
-        if begin >= end:
-            operators, end = operators + duration, begin + duration
-    shares.append(1 - operators / 1e9 / seconds)
+    operators = [each for each in profiled.kineto_results.events() if each.name()[:6] == "aten::"]
+    shares.append(1 - covered(operators) / seconds)
+
+
+def covered(events: Iterable) -> float:
+    """Seconds in which at least one of the profiler's events runs. Operators run within those that call them."""
+    total, end = 0, 0  # nanoseconds
+    for begin, duration in sorted((event.start_ns(), event.duration_ns()) for event in events):
+        total += max(begin + duration - max(begin, end), 0)
+        end = max(end, begin + duration)
+    return total / 1e9
 
 
 class TimedSteps:

@@ -43,8 +43,9 @@ completion tokens only, so our trainer saves nothing there.
 
 import argparse
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -537,6 +538,7 @@ class Contestant(TimedSteps):
         self.processor = trainer.processing_class
         self.completions = completions
         self.times: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.launches: dict[str, float] = defaultdict(float)  # seconds until the host has launched all kernels
         self.phases: dict[str, np.ndarray] = {}  # of the fastest step
         self.encoded = 0
         for key, owner, name in (
@@ -550,20 +552,26 @@ class Contestant(TimedSteps):
         def wrapper(*args, **kwargs):
             start = now(self.device)
             result = function(*args, **kwargs)
+            launched = time.perf_counter() - start[0]
             # TRL's scoring with gradients is part of the loss
             if key != "scoring" or function.__name__ == "score" or not torch.is_grad_enabled():
                 self.times[key].append(now(self.device) - start)
+                self.launches[key] += launched
             return result
 
         return wrapper
 
     def _run(self, injected: list[list[int]] | None) -> np.ndarray:
         """Runs a step up to the gradients, and returns its time."""
-        self.times.clear()
-        self.processor.encoded = 0
+        self._clear()
         total = self._step()
         self.encoded = self.processor.encoded
         return total
+
+    def _clear(self) -> None:
+        self.times.clear()
+        self.launches.clear()
+        self.processor.encoded = 0
 
     def _time_of(self, key: str) -> np.ndarray:
         return sum(self.times[key], np.zeros(2))
@@ -662,7 +670,18 @@ class GRPOContestant(Contestant):
 
     def measure_update(self) -> None:
         self._run(self.completions)
+        self.keep_update()
+
+    def keep_update(self) -> None:
+        """Keeps the time of the update that ran last, if it is the shortest."""
         self._keep_best("update", self.times["step"][0] - self.times["rollout"][0] + self._time_of("scoring"))
+
+    def measure_sampling(self) -> None:
+        """Samples and rewards completions, without an update."""
+        self.injected = None
+        self._clear()
+        self.trainer._prepare_inputs(next(self.rows))
+        self._keep_best("generation", self.times["sampling"][0])
 
     def measure_step(self) -> None:
         total = self._run(None)
@@ -695,8 +714,10 @@ class GRPOContestant(Contestant):
         return self.trainer._buffered_inputs[0].prompts[0]
 
 
-def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
-    """Builds two trainers that differ only in their class or, for data that TRL doesn't support, in packing."""
+def build_trainers(
+    args: argparse.Namespace, folder: str, names: Sequence[str] = ("trl", "ours")
+) -> dict[str, Contestant]:
+    """Builds trainers that differ only in their class or, for data that TRL doesn't support, in packing."""
     case, family = CASES[args.case], FAMILIES[args.family]
     preset = family.presets[args.preset]
     prompts, group = args.prompts or case.prompts, args.group or case.group
@@ -709,11 +730,9 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
         padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {**own, "packing": "padded"}
     else:
         padded = GRPOTrainer, GRPOConfig, {}
-    contestants = {}
-    for name, (trainer_class, config_class, options) in {
-        "trl": padded,
-        "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own),
-    }.items():
+    contestants, sides = {}, {"trl": padded, "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own)}
+    for name in names:
+        trainer_class, config_class, options = sides[name]
         processor = build_processor(family, preset.tower.get("num_mel_bins", 128))
         tokenizer = processor.tokenizer
         placeholders = [getattr(tokenizer, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
@@ -791,13 +810,37 @@ def build_pair_trainers(args: argparse.Namespace, folder: str) -> dict[str, Cont
 
 def gradient_difference(expected: torch.nn.Module, actual: torch.nn.Module) -> float:
     """Norm of the difference of two models' gradients, relative to the norm of the first gradient."""
-    pairs = zip(expected.parameters(), actual.parameters(), strict=True)
-    pairs = [(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # the vision tower has none for text
+    return relative_difference(*([each.grad for each in model.parameters()] for model in (expected, actual)))
+
+
+def relative_difference(expected: Iterable[torch.Tensor | None], actual: Iterable[torch.Tensor | None]) -> float:
+    """Norm of the difference of two gradients, relative to the norm of the first, over tensors that have one."""
+    pairs = [(a, b) for a, b in zip(expected, actual, strict=True) if a is not None]  # the vision tower: not for text
     difference = torch.stack([(a.float() - b.float()).norm() for a, b in pairs]).norm()
     return (difference / torch.stack([a.float().norm() for a, _ in pairs]).norm()).item()
 
 
-def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict] | None = None) -> dict:
+def description(args: argparse.Namespace, ours: Contestant) -> dict:
+    """Settings, sizes, hardware and versions of a result, by a trainer that has run a step."""
+    prompt, tokenizer, group = ours.prompt, ours.processor.tokenizer, args.group or CASES[args.case].group
+    medium = tokenizer.audio_token_id if FAMILIES[args.family].hears else tokenizer.image_token_id
+    return conditions(
+        args,
+        "trl",
+        "transformers",
+        baseline="padded rows" if FAMILIES[args.family].hears else "TRL",
+        dtype=str(ours.trainer.model.dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in ours.trainer.model.parameters()),
+        prompts=len(ours.completions) // group,
+        group=group,
+        prompt_tokens=len(prompt),
+        media_tokens=int((prompt.input_ids == medium).sum()),
+        update_completion_tokens=[len(ids) for ids in ours.completions],
+        step_completion_tokens=args.tokens or LONGEST,
+    )
+
+
+def run(args: argparse.Namespace) -> dict:
     """Runs the benchmark."""
     clock = [*CLOCKS].index(args.clock)
     with tempfile.TemporaryDirectory() as folder:
@@ -815,7 +858,6 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
                 if not args.updates_only:
                     contestant.measure_step()
         shares = {} if args.updates_only else {name: each.python_share() for name, each in contestants.items()}
-        watched = watch(contestants) if watch else {}
 
     raw = {
         name: {
@@ -830,35 +872,15 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
         for name, contestant in contestants.items()
     }
     ratios = {f"{quantity}_ratio": trl.best[quantity][clock] / ours.best[quantity][clock] for quantity in ours.best}
-    prompt = ours.prompt
-    tokenizer = ours.processor.tokenizer
-    medium = tokenizer.audio_token_id if FAMILIES[args.family].hears else tokenizer.image_token_id
-    media_tokens = int((prompt.input_ids == medium).sum())
-    lengths = [len(ids) for ids in ours.completions]
-    group = args.group or CASES[args.case].group
     return {
         **ratios,
-        **watched,
         "memory_ratio": memory["trl"] / memory["ours"],
         "processor_ratio": trl.encoded / ours.encoded,
         "gradient_difference": difference,
         "update_shared_fraction": update_shared,
         "step_shared_fraction": step_shared,
         **raw,
-        **conditions(
-            args,
-            "trl",
-            "transformers",
-            baseline="padded rows" if FAMILIES[args.family].hears else "TRL",
-            dtype=str(ours.trainer.model.dtype).removeprefix("torch."),
-            parameters=sum(p.numel() for p in ours.trainer.model.parameters()),
-            prompts=len(ours.completions) // group,
-            group=group,
-            prompt_tokens=len(prompt),
-            media_tokens=media_tokens,
-            update_completion_tokens=lengths,
-            step_completion_tokens=args.tokens or LONGEST,
-        ),
+        **description(args, ours),
     }
 
 

@@ -4,6 +4,8 @@
 import importlib.util
 import json
 import math
+import time
+import weakref
 from pathlib import Path
 
 import conversations
@@ -18,6 +20,7 @@ import token_budget
 import torch
 import views
 import views_study
+from policy_update import PHASES
 
 from trl_multimodal_rft.forward.layout import PrefixLayout
 
@@ -155,47 +158,68 @@ def test_options_that_make_no_sense(policy_update, capsys):
 
 
 def test_gpu_report(tmp_path, monkeypatch):
-    """Runs the complete GPU report on tiny models in three goes, of which one row fails."""
-    run, measured = gpu_report.policy_update.run, []
+    """Runs the GPU report on tiny models in several goes; a trainer fails, one is too slow, one is killed."""
+    build, built, alive = gpu_report.policy_update.build_trainers, [], weakref.WeakSet()
+    kills = ["step, image, ours"]
 
-    def fails_once(args, watch):
-        measured.append((args.case, args.lengths, args.updates_only))
-        if args.family == "qwen2_audio" and args.updates_only:
+    def fails_once(args, folder, names):
+        assert not alive, "another trainer still holds its memory"
+        built.append(f"{args.part}, {args.case}, {names[0]}")
+        if len(built) <= 2:
+            time.sleep(60)
+        if built[-1] in kills:
+            kills.clear()
+            raise KeyboardInterrupt
+        if args.case == "varied" and names == ["trl"]:
             raise RuntimeError("no kernel\nfor this")
-        return run(args, watch)
+        found = build(args, folder, names)
+        alive.update(each.trainer for each in found.values())
+        return found
 
-    monkeypatch.setattr(gpu_report.policy_update, "run", fails_once)
+    monkeypatch.setattr(gpu_report.policy_update, "build_trainers", fails_once)
 
     def report(*options):
         out = tmp_path / "report.md"
-        gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(out), *options])
+        gpu_report.main(["--device", "cpu", "--preset", "tiny", "--seconds", "600", "--out", str(out), *options])
         return json.loads(out.with_suffix(".json").read_text())
 
-    first = report("--rows", "tower", "lengths up to 8")
-    assert first["left"] == {} and len(first["towers"]) == 1 and first["rollout"] == {}
-    of_step = [(case, "equal", False) for case in ("image", "audio", "text")]
-    assert measured == of_step  # the target, and each case once with sampling
-    assert report("--minutes", "0")["left"].keys() > {"sampling with transformers"}
+    slow = report("--rows", "sampling", "--seconds", "0.5")
+    assert [*slow["left"].values()] == ["TimeoutError: not within 1 s"] * 2 and slow["done"] == []
+    assert report("--rows", "tower", "sampling")["done"] == [*slow["left"], "vision tower"]
+    left = report("--minutes", "0")["left"]
+    assert {*left.values()} == {"no time"}
+    del built[2:]
+    with pytest.raises(KeyboardInterrupt):
+        report()
     found = report()
-    assert found["left"] == {"qwen2_audio, audio, groups of 2, equal lengths up to 16": "RuntimeError: no kernel"}
-    updates = [("varied", "lognormal"), ("image", "lognormal"), ("image", "equal"), ("audio", "equal")]
-    assert measured[3:] == [(*each, True) for each in updates]
-    assert report() == found and len(measured) == 7  # there is nothing to do
-    assert found["rollout"]["transformers"]["tokens_per_s"] > 0
-    settings = [row["setting"] for row in found["rows"]]
-    cases = [("image", "TRL"), ("audio", "padded rows"), ("text", "TRL"), ("varied", "TRL"), ("image", "TRL")]
-    assert [(each["case"], each["baseline"]) for each in settings] == [*cases, ("image", "TRL")]
-    for row in found["rows"]:
-        assert row["gradient_difference"] < 1e-4 and row["update_ratio"] > 0 and len(row["kernels"]) == 5
-        # The results of both: the decoder is too small to show the savings of shared prompts
-        assert row["operations"]["trl"] > row["operations"]["ours"] > 0
-    for each in settings[3:5]:
-        lengths = each["update_completion_tokens"]
-        assert max(lengths) == 16 and 7 <= sum(lengths) / len(lengths) <= 8.5 and len(set(lengths)) > 2
+    sides = [f"{row}, {side}" for row in ("update, image", "update, audio", "step, image") for side in ("ours", "trl")]
+    assert built[2:] == [*sides[:5], *sides[4:], "update, varied, ours", "update, varied, trl"]
+    (failed,) = found["left"].items()
+    assert failed == ("update: qwen2_5_vl, varied, 2 x 4 x 16, lognormal; trl", "RuntimeError: no kernel")
+    assert report() == {**found, "rate": pytest.approx(found["rate"], rel=100)} and len(built) == 11  # nothing to do
+
+    image, audio, varied = (row for name, row in found["rows"].items() if name.startswith("update"))
+    for row in (image, audio):
+        assert (
+            row["gradient_difference"] < 1e-4 and row["ours"]["operations"]["trl"] > row["ours"]["operations"]["ours"]
+        )
+    assert [row["ours"]["setting"]["baseline"] for row in (image, audio)] == ["TRL", "padded rows"]
+    assert image["trl"]["memory_bytes"] > 1.5 * image["ours"]["memory_bytes"]
+    for each in (image["trl"], image["ours"], audio["trl"], audio["ours"], varied["ours"]):
+        assert each["is_warm"] and len(each["kernels"]) == 5
+        assert 0 < each["host_s"] <= each["update_s"] and each["kernels_s"] > 0
+    lengths = varied["ours"]["setting"]["update_completion_tokens"]
+    assert max(lengths) == 16 and 7 <= sum(lengths) / len(lengths) <= 8.5 and len(set(lengths)) > 2
+    sampled, step = (row for name, row in found["rows"].items() if not name.startswith("update"))
+    for side in ("ours", "trl"):
+        assert 0 < sampled[side]["generation_s"]
+        assert step[side]["step_s"] == pytest.approx(sum(step[side][f"step_{each}_s"] for each in PHASES))
+        assert 0 < step[side]["step_sampling_s"] < step[side]["step_s"]
     (tower,) = found["towers"]
     assert tower["difference"] < 1e-5 and min(tower["own_s"], tower["ours_s"]) > 0
     text = (tmp_path / "report.md").read_text()
-    assert "## Where an update goes" in text and "## Vision tower" in text and "RuntimeError: no kernel" in text
+    for words in ("## Updates", "## Sampling with", "## Whole step", "goes: ours", "## Vision tower", "no kernel"):
+        assert words in text
 
 
 def test_images_vary_with_each_repetition(policy_update, tmp_path):

@@ -27,7 +27,9 @@ class Run:
         if engine.startswith("zero") and splits:
             switches = {"ACCELERATE_USE_DEEPSPEED": "true"}
         with (folder / "log.txt").open("w") as log:
-            self.process = forked.Popen(
+            # A child of a process that has looked for a GPU, as imports do, can't use one
+            popen = forked.Popen if device == "cpu" else subprocess.Popen
+            self.process = popen(
                 python_command([HERE / "worker.py", engine, folder, *scenarios], processes, splits),
                 env=python_environment(TESTS_DEVICE=device, **switches),
                 stdout=log,

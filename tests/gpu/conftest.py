@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Tests of GPU computation (`make test-gpu`). They run on the CPU, too (`make test-slow`)."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -32,3 +33,17 @@ def device(request, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert not torch.backends.cuda.matmul.allow_tf32
     return request.param
+
+
+@pytest.fixture
+def freed():
+    """Frees what earlier tests of this process hold on the GPU, and afterwards what this test does."""
+
+    def free():
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    free()
+    yield
+    free()

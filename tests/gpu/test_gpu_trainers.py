@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers.devices import GPU
+from helpers.devices import DEVICE, GPU_OR_REHEARSAL
 from helpers.distillation_runs import teacher
 from helpers.trainer_utils import AS_SHIPPED, PLAIN, audio_rows, image_rows, load, make_trainer, video_rows
 from test_sft import picture_rows
@@ -61,11 +61,11 @@ RUNS = {
 ROWS = {"qwen2_audio": audio_rows, "qwen3_vl": video_rows, "qwen2_5_omni": audio_rows}
 
 
-def make(name, folder):
+def make(name, device, folder):
     trainer_class, family, options = RUNS[name]
     model, processor = load(family)
     objects = {"model": model, "processing_class": processor}
-    options = {"use_cpu": False, "bf16": True, "max_steps": 2, "learning_rate": 1e-3, **options}
+    options = {"use_cpu": device == "cpu", "bf16": True, "max_steps": 2, "learning_rate": 1e-3, **options}
     if trainer_class is MultimodalSFTTrainer:
         return trainer_class(
             args=MultimodalSFTConfig(str(folder), **{**PLAIN, **options}), train_dataset=picture_rows(), **objects
@@ -76,10 +76,10 @@ def make(name, folder):
     return make_trainer(trainer_class, None, rows, folder, objects=objects, **AS_SHIPPED, **options)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
+@pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=GPU_OR_REHEARSAL)], indirect=True)
 @pytest.mark.parametrize("name", RUNS)
 def test_two_updates(name, device, tmp_path):
-    trainer = make(name, tmp_path)
+    trainer = make(name, device, tmp_path)
     before = {each: parameter.detach().clone() for each, parameter in trainer.model.named_parameters()}
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Training on a GPU: half precision, adapters, 4-bit weights, a resumed run, and peak memory."""
 
+import gc
+
 import pytest
 import torch
 from helpers.devices import GPU, NO_STAND_IN
@@ -121,8 +123,9 @@ class Longest(Wrapped):
 
 
 @NO_STAND_IN
+@pytest.mark.xdist_group("3b")  # a GPU holds one of them at a time
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatch):
+def test_memory_is_what_is_estimated(checkpointing, device, freed, tmp_path, monkeypatch):
     """
     Compares the peak memory of a step with AdamW: on a GPU a model of 3B in bfloat16, elsewhere a tiny one, where the
     test counts live tensors.
@@ -197,10 +200,11 @@ class Allocated(Longest):
 
 @NO_STAND_IN
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
-def test_states_leave_the_gpu_while_the_model_samples(device, deterministic, tmp_path):
+def test_states_leave_the_gpu_while_the_model_samples(device, freed, deterministic, tmp_path):
     """Two averages and a reference of the weights, bit for bit."""
     runs, taken = [], []
     for offload in (False, True):
+        gc.collect()
         start = torch.cuda.memory_allocated()
         options = {"use_cpu": False, "optim": "adamw_torch_fused", "beta": 0.1, "max_steps": 3}
         trainer = make_trainer(

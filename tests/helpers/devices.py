@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Devices of the tests."""
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -11,6 +12,10 @@ from packaging.version import Version
 # `tests/shims/fake_cuda.py` has neither Triton's kernels nor storages that can be emptied, and one device
 IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == "stand-in"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+# A rehearsal (`gpu/rehearse.sh`) runs on a CPU what else only a GPU does
+IS_REHEARSAL = "REHEARSAL" in os.environ and not torch.cuda.is_available()
+DEVICE = "cpu" if IS_REHEARSAL else "cuda"
+GPU_OR_REHEARSAL = [pytest.mark.gpu, *([] if IS_REHEARSAL else GPU)]
 NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
 
 

@@ -5,12 +5,10 @@ import io
 import json
 from functools import partial
 
-import av
 import numpy as np
 import pytest
 import soundfile
 import torch
-from qwen_vl_utils import vision_process
 
 from trl_multimodal_rft.data.reading import decoding
 from trl_multimodal_rft.data.reading.refs import MediaRef
@@ -32,6 +30,8 @@ def load(medium):
 
 def load_by_qwen(medium, patch):
     """Returns an image or a video sampled and resized as by qwen-vl-utils, by the options of its block alone."""
+    from qwen_vl_utils import vision_process
+
     if medium.modality == "image":
         return vision_process.fetch_image({**medium.options, "image": decoding.load_image(medium)}, patch)
     resize = partial(decoding.qwen_resized, medium.options, patch)
@@ -52,6 +52,8 @@ def sound_file(samples, rate=RATE, name="WAV", **options) -> bytes:
 
 def sound_by_ffmpeg(samples, rate, name, codec, mux=None, **options) -> bytes:
     """Writes samples of shape (N, 1)."""
+    import av  # which tests on a GPU do without
+
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=name, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate, layout="mono", options=options)
@@ -76,6 +78,8 @@ def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None
     Writes a video. `frames` are arrays of one size, `mux` options of the container, some of which need a `path` as
     output, and `settings` attributes of the stream.
     """
+    import av
+
     buffer = io.BytesIO()
     with av.open(buffer if path is None else str(path), "w", format=name, options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate, options=settings.pop("options", None))
