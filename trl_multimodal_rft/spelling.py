@@ -54,7 +54,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
-    close = [each for each in names if each.startswith(f"{name}_")]
+    close = [each for each in names if each.startswith(f"{name}_") or each.strip().lower() == name.strip().lower()]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" Did you mean `{close[0]}`?" if close else ""
 

@@ -19,6 +19,7 @@ from trl import is_conversational
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..data.reading.rules import budgets_of
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
+from ..data.rows.counts import empty_cells
 from ..data.rows.features import restore_rows
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
@@ -154,6 +155,8 @@ class Evaluation:
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
         if warning is not None:
             logger.warning_once(warning)  # also of one evaluation after the other
+        if cells := empty_cells(at, MEDIA_COLUMNS.keys() - {*ignored}):
+            logger.warning_once(f"The dataset: {cells}, whose prompts are without such media.")
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])

@@ -18,6 +18,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import as_text, strip_media
+from ..spelling import did_you_mean
 
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
         raise ValueError(
             f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
             f"that holds it. Columns of the dataset: {sorted({*columns} - {*CALLED_WITH, 'group_ids'})}."
+            f"{did_you_mean(column, columns)}"
         )
     return values
 

@@ -37,8 +37,8 @@ from trl.trainer.utils import (
 )
 
 from ..data.reading.refs import MediaError, iter_refs
-from ..data.rows.columns import rows_to_messages
-from ..data.rows.counts import most_media
+from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ..data.rows.counts import empty_cells, most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
@@ -178,6 +178,8 @@ def warn_of_unread(
                 warning = check_columns(dataset, name, ignored, reads=("prompt", *reads), **options)
                 if warning is not None:
                     logger.warning(warning)
+                if cells := empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
+                    logger.warning(f"{name}: {cells}, whose prompts are without such media.")
 
 
 def modalities(model: Any, args) -> Collection[str]:

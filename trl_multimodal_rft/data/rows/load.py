@@ -4,7 +4,7 @@
 import glob
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,13 @@ from datasets import Dataset, IterableDataset
 from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
+from ...families import MODALITIES
 from ...paths import local_path
+
+
+# Names of columns that are read here
+_CELLS = {"prompt", "solution", "completion", "messages", "chosen", "rejected"}
+_CELLS |= {f"{modality}{plural}" for modality in MODALITIES for plural in ("", "s")}
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -34,7 +40,20 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
             rows = datasets.load_dataset(**load_arguments(name, split), name=config, split=split, streaming=streaming)
         if isinstance(rows, Dataset) and not len(rows):
             raise ValueError("it has no rows")
+        check_separator(rows.column_names or ())
     return rows
+
+
+def check_separator(columns: Collection[str]) -> None:
+    """Raises a `ValueError` if a table was read with another separator than that of its cells."""
+    for column in columns:
+        cells = {cell.strip().lower() for cell in re.split(r"[;,|\t]", column)}
+        if len(cells) > 1 and (len(columns) == 1 or cells & _CELLS):
+            mark = next(mark for mark in ";\t|," if mark in column)
+            raise ValueError(
+                f"column {column!r} holds what {mark!r} separates into {len(cells)} columns; save the table with commas "
+                f"as .csv or with tabs as .tsv, or load it with `load_dataset('csv', data_files=..., sep={mark!r})`"
+            )
 
 
 def only_split(name: str, config: str | None) -> str | None:
@@ -72,6 +91,12 @@ def reading(label: str) -> Iterator[None]:
             reason = f"{reason.rstrip('.')}; `--help` lists the options that choose a split"
         elif reason.startswith("Dataset scripts"):
             reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
+        elif reason.startswith("Unable to find") and " [" in reason:
+            reason = f"{reason.split(' [')[0]}, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv in UTF-8"
+        elif isinstance(cause, UnicodeDecodeError):
+            reason += "; save it in UTF-8"
+        elif reason.startswith("Error tokenizing"):
+            reason += "; separate cells with commas, and quote those that hold some"
         raise ValueError(f"{label} can't be read: {reason}") from error
 
 
@@ -81,8 +106,8 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
     if path is None:
         return {"path": name}
     path, split = path.absolute(), re.split(r"[\[+]", split)[0]
-    if path.is_file():
-        return {"path": str(path.parent), "data_files": {split: glob.escape(path.name)}}
+    if path.is_file():  # whose folder may have a script of the folder's name, which is no loader of the file
+        return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved(path):
         folder = path if (path / "state.json").is_file() else path / split
         return {"path": "arrow", "data_files": {split: f"{glob.escape(str(folder))}/*.arrow"}}

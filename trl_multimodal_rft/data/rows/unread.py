@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasets import Audio, Dataset, LargeList, List, Value, Video
+from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, shown_url
-from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent
+from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent, is_empty
+from .counts import empty_rows
+from .load import check_separator
 from .nested import Rows, feature_leaves
 
 
@@ -19,7 +21,7 @@ from .nested import Rows, feature_leaves
 _N_ROWS = 16
 
 # Names of prompt columns in other tools
-_PROMPTS = ("messages", "conversations", "conversation", "question", "problem", "query", "instruction")
+_PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
 # Columns that identify the layouts of other tools, supersets of others first
 _LAYOUTS = {
@@ -94,7 +96,10 @@ def check_columns(
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
     if columns:
+        check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
+    every_row = dataset if isinstance(dataset, Sequence) else rows
+    has_media = has_media or any(_has_media(row, reads, ignored) for row in every_row)
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
@@ -103,22 +108,24 @@ def check_columns(
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
     unread = [found for found in looked if found is not None]
-    if not unread:
-        return None
-    every_row = dataset if isinstance(dataset, Sequence) else rows
-    has_media = has_media or any(_has_media(row, reads, ignored) for row in every_row)
-    if extent == "first":
-        has_media = has_media or any(column in MEDIA_COLUMNS and column not in ignored for column in columns)
-    takes = {*MODALITIES}.intersection(takes)
-    alone = not has_media and any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
-    message = (
-        f"{name}: no prompt gets these "
-        f"media{', and there are no others, so that the model would get text alone' * alone}: "
-        f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it "
-        "in `ignored_media_columns`."
-    )
-    if alone and extent != "some":
-        raise MediaError(message)
+    read, message = [each for each in columns if each in MEDIA_COLUMNS and each not in ignored], None
+    if unread:
+        takes = {*MODALITIES}.intersection(takes)
+        certain = any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
+        alone = certain and not (has_media or (extent == "first" and read))
+        message = (
+            f"{name}: no prompt gets these "
+            f"media{', and there are no others, so that the model would get text alone' * alone}: "
+            f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name "
+            "it in `ignored_media_columns`."
+        )
+        if alone and extent != "some":
+            raise MediaError(message)
+    if read and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
+        raise MediaError(
+            f"{name}: no row has anything in {', '.join(map(repr, read))}, so that the model would get text alone; "
+            "fill in the media, or remove the column."
+        )
     return message
 
 
@@ -160,7 +167,7 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
                 "'solution' for reward functions."
             )
         return
-    likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
+    likely = next((column for other in _PROMPTS for column in columns if column.strip().lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
     if likely == "messages":  # which may hold the answer
         remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
@@ -199,7 +206,7 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
     rows = []
     if isinstance(dataset, Dataset):
         features = {column: features[column] for column in dataset.format["columns"]}
-        filled = {c for c in filled & features.keys() if dataset.data.column(c).null_count < len(dataset.data)}
+        filled = {c for c in filled & features.keys() if len(empty_rows(dataset, c)) < len(dataset)}
         # The features of other columns show their media, which reading them would decode
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
@@ -253,6 +260,6 @@ def _holds_text(feature: FeatureType) -> bool:
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
     columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
-    if any(not is_absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
+    if not all(map(is_empty, columns)):
         return True
     return any(not isinstance(row.get(c), str) and next(find_media(row.get(c)), None) is not None for c in reads)
