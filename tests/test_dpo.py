@@ -389,7 +389,13 @@ def test_a_view_of_another_row_is_of_the_next_one_with_media(tmp_path):
 
 def test_rows_without_media_train_as_without_a_view(tmp_path):
     runs = [
-        run_ours(text_pairs(), tmp_path, max_steps=1, rejected_view=view, media_contribution_steps=1)
+        run_ours(
+            text_pairs().to_iterable_dataset(),
+            tmp_path,
+            max_steps=1,
+            rejected_view=view,
+            media_contribution_steps=1,
+        )
         for view in (None, "blank")
     ]
     assert torch.equal(*map(weights, runs))

@@ -19,7 +19,6 @@ from trl import is_conversational
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..data.reading.rules import budgets_of
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
-from ..data.rows.counts import empty_cells
 from ..data.rows.features import restore_rows
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
@@ -86,6 +85,8 @@ class Evaluation:
         self.toolbox.media_rules = rules
         self.tokenizer = tokenizer_of(self.encoder.processor)
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
+        if args.max_context_media is not None and policy.tool_loop is None:
+            raise ValueError("`max_context_media` has no effect without tools; pass some, or remove it.")
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
         self.config = _generation_config(self.encoder, self.tokenizer, args)
         self._check_columns(dataset, "all")
@@ -155,8 +156,6 @@ class Evaluation:
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
         if warning is not None:
             logger.warning_once(warning)  # also of one evaluation after the other
-        if cells := empty_cells(at, MEDIA_COLUMNS.keys() - {*ignored}):
-            logger.warning_once(f"The dataset: {cells}, whose prompts are without such media.")
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])

@@ -70,9 +70,8 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
 
 def check_reads(functions: Sequence[Any], dataset: Dataset | IterableDataset) -> list[str]:
     """
-    Returns warnings about cells that named functions need, and that are empty, as far as a dataset lists them.
-
-    Raises a `ValueError` if functions read columns that it lacks, or that hold nothing.
+    Raises a `ValueError` if functions read columns that a dataset lacks, or that hold nothing. Returns warnings about
+    empty cells of columns that named functions need.
     """
     if dataset.column_names is None:
         return []
@@ -83,21 +82,13 @@ def check_reads(functions: Sequence[Any], dataset: Dataset | IterableDataset) ->
             check_signature(each, get_callable_name(each), [*CALLED_WITH, "group_ids", "media_rules", *columns])
         if (name := getattr(plain, "__name__", None)) in _FUNCTIONS and plain is getattr(rewards, name):
             each(**empty)
-            needed = [column for column in columns if _needs(each, column, empty)]
+            parameters = inspect.signature(plain).parameters
+            needed = columns & {*parameters, *(["solution"] if "correctness" in parameters else [])}
             if cells := empty_cells(dataset, needed):
-                warnings.append(f"'{name}' gives no reward where a cell is empty that it needs: {cells}.")
-            if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed if cells):
-                raise ValueError(f"'{name}' needs what no row has: {cells}; fill in the column, or remove '{name}'.")
+                if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed):
+                    raise ValueError(f"'{name}' needs cells that hold nothing: {cells}; fill them in, or remove it.")
+                warnings.append(f"'{name}' gives no reward where {cells}.")
     return warnings
-
-
-def _needs(function: Callable, column: str, arguments: dict[str, list]) -> bool:
-    """Whether a function refuses arguments without one of the columns."""
-    try:
-        function(**{name: values for name, values in arguments.items() if name != column})
-    except ValueError:
-        return True
-    return False
 
 
 def _load(name: str) -> Callable:

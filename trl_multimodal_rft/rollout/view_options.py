@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, TypeVar
 
+from ..families import MODALITIES
 from ..spelling import check_settings, check_value, did_you_mean, split_settings
 from ..views import View, as_view
 
@@ -102,7 +103,18 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
                 f"{[*hints]}.{did_you_mean(key, [*known, *hints])}"
             )
     rest = {key: given for key, given in (settings or {}).items() if key not in own}
+    check_settings(chosen.type.function, option, rest)
     return cls(replace(chosen, settings=rest), **own)
+
+
+def changed_media(config: object) -> dict[str, list[str]]:
+    """The modalities of media that the views of a config change, by its options that name them."""
+    options = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
+    values = {option: value for option in options if (value := getattr(config, option, None)) is not None}
+    views = {f"`{option}={value!r}`": as_view(split_settings(value)[0]) for option, value in values.items()}
+    sounds = {"audio", "video"} if getattr(config, "use_audio_in_video", False) else {"audio"}
+    changed = {option: {*filter(view.applies_to, MODALITIES)} for option, view in views.items()}
+    return {option: sorted(kinds | sounds if "audio" in kinds else kinds) for option, kinds in changed.items()}
 
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:

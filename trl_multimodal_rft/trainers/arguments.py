@@ -273,6 +273,10 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
                 "`max_staleness` reads rows ahead, and again when a run resumes, which an iterable dataset doesn't "
                 "allow; pass a `Dataset`."
             )
+    acts = arguments.get("tools") or arguments.get("environment_factory")
+    for option in ("max_context_media", "max_tool_media"):
+        if not acts and getattr(args, option, None) is not None:
+            raise ValueError(f"`{option}` has no effect without `tools` or `environment_factory`; pass one of them.")
     for option in ("rollout_view", "contrast_view"):
         for name in ("tools", "environment_factory", "rollout_func"):
             if arguments.get(name) and getattr(args, option, None) is not None:

@@ -11,6 +11,7 @@ from trl.data_utils import get_dataset_column_names
 
 from ..data.reading.refs import MediaError
 from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.pairs import check_differ
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
@@ -104,6 +105,8 @@ class PreferenceCollator(SupervisedCollator):
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
+        if isinstance(dataset, Dataset) and self.view is None:
+            check_differ(dataset)
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):

@@ -59,7 +59,7 @@ from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..rollout.samplers import Sampler
-from ..rollout.view_options import LossView
+from ..rollout.view_options import LossView, changed_media
 from .arguments import check_instances, check_output_dir, check_unsplit
 from .configs import SamplingConfig, TrainerConfig, mapping
 
@@ -170,11 +170,11 @@ def warn_of_unread(
     """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
         reads = ("completion", "messages") if supervised else args.teacher_columns
-        ignored = args.ignored_media_columns or ()
+        ignored, needs = args.ignored_media_columns or (), changed_media(args) if argument == "train_dataset" else {}
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
             if dataset is not None:
-                options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes}
+                options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes, "needs": needs}
                 warning = check_columns(dataset, name, ignored, reads=("prompt", *reads), **options)
                 if warning is not None:
                     logger.warning(warning)

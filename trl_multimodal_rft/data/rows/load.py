@@ -14,13 +14,7 @@ from datasets import Dataset, IterableDataset
 from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
-from ...families import MODALITIES
 from ...paths import local_path
-
-
-# Names of columns that are read here
-_CELLS = {"prompt", "solution", "completion", "messages", "chosen", "rejected"}
-_CELLS |= {f"{modality}{plural}" for modality in MODALITIES for plural in ("", "s")}
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -47,12 +41,10 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 def check_separator(columns: Collection[str]) -> None:
     """Raises a `ValueError` if a table was read with another separator than that of its cells."""
     for column in columns:
-        cells = {cell.strip().lower() for cell in re.split(r"[;,|\t]", column)}
-        if len(cells) > 1 and (len(columns) == 1 or cells & _CELLS):
-            mark = next(mark for mark in ";\t|," if mark in column)
+        if mark := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
             raise ValueError(
-                f"column {column!r} holds what {mark!r} separates into {len(cells)} columns; save the table with commas "
-                f"as .csv or with tabs as .tsv, or load it with `load_dataset('csv', data_files=..., sep={mark!r})`"
+                f"column {column!r} is several, with {mark[0]!r} between them; save the table with commas as .csv or "
+                f"with tabs as .tsv, or load it with `load_dataset('csv', data_files=..., sep={mark[0]!r})`"
             )
 
 

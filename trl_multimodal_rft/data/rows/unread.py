@@ -11,7 +11,7 @@ from datasets.features.features import FeatureType
 
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, shown_url
-from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent, is_empty
+from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several, is_absent, is_empty
 from .counts import empty_rows
 from .load import check_separator
 from .nested import Rows, feature_leaves
@@ -87,19 +87,22 @@ def check_columns(
     needs_prompt: bool = True,
     extent: Literal["all", "first", "some"] = "all",
     takes: Collection[str] = (),
+    needs: Mapping[str, Collection[str]] | None = None,
 ) -> str | None:
     """
     Looks for media that no prompt contains, in the features of a dataset and in up to 16 rows, without decoding them.
-    It reads no rows of streams and of datasets with a transform.
+    It reads no rows of streams and of datasets with a transform. `needs` are options with the modalities that they
+    change, one of which prompts must have.
     """
-    features, rows, has_media = _look(dataset, reads, ignored)
+    features, rows, kinds = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
     every_row = dataset if isinstance(dataset, Sequence) else rows
-    has_media = has_media or any(_has_media(row, reads, ignored) for row in every_row)
+    kinds = kinds.union(*(_media_of(row, reads, ignored) for row in every_row))
+    has_media = bool(kinds - {None})
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
@@ -121,6 +124,14 @@ def check_columns(
         )
         if alone and extent != "some":
             raise MediaError(message)
+    kinds |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
+    is_known = columns and None not in kinds and not isinstance(dataset, IterableDataset)
+    for option, wanted in (needs or {}).items():
+        if is_known and not kinds.intersection(wanted):
+            held = ", ".join(sorted(kinds)) or "text alone"
+            message = f"{name}: {option} changes {' or '.join(wanted)}, and prompts hold {held}; remove it."
+            if extent == "all":
+                raise ValueError(message)
     if read and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
         raise MediaError(
             f"{name}: no row has anything in {', '.join(map(repr, read))}, so that the model would get text alone; "
@@ -193,14 +204,16 @@ def lists_columns(dataset: Rows) -> bool:
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
-    """The features of a dataset, the text columns of some rows, and whether its features show media of prompts."""
+def _look(
+    dataset: Rows, reads: Collection[str], ignored: Collection[str]
+) -> tuple[dict[str, Any], list[dict], set[str | None]]:
+    """The features of a dataset, the text columns of some rows, and the media that its prompts may hold, see there."""
     if not lists_columns(dataset):
-        return {}, [], False
+        return {}, [], set()
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
     indices = [i * len(dataset) // n for i in range(n)]
     if isinstance(dataset, Sequence):
-        return {}, [dataset[i] for i in indices], False
+        return {}, [dataset[i] for i in indices], set()
     features = dict(dataset.features)
     filled = {column for column in features if column in MEDIA_COLUMNS}
     rows = []
@@ -211,11 +224,12 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
-    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
-        return features, rows, True
-    keys = {"bytes", "path", "url", "base64"}
-    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
-    return features, rows, any(key in keys or block_modality(key) is not None for key in leaves)
+    kinds = {MEDIA_COLUMNS[column] for column in filled.difference(ignored) if [*feature_leaves(features[column])]}
+    leaves = [each for column in reads for each in feature_leaves(features.get(column, Value("null")))]
+    if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
+        kinds |= {*MODALITIES}
+    json = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # which only reading all rows would tell
+    return features, rows, kinds | json | {block_modality(key) for key, _ in leaves if block_modality(key)}
 
 
 def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
@@ -258,8 +272,8 @@ def _holds_text(feature: FeatureType) -> bool:
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
-def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
-    columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
-    if not all(map(is_empty, columns)):
-        return True
-    return any(not isinstance(row.get(c), str) and next(find_media(row.get(c)), None) is not None for c in reads)
+def _media_of(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> set[str]:
+    """The modalities of the media of a row; all of them where a medium doesn't show its own."""
+    columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
+    inside = [kind for c in reads if not isinstance(row.get(c), str) for _, kind, _ in find_media(row.get(c))]
+    return {*map(MEDIA_COLUMNS.__getitem__, columns), *inside} if None not in inside else {*MODALITIES}
