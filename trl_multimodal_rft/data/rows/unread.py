@@ -23,17 +23,20 @@ _N_ROWS = 16
 # Names of prompt columns in other tools
 _PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
-# Columns that identify the layouts of other tools, supersets of others first
-_LAYOUTS = {
-    "verl": {"prompt", "data_source", "reward_model"},
-    "video-r1": {"problem", "data_type", "path"},
-    "avqa": {"question_text", "multi_choice"},
-    "mmau": {"audio_id", "choices"},
-    "easyr1": {"problem", "answer"},
-    "rlaif-v": {"question", "chosen", "rejected"},
-    "ms-swift": {"query", "response"},
-    "sharegpt": {"conversations"},
-}
+# Columns that identify the layouts of other tools, supersets of others first; pairs of answers with their task
+_LAYOUTS = (
+    ("verl", {"prompt", "data_source", "reward_model"}),
+    ("video-r1", {"problem", "data_type", "path"}),
+    ("avqa", {"question_text", "multi_choice"}),
+    ("mmau", {"audio_id", "choices"}),
+    ("easyr1", {"problem", "answer"}),
+    ("rlaif-v", {"question", "chosen", "rejected"}),
+    *(("llama-factory --task dpo", {column, "chosen", "rejected"}) for column in ("conversations", "instruction")),
+    *(("ms-swift --task dpo", {column}) for column in ("rejected_response", "rejected_messages")),
+    ("ms-swift", {"query", "response"}),
+    ("llama-factory", {"instruction", "output"}),
+    ("sharegpt", {"conversations"}),
+)
 
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
@@ -103,6 +106,9 @@ def check_columns(
     every_row = dataset if isinstance(dataset, Sequence) else rows
     kinds = kinds.union(*(_media_of(row, reads, ignored) for row in every_row))
     has_media = bool(kinds - {None})
+    if one := [name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)]:
+        convert = f", or {prepared('llama-factory --task dpo')}" * ("chosen" in one)
+        raise MediaError(f"{name}: column {one[0]!r} holds a message; write a list of messages, `[...]`{convert}.")
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
@@ -157,7 +163,7 @@ def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> No
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
     needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
-    for layout, columns in _LAYOUTS.items():
+    for layout, columns in _LAYOUTS:
         column, keys = needed.get(layout, ("", set()))
         if columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
             return layout
@@ -166,7 +172,7 @@ def other_layout(row: Mapping[str, Any]) -> str | None:
 
 def prepared(layout: str, options: str = "") -> str:
     """The remedy for rows of another layout."""
-    return f"convert the {layout} rows with `trl-multimodal-rft prepare {layout}{options}`"
+    return f"convert the {layout.split()[0]} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
 
 def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
@@ -184,9 +190,9 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
         remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
-        options = {"ms-swift": " --task rl", "sharegpt": " --task rl", "rlaif-v": " --task judge"}.get(layout, "")
-        alternative = "" if likely is None or layout == "sharegpt" else f"{remedy}, or "
-        remedy = alternative + prepared(layout, options)
+        options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
+        alternative = "" if likely is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
+        remedy = alternative + prepared(layout, options.get(layout, ""))
     raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
