@@ -85,8 +85,6 @@ class Evaluation:
         self.toolbox.media_rules = rules
         self.tokenizer = tokenizer_of(self.encoder.processor)
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
-        if args.max_context_media is not None and policy.tool_loop is None:
-            raise ValueError("`max_context_media` has no effect without tools; pass some, or remove it.")
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
         self.config = _generation_config(self.encoder, self.tokenizer, args)
         self._check_columns(dataset, "all")

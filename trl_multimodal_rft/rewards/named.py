@@ -73,8 +73,6 @@ def check_reads(functions: Sequence[Any], dataset: Dataset | IterableDataset) ->
     Raises a `ValueError` if functions read columns that a dataset lacks, or that hold nothing. Returns warnings about
     empty cells of columns that named functions need.
     """
-    if dataset.column_names is None:
-        return []
     columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
     empty: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for each in functions:
@@ -82,8 +80,7 @@ def check_reads(functions: Sequence[Any], dataset: Dataset | IterableDataset) ->
             check_signature(each, get_callable_name(each), [*CALLED_WITH, "group_ids", "media_rules", *columns])
         if (name := getattr(plain, "__name__", None)) in _FUNCTIONS and plain is getattr(rewards, name):
             each(**empty)
-            parameters = inspect.signature(plain).parameters
-            needed = columns & {*parameters, *(["solution"] if "correctness" in parameters else [])}
+            needed = columns.intersection(inspect.signature(plain).parameters)
             if cells := empty_cells(dataset, needed):
                 if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed):
                     raise ValueError(f"'{name}' needs cells that hold nothing: {cells}; fill them in, or remove it.")

@@ -107,14 +107,13 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
     return cls(replace(chosen, settings=rest), **own)
 
 
-def changed_media(config: object) -> dict[str, list[str]]:
+def changed_media(config: object) -> dict[str, set[str]]:
     """The modalities of media that the views of a config change, by its options that name them."""
-    options = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
-    values = {option: value for option in options if (value := getattr(config, option, None)) is not None}
-    views = {f"`{option}={value!r}`": as_view(split_settings(value)[0]) for option, value in values.items()}
-    sounds = {"audio", "video"} if getattr(config, "use_audio_in_video", False) else {"audio"}
-    changed = {option: {*filter(view.applies_to, MODALITIES)} for option, view in views.items()}
-    return {option: sorted(kinds | sounds if "audio" in kinds else kinds) for option, kinds in changed.items()}
+    names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
+    views = {name: as_view(split_settings(value)[0]) for name in names if (value := getattr(config, name, None))}
+    kinds = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
+    heard = {"video"} if getattr(config, "use_audio_in_video", False) else set()
+    return {f"`{name}`": each | heard if "audio" in each else each for name, each in kinds.items()}
 
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:

@@ -301,9 +301,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         turns = rollout.source.sampled_turns
         turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in own] for own in turns]
         by_function, turns = gather_object(rewards.by_function), gather_object(turns)
-        # The outcome of several turns is a return of each that GiGPO compares
-        has_turns = reads == "states" and bool(self.tools)
-        along = has_turns or any(isinstance(each, StepwiseReward) for row in by_function for each in row)
+        along = any(isinstance(each, StepwiseReward) for row in by_function for each in row)
+        along = along or (reads == "states" and bool(self.tools))  # GiGPO compares turns by their outcome, too
         if rollout.step == 0 and self.model.training and not along:
             raise ValueError(
                 f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards along completions, and the "

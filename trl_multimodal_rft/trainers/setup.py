@@ -173,6 +173,8 @@ def warn_of_unread(
         ignored, needs = args.ignored_media_columns or (), changed_media(args) if argument == "train_dataset" else {}
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
+            if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
+                raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
             if dataset is not None:
                 options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes, "needs": needs}
                 warning = check_columns(dataset, name, ignored, reads=("prompt", *reads), **options)

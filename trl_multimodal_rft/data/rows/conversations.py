@@ -6,25 +6,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ...families import MODALITIES
 from ...spelling import did_you_mean
 from ..reading.refs import shortened
 from .load import reading, required
 
 
 _NAME = "dataset_info.json"
-# LLaMA-Factory's names of columns that have others by default
-_DEFAULTS = {"prompt": "instruction", "query": "input", "response": "output"}
 _PLACES = ("file_name", "dataset_path", "hf_hub_url", "hf_dataset_id")  # keys of an entry, the first two in its folder
-
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
-Renamed = Callable[[dict[str, Any], int], dict[str, Any]]
 
-
-def source_of(path: str | Path, split: str) -> tuple[str | Path, str, Renamed]:
+def source_of(path: str | Path, split: str) -> tuple[str | Path, str, Callable[[dict[str, Any], int], dict[str, Any]]]:
     """
-    The path, the split and a function that renames columns of a row, for `folder/NAME` of the entry `NAME` of the
+    The path, the split and a function that renames the columns of a row, for `folder/NAME` of the entry `NAME` of the
     folder's `dataset_info.json`, for that file itself of its only entry. Other paths are returned as they are.
     """
     given = Path(path).expanduser()
@@ -33,31 +27,20 @@ def source_of(path: str | Path, split: str) -> tuple[str | Path, str, Renamed]:
         return path, split, lambda row, index: row
     with reading(str(file)):
         entries = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(entries, list):  # of ms-swift, whose columns are renamed from keys to values
+    if isinstance(entries, list):
         entries = {Path(next(each[key] for key in _PLACES if key in each)).stem: each for each in entries}
     name = next(iter(entries)) if given == file and len(entries) == 1 else given.name
     entry = entries.get(name, {})
     key = next((key for key in _PLACES if entry.get(key)), None)
     if key is None or entry.get("subset"):
-        near = did_you_mean(name, entries)
-        known = f"{file} describes {', '.join(map(repr, entries))}; name one with a file, such as"
-        raise ValueError(f"{known} '{file.parent}/{next(iter(entries))}', or the file itself.{near}")
-    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    if key in ("file_name", "hf_hub_url"):
-        columns = {theirs: _DEFAULTS.get(column, column) for column, theirs in columns.items()}
-    # The names of a message's keys and roles here
-    names = {tags.get("role_tag"): "role", tags.get("content_tag"): "content"}
-    names |= {tags.get(f"{role}_tag"): role for role in ("user", "assistant", "system")}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [*map(renamed, value)]
-        if not isinstance(value, dict) or not tags:
-            return value
-        return {names.get(k, k): names.get(v, v) if names.get(k) == "role" else v for k, v in value.items()}
-
+        known = f"{file} has no file of {name!r}, only the entries {', '.join(map(repr, entries))}"
+        raise ValueError(f"{known}; name one as '{file.parent}/{next(iter(entries))}'.{did_you_mean(name, entries)}")
+    columns: dict[str, str] = entry.get("columns") or {}
+    if key in ("file_name", "hf_hub_url"):  # LLaMA-Factory's, from its names
+        defaults = {"prompt": "instruction", "query": "input", "response": "output"}
+        columns = {theirs: defaults.get(column, column) for column, theirs in columns.items()}
     place = file.parent / entry[key] if key in _PLACES[:2] else entry[key]
-    return place, entry.get("split", split), lambda row, i: {columns.get(k, k): renamed(v) for k, v in row.items()}
+    return place, entry.get("split", split), lambda row, index: {columns.get(k, k): v for k, v in row.items()}
 
 
 def conversation(
@@ -107,7 +90,4 @@ def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) ->
         if answer["role"] != "assistant" or before not in ([], chat, chat[1:]):
             raise ValueError(f"row {index}: its {name} answer isn't the assistant's to the same prompt; correct it.")
         pair[name] = [answer]
-    for media in (f"{modality}s" for modality in MODALITIES):
-        if row.get(f"rejected_{media}", row.get(media)) not in ([], row.get(media)):
-            raise ValueError(f"row {index}: 'rejected_{media}' aren't those of '{media}', which both answers share.")
     return pair

@@ -120,7 +120,7 @@ def load_conversations(
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
     used = {"messages", "conversations", "query", "response", "history", "system"}
-    used |= {"rejected_response", "rejected_messages", *(f"rejected_{modality}s" for modality in MODALITIES)}
+    used |= {"rejected_response", "rejected_messages"} if task == "dpo" else set()
     path, split, renamed = source_of(path, split)
     dataset = _convert(path, split, media_dir, convert, used, renamed)
     if task == "rl" and dataset.features["solution"] == Value("null"):

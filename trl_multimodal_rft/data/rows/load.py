@@ -85,10 +85,8 @@ def reading(label: str) -> Iterator[None]:
             reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
         elif reason.startswith("Unable to find") and " [" in reason:
             reason = f"{reason.split(' [')[0]}, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv in UTF-8"
-        elif isinstance(cause, UnicodeDecodeError):
-            reason += "; save it in UTF-8"
-        elif reason.startswith("Error tokenizing"):
-            reason += "; separate cells with commas, and quote those that hold some"
+        elif isinstance(cause, UnicodeDecodeError) or reason.startswith("Error tokenizing"):
+            reason += "; save it in UTF-8, with commas between cells, and quotes around those that hold some"
         raise ValueError(f"{label} can't be read: {reason}") from error
 
 

@@ -91,14 +91,6 @@ def check_pairs(dataset: Dataset) -> None:
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no pairs; pass at least one row.")
-    check_differ(dataset)
-
-
-def check_differ(dataset: Dataset) -> None:
-    """Raises a `ValueError` if all rows have twice the same completion."""
-    rows = dataset.select_columns(["chosen", "rejected"]).with_format(None)
-    if all(row["chosen"] == row["rejected"] for row in rows):
-        raise ValueError("'chosen' and 'rejected' are equal in all rows, so that none is preferred; correct them.")
 
 
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

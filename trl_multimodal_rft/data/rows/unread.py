@@ -90,7 +90,7 @@ def check_columns(
     needs_prompt: bool = True,
     extent: Literal["all", "first", "some"] = "all",
     takes: Collection[str] = (),
-    needs: Mapping[str, Collection[str]] | None = None,
+    needs: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
     Looks for media that no prompt contains, in the features of a dataset and in up to 16 rows, without decoding them.
@@ -135,7 +135,7 @@ def check_columns(
     for option, wanted in (needs or {}).items():
         if is_known and not kinds.intersection(wanted):
             held = ", ".join(sorted(kinds)) or "text alone"
-            message = f"{name}: {option} changes {' or '.join(wanted)}, and prompts hold {held}; remove it."
+            message = f"{name}: {option} changes {' or '.join(sorted(wanted))}, and prompts hold {held}; remove it."
             if extent == "all":
                 raise ValueError(message)
     if read and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
@@ -210,10 +210,8 @@ def lists_columns(dataset: Rows) -> bool:
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _look(
-    dataset: Rows, reads: Collection[str], ignored: Collection[str]
-) -> tuple[dict[str, Any], list[dict], set[str | None]]:
-    """The features of a dataset, the text columns of some rows, and the media that its prompts may hold, see there."""
+def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], set]:
+    """The features of a dataset, the text columns of some rows, and the modalities of prompts, `None` if unknown."""
     if not lists_columns(dataset):
         return {}, [], set()
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
