@@ -157,6 +157,13 @@ MISTAKES = [
     (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
     (["grpo", "--config", "geometry3k_cisp"], 1, "Did you mean `qwen2_5_vl_7b/geometry3k_cispo`?"),
     (["grpo", "--config", "geometry3k_ppo"], 1, "Did you mean `qwen2_5_vl_3b/geometry3k_ppo`?"),
+    (["grpo", "--config", "numbr.yaml"], 1, "There is no file 'numbr.yaml'; '"),
+    (["grpo", "--config", "qwen2_audio_7b/avqa_grpo"], 1, "no folder 'avqa' with the rows of 'qwen2_audio_7b/avqa_g"),
+    (
+        ["check", *MODEL, "--config", "qwen2_audio_7b/avqa_grpo"],
+        1,
+        "make it: trl-multimodal-rft prepare avqa train",
+    ),
     (["grpo", "--config", "number.yaml"], 2, "number.yaml: argument --learning_rate: invalid float value: 'fast'"),
     (["grpo", "--config", "steps.yaml"], 2, "steps.yaml: argument --max_steps: invalid int value: '[3]'"),
     (["grpo", "--config", "key.yaml"], 2, "key.yaml: there is no option `--num_generation`. Did you mean"),

@@ -235,6 +235,31 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, said):
         assert all(message in shown for message in messages)
 
 
+SHEETS = [
+    (
+        "audio,prompt|a.wav,A|,B|a.wav,C",
+        "",
+        "All 3 rows would train. Note: column 'audio' is empty in 1 of 3 rows (1).",
+    ),
+    ("audio,prompt,solution|a.wav,A,1|a.wav,B,", "", "Note: column 'solution' is empty in 1 of 2 rows (1)."),
+    ("audio,prompt,solution|a.wav,A,1|a.wav,B,", "wer_reward", "gives no reward where column 'solution' is empty in"),
+    ("audio,prompt,solution|a.wav,A,|a.wav,B,", "wer_reward", "2 of 2 rows (100 %) would not train."),
+    ("audio,prompt, solution|a.wav,A,1", "accuracy_reward", "Did you mean ` solution`?"),
+    ("audio, prompt|a.wav,A", "", "rename ' prompt' to 'prompt'"),
+    ("audio,prompt|,A|,B", "", "no row has anything in 'audio', so that the model would get text alone"),
+    ("audio;prompt|a.wav;A", "", "column 'audio;prompt' is several"),
+]
+
+
+@pytest.mark.parametrize(("table", "reward", "message"), SHEETS)
+def test_tables_of_spreadsheets(table, reward, message, tmp_path, said):
+    soundfile.write(tmp_path / "a.wav", audio(0.3)["audio"], RATE)
+    (tmp_path / "rows.csv").write_text(table.replace("|", "\n"))
+    words = ["--media_dir", tmp_path, *["--reward_funcs", reward] * bool(reward)]
+    shown = said("qwen2_audio", tmp_path / "rows.csv", *words, status=int(" is empty in" not in message))
+    assert message in " ".join(shown.split())
+
+
 def test_files_silence_and_repeated_rows(tmp_path, said):
     sounds = {"loud": audio(0.3)["audio"], "same": audio(0.3)["audio"], "mute": np.full(4800, 9e-4)}
     for name, samples in sounds.items():

@@ -7,8 +7,8 @@ from datasets import Audio, Dataset, Features, Image, Json, List, Value, Video, 
 from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import iter_refs
-from trl_multimodal_rft.data.rows.columns import rows_to_messages
-from trl_multimodal_rft.data.rows.counts import most_media
+from trl_multimodal_rft.data.rows.columns import is_empty, rows_to_messages
+from trl_multimodal_rft.data.rows.counts import empty_cells, empty_rows, most_media
 from trl_multimodal_rft.families import MODALITIES
 
 
@@ -106,6 +106,16 @@ def test_other_columns_and_those_that_are_ignored_do_not_count():
     assert most_media(dataset.with_format("numpy", columns=["prompt"])) == NONE
     dataset = Dataset.from_list([{"prompt": "a", "image": np.zeros((4, 4, 3), np.uint8).tolist()}])
     assert most_media(dataset) == {**NONE, "image": 1}
+
+
+@pytest.mark.parametrize("cells", [["a", "", " ", None], [1.5, float("nan"), None], [[1], [], None], [{"a": 1}, None]])
+def test_empty_rows_are_those_of_empty_cells(cells):
+    dataset = Dataset.from_dict({"cell": cells})
+    assert (
+        empty_rows(dataset, "cell") == [i for i, cell in enumerate(cells) if is_empty(cell)] == [*range(1, len(cells))]
+    )
+    assert empty_rows(dataset.select([1, 0, 1]), "cell") == [0, 2]
+    assert empty_cells(dataset.select([0]), ["cell", "other"]) == empty_cells([{"cell": None}], ["cell"]) == ""
 
 
 def test_datasets_without_a_count():

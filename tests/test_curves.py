@@ -19,7 +19,7 @@ from helpers.trainer_utils import audio_rows, make_trainer
 from matplotlib import _pylab_helpers
 from matplotlib.collections import FillBetweenPolyCollection
 from PIL import Image
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from trl_multimodal_rft import (
     GenerationEvalCallback,
@@ -220,6 +220,21 @@ def test_grpo(tmp_path, drawn):
     assert [step for step, _ in points(axes["Held-out accuracy"].lines[0])] == [2, 3]
     low, high = (dict(logged(history, f"completions/{name}_length")) for name in ("min", "max"))
     assert band(axes["Completion length"]) == {step: (low[step], high[step]) for step in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_run_that_is_interrupted_has_its_last_curves(error, tmp_path, drawn):
+    class Interrupts(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise error
+
+    trainer = drawing(tmp_path, max_steps=9)
+    trainer.add_callback(Interrupts())
+    with pytest.raises(error):
+        trainer.train()
+    assert drawn[-1] == (trainer.state.log_history, f"{tmp_path.name}: update 3 of 9") and len(drawn) == 2
+    assert Image.open(tmp_path / "training_curves.png").width == 1200
 
 
 def test_only_the_main_process_draws(tmp_path, drawn):

@@ -388,10 +388,8 @@ def test_a_view_of_another_row_is_of_the_next_one_with_media(tmp_path):
 
 
 def test_rows_without_media_train_as_without_a_view(tmp_path):
-    runs = [
-        run_ours(text_pairs(), tmp_path, max_steps=1, rejected_view=view, media_contribution_steps=1)
-        for view in (None, "blank")
-    ]
+    rows, options = text_pairs().to_iterable_dataset(), {"max_steps": 1, "media_contribution_steps": 1}
+    runs = [run_ours(rows, tmp_path, rejected_view=view, **options) for view in (None, "blank")]
     assert torch.equal(*map(weights, runs))
     assert not [name for run in runs for name in run.state.log_history[0] if "view" in name or "media" in name]
 

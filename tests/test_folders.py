@@ -6,13 +6,17 @@ import shutil
 import pytest
 import soundfile
 from datasets import Audio, Dataset, DatasetDict, Features, Image, List, Value, Video, load_dataset
-from helpers.chats import RATE, audio, chat
+from helpers.chats import RATE, audio, chat, mosaic
+from helpers.files import video_file
 from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.rows import folders
 from trl_multimodal_rft.data.rows.folders import write_folder
+
+
+CLIP = video_file(mosaic(2, 56, 56, seed=0), codec="mpeg4")
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def splits(tmp_path):
     for i in range(3):
         soundfile.write(tmp_path / "files" / f"{i}.wav", audio(0.3, i)["audio"], RATE)
         PILImage.new("RGB", (28, 28), (i, 0, 0)).save(tmp_path / "files" / f"{i}.png")
-    (tmp_path / "files" / "clip.mp4").write_bytes(b"a clip")
+    (tmp_path / "files" / "clip.mp4").write_bytes(CLIP)
     wavs, pictures = ([str(tmp_path / "files" / f"{i}.{end}") for i in range(3)] for end in ("wav", "png"))
     block = {"type": Value("string"), "image": Image(decode=False)}
     features = {
@@ -38,7 +42,7 @@ def splits(tmp_path):
             "prompt": chat({"type": "image", "image": {"path": pictures[i], "bytes": None}}),
             "audio": {"path": wavs[i], "bytes": None} if i else None,
             "images": pictures[:i],
-            "video": {"path": None, "bytes": b"stored"} if i else str(tmp_path / "files" / "clip.mp4"),
+            "video": {"path": None, "bytes": CLIP} if i else str(tmp_path / "files" / "clip.mp4"),
             "solution": wavs[i],
             "choices": ["a", "b"] if i else None,
         }
@@ -64,7 +68,7 @@ def test_what_is_read_is_what_was_written(splits, tmp_path, monkeypatch):
     rows = list(read["train"])
     assert [row["audio"] and row["audio"]["bytes"] for row in rows] == [None, bytes_of["1.wav"], bytes_of["2.wav"]]
     assert rows[1]["audio"]["path"] == "1.wav" and rows[2]["choices"] == ["a", "b"] and rows[0]["choices"] is None
-    assert [row["video"]["bytes"] for row in rows] == [b"a clip", b"stored", b"stored"]
+    assert [row["video"]["bytes"] for row in rows] == [CLIP] * 3
     blocks = [row["prompt"][0]["content"][0]["image"]["bytes"] for row in rows]
     assert blocks == [bytes_of[f"{i}.png"] for i in range(3)]
     assert [[image.getpixel((0, 0)) for image in row["images"]] for row in rows] == pixels

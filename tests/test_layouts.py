@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Image, List, Value, load_dataset
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.chats import assistant as answered
 from helpers.files import image_file, video_file, write_lines
-from helpers.trainer_utils import load, make_trainer, saved
+from helpers.trainer_utils import TRAINERS, length_and_sum, load, make_trainer, saved
 
 from trl_multimodal_rft import MultimodalDPOTrainer
 from trl_multimodal_rft.cli import main
@@ -433,6 +433,79 @@ def test_omni_preference(files, tmp_path, caplog):
     assert judged["solution"][:] == ["A", "B", "A", "B", "tie", "tie"]
     with pytest.raises(ValueError, match=r"row 0, column 'audios': the file .*Rain_&amp;_wind_.wav' doesn't exist"):
         load_omni_preference(file)
+
+
+ASKED = {"from": "human", "value": "<image>What is it?"}
+SAID = {name: {"from": "gpt", "value": text} for name, text in (("chosen", "A bird."), ("rejected", "A cat."))}
+MESSAGES = [{"role": "user", "content": ASKED["value"]}, *answered("A bird.")]
+PAIRS = {
+    "llama-factory": {"conversations": [ASKED], **SAID},
+    "llama-factory alpaca": {
+        "instruction": "<image>What is",
+        "input": "it?",
+        "chosen": "A bird.",
+        "rejected": "A cat.",
+    },
+    "ms-swift": {"messages": MESSAGES, "rejected_response": "A cat."},
+    "ms-swift messages": {"messages": MESSAGES, "rejected_messages": MESSAGES[:1] + answered("A cat.")},
+    "ms-swift query": {"query": ASKED["value"], "response": "A bird.", "rejected_response": "A cat."},
+}
+COLUMNS = {"messages": "chat", "chosen": "good", "rejected": "bad", "images": "files"}
+ENTRIES = {
+    "NAME": {"NAME": {"file_name": "rows.json", "ranking": True, "columns": COLUMNS}},
+    "rows": [{"dataset_path": "rows.json", "columns": {"chat": "messages", "bad": "rejected", "files": "images"}}],
+}
+
+
+def check_pairs(dataset, folder):
+    for row in dataset:
+        assert [blocks(message)[0] for message in row["prompt"]] == ["image"] and len(row["images"]) == 1
+        assert (row["chosen"], row["rejected"]) == (answered("A bird."), answered("A cat."))
+    assert trains(dataset, "qwen2_5_vl", folder)
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_pairs_of_other_tools(form, files, tmp_path):
+    """Trainers name the command that converts them."""
+    row, layout = {**PAIRS[form], "images": ["media/0.png"]}, form.split()[0]
+    main(["prepare", layout, str(files([row] * 2)), "--task", "dpo", "--output_dir", str(tmp_path / "out")])
+    check_pairs(load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")), tmp_path)
+    for kind, reward in (("dpo", None), ("reward", None), ("grpo", length_and_sum)):
+        with pytest.raises(ValueError, match=rf"with `trl-multimodal-rft prepare {layout} --task dpo`"):
+            make_trainer(TRAINERS[kind], "qwen2_5_vl", Dataset.from_list([row] * 2), tmp_path, reward=reward)
+    nothing = {name: None for name in row if name.startswith("rejected")}
+    wrong = {"row 1 has no 'rejected' or": nothing, "row 1: its rejected answer isn't": {"rejected": MESSAGES[0]}}
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            load_conversations(files([row, {**row, **changes}]), task="dpo")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_pairs_by_their_names_in_dataset_info(name, files, tmp_path):
+    """Those of LLaMA-Factory have a name, those of ms-swift that of their file."""
+    row = {"chat": MESSAGES[: 1 + (name == "rows")], "bad": SAID["rejected"], "files": ["media/0.png"]}
+    rows = files([row | ({"good": SAID["chosen"]} if name == "NAME" else {})] * 2)
+    for path in (files(ENTRIES[name], "dataset_info.json"), rows.with_name(name)):
+        check_pairs(load_conversations(path, task="dpo"), tmp_path / path.name)
+    with pytest.raises(ValueError, match=f"dataset_info.json has no file of 'NAMES', only the entries '{name}'; name"):
+        load_conversations(rows.with_name("NAMES"), task="dpo")
+
+
+@pytest.mark.parametrize("answers", [("A", "A"), (answered("A"), answered("A")), (answered("A")[0], answered("B")[0])])
+def test_pairs_that_teach_nothing(answers, tmp_path):
+    rows = Dataset.from_list([{"prompt": "What?", "chosen": answers[0], "rejected": answers[1]}] * 2)
+    message = "are equal in all rows|'chosen' holds a message; write a list of .*factory --task dpo`"
+    for kind in ("dpo", "reward"):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(TRAINERS[kind], "qwen2_5_vl", rows, tmp_path, reward=None)
+
+
+def test_files_that_are_no_media_are_named(files, tmp_path, capsys):
+    (tmp_path / "data" / "media" / "0.png").write_text("no picture")
+    with pytest.raises(SystemExit):
+        main(["prepare", "llava", str(files(LLAVA)), "--output_dir", str(tmp_path / "out")])
+    assert re.search(r"row 0, column 'images\[0\]': cannot read this image .*0.png", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

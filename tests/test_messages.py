@@ -248,6 +248,8 @@ def test_arguments_of_another_type(kind, refused, rows):
         ),
         ("train_dataset", {"train": [{"prompt": "A cat?"}]}, "got a dict with the splits 'train'; pass one of them"),
         ("train_dataset", TensorDataset(), "got a TensorDataset; pass `Dataset.from_generator(rows)`, whose gen"),
+        ("train_dataset", (row for row in rows), "got a generator; pass `Dataset.from_generator(rows)`"),
+        ("train_dataset", map(dict, rows), "got a map; pass `Dataset.from_list(list(rows))`."),
         ("train_dataset", "rows", "`Dataset` or `IterableDataset`, got a str; pass `train_dataset=load_dataset"),
     ]:
         assert message in refused(kind, TypeError, **{name: value})
@@ -259,6 +261,16 @@ def test_arguments_of_another_type(kind, refused, rows):
     ]:
         if kind in SAMPLED:
             assert refused(kind, TypeError, reward_funcs=value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_without_an_end_and_options_without_tools(kind, refused, rows):
+    message = refused(kind, ValueError, train_dataset=rows.to_iterable_dataset())
+    assert message == "`train_dataset` is a stream, whose end isn't known; set `max_steps`."
+    for option in ("max_context_media", "max_tool_media") if kind in SAMPLED else ():
+        assert f"`{option}` has no effect without" in refused(kind, ValueError, args=config(kind, **{option: 1}))
+        with pytest.raises(ValueError, match="`max_context_media` must be at least 1, got 0"):
+            config(kind, max_context_media=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

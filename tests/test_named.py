@@ -3,6 +3,8 @@
 
 import io
 import json
+import re
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -14,6 +16,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
 
 from trl_multimodal_rft.data import load_easyr1
+from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts.arguments import PPOScriptArguments, PromptArguments, parse
 from trl_multimodal_rft.scripts.inputs import critic_inputs, load_split
 
@@ -117,6 +120,51 @@ def test_what_cant_be_read(words, message, folder):
     with pytest.raises(ValueError) as error:
         read("--dataset_name", *words)
     assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
+
+
+TABLES = {
+    ".csv audio;prompt|0.wav;What?": "'audio;prompt' is several, with ';' between them; save the table with commas",
+    ".csv audio;prompt|0.wav;Yes, what?": "'audio;prompt' is several",  # a comma makes a second column
+    ".csv audio\tprompt|0.wav\tWhat?": r"'audio\tprompt' is several, with '\t' between them",
+    ".tsv audio,prompt|0.wav,What?": "'audio,prompt' is several, with ',' between them",
+    ".csv sep=;|audio;prompt|0.wav;What?": "column 'sep=;' is several",
+    ".csv audio;prompt|0.wav;What?|1.wav;Yes, what?": "with commas between cells, and quotes around those that",
+    ".csv \udcff\udcfea": "can't decode byte 0xff in position 0: invalid start byte; save it in UTF-8",
+    ".xlsx PK": "with any supported extension, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv",
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_that_are_no_rows(table, folder):
+    ending, _, text = table.partition(" ")
+    Path(f"a{ending}").write_bytes(text.replace("|", "\n").encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=re.escape(TABLES[table])):
+        read("--dataset_name", f"a{ending}")
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "{folder}/rows.jsonl"])
+def test_a_file_beside_a_script_of_the_folders_name(name, folder):
+    (folder / f"{folder.name}.py").write_text("raise SystemExit")
+    assert [*read("--dataset_name", name.format(folder=folder))] == [*ROWS]
+
+
+FUNCTIONS = {
+    "mine.even": "No module named 'mine'. '{}' has 'mine2.py'.",
+    "mine2.Even": "module 'mine2' has no attribute 'Even'. Did you mean `even`?",
+    "mine2.x": "it is of type int.",
+    "broken.f": "invalid syntax (broken.py, line 1).",
+    "lost.f": "No module named 'nowhere'.",
+}
+
+
+def test_functions_by_dotted_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name, code in {"mine2": "x = 3\ndef even(): 0", "broken": "def f(:", "lost": "import nowhere"}.items():
+        Path(f"{name}.py").write_text(code)
+    for name, message in FUNCTIONS.items():
+        with pytest.raises(ValueError, match=re.escape(f"function '{name}': {message.format(tmp_path)}") + "$"):
+            load_reward_funcs([name])
 
 
 def test_supervised_rows_of_ppo_and_other_layouts(folder):

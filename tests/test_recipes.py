@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import datasets
@@ -26,6 +27,7 @@ from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.commands import script_of
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.options import launched_parser, options_of
+from trl_multimodal_rft.scripts.preflight import check_names
 from trl_multimodal_rft.spelling import split_settings
 
 
@@ -212,6 +214,9 @@ def test_says_what_it_is(name):
     said = header(path)
     assert [each for each in FIELDS if each not in said] == [] and len(text) < 5000
     keys = yaml.safe_load(text)
+    rows = keys["dataset_name"]
+    with pytest.raises(ValueError, match=f"no folder '{rows}' with .* make it: trl-multimodal-rft prepare .*{rows}"):
+        check_names(Namespace(config=name, dataset_name=rows))
     launcher = keys["accelerate_config"]
     assert f"--config {name} " in " ".join(said["Launch"]) and f"{launcher})" in said["Launch"][-1]
     assert (ROOT / "trl_multimodal_rft" / "accelerate_configs" / f"{launcher}.yaml").is_file()

@@ -123,6 +123,12 @@ def test_a_parameter_that_is_no_column_is_named(tmp_path):
         (partial(other_column, answer="a"), rows(), None),
         (accuracy_reward, alone, r"accuracy_reward compares with the dataset column `solution`, which is missing"),
         ("length_reward(max_length=9)", alone, r"the dataset column `solution`, which is missing"),
+        (accuracy_reward, rows().rename_column("solution", " solution"), r"Did you mean ` solution`\?"),
+        (
+            accuracy_reward,
+            alone.add_column("solution", [""] * 8),
+            r"'accuracy_reward' needs cells that hold nothing: col",
+        ),
         (
             accuracy_reward,
             alone.with_transform(lambda batch: batch | {"solution": ["a"] * len(batch["prompt"])}),
@@ -202,7 +208,7 @@ def test_an_error_names_its_function_and_row(run, reward, where, tmp_path):
 
 
 def test_rows_without_any_reward_are_named_without_their_media(tmp_path, caplog):
-    dataset = audio_rows().add_column("solution", [None] * 8)
+    dataset = audio_rows().add_column("solution", [None] * 7 + ["A bird."])
     reward_funcs = [accuracy_reward, lambda completions, **columns: [None] * len(completions)]
     make_trainer(MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, reward=reward_funcs, max_steps=1).train()
     [message] = [each.getMessage() for each in caplog.records if "returned None" in each.getMessage()]
@@ -218,6 +224,27 @@ def test_a_wrong_reference_is_named_by_its_row_in_the_dataset(tmp_path):
     with pytest.raises(ValueError, match="^row 5, "):
         rule = apply_recipe({"a": accuracy_reward}, {"use": [("rule", "a", 1.0)], "skip": []})[0]
         rule(["?"] * 6, ["x"] * 6, label=["skip"] * 5 + ["use"], solution=[{}] * 6)
+
+
+COMPARISONS = {
+    "equal": lambda completions, solution, **kwargs: [
+        float(a == b) for a, b in zip(completions, solution, strict=True)
+    ],
+    "unequal": lambda completions, **kwargs: [float("a bird" != completion) for completion in completions],
+    "holds": lambda completions, log_metric, **kwargs: log_metric("calls", 1) or ["a" in each for each in completions],
+    "of messages": of_messages,
+}
+
+
+@pytest.mark.parametrize("form", COMPARISONS)
+def test_messages_that_are_compared_with_texts_are_named_with_the_first_batch(form, tmp_path, caplog):
+    for conversational in (True, False)[: 2 - (form == "of messages")]:
+        caplog.clear()
+        trainer = trainer_of(COMPARISONS[form], tmp_path, rows(conversational=conversational), max_steps=2)
+        trainer.train()
+        told = ["'<lambda>' compares completions with texts, but they are lists" in each for each in caplog.messages]
+        assert told.count(True) == (conversational and form != "of messages")
+        assert [logs.get("calls", 1.0) for logs in trainer.state.log_history[:2]] == [1.0, 1.0]
 
 
 # Requests in prompts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.tools import RLOO, Scripted
-from helpers.trainer_utils import image_rows, logged
+from helpers.trainer_utils import image_rows, logged, make_trainer
 from test_asynchronous import make as make_ahead
 from test_contexts import Album, Recorded, check_update, plain_update, train
 from torch.testing import assert_close
@@ -286,6 +286,15 @@ def test_environments_reward_turns_and_rloo_their_sum():
     args = EvaluationConfig(max_completion_length=1500, batch_size=4)
     found = evaluate_trainer(result.trainer, image_rows(4), args=args)
     assert [each["reward/Album"] for each in found.rows] == [[1.0], [1.25], [1.5], [1.75]]
+
+
+@pytest.mark.parametrize("estimator", ["turn_norm", "gigpo", "ps_grpo"])
+def test_estimators_of_steps_need_rewards_along_completions(estimator, tmp_path):
+    options = {"reward": outcome, "advantage_estimator": estimator}
+    with pytest.raises(ValueError, match="reads rewards along completions, and the first batch has none; let a"):
+        make_trainer(Recorded, "qwen2_5_vl", image_rows(), tmp_path, **options).train()
+    if estimator == "gigpo":  # whose second term compares discounted outcomes of turns
+        assert len(train(**options).trainer.draws) == 1
 
 
 def test_requested_completions_are_rewarded_early(tmp_path):

@@ -246,6 +246,39 @@ def test_column_beside_media_that_are_read_warns_once(folder, tmp_path, caplog):
         check_columns(both, "rows", ["image"])
 
 
+def beside(*media) -> Dataset:
+    """Rows with an answer and one of these images each."""
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("completion", "chosen", "rejected")}
+    return Dataset.from_list([{"prompt": QUESTION, **answers, "image": each} for each in media])
+
+
+def test_empty_cells_of_media_are_counted(tmp_path, caplog):
+    made(tmp_path, beside(None, PNG, PNG, None).select([1, 0, 2, 3, 0]), "qwen2_5_vl")
+    (told,) = [each for each in caplog.messages if "is empty" in each]
+    assert told.endswith(
+        "`train_dataset`: column 'image' is empty in 3 of 5 rows (1, 3, 4), whose prompts are without such media."
+    )
+
+
+NOTHING = {
+    "no medium": lambda: beside(None, None),
+    "no list": lambda: beside([], []).rename_column("image", "images").cast_column("images", List(Image())),
+    "blanks": lambda: beside(" ", ""),
+    "selected": lambda: beside(PNG, None, None).select([1, 2]),
+}
+
+
+@pytest.mark.parametrize("form", NOTHING)
+@pytest.mark.parametrize("kind", ["grpo", "sft", "dpo", "reward", "distillation"])
+def test_a_column_without_any_medium_raises(form, kind, tmp_path):
+    dataset = NOTHING[form]()
+    column, options = dataset.column_names[-1], {"family": "qwen2_5_vl", "trainer_class": TRAINERS[kind]}
+    options |= {} if kind == "grpo" else {"reward": None}
+    with pytest.raises(MediaError, match=f"no row has anything in '{column}', so that the model would get text alone"):
+        made(tmp_path, dataset, **options)
+    made(tmp_path, dataset, ignored_media_columns=[column], **options)
+
+
 def test_looking_decodes_nothing():
     """Undecodable media raise on use."""
     broken = rows(audio={"bytes": b"broken", "path": None}, solution="a cat").cast_column("audio", Audio())
@@ -473,12 +506,24 @@ def test_block_with_media_that_nothing_reads_raises(block, key):
         ),
         ({"role": "user", "content": "?", "image_path": "a.png"}, "nothing reads the media in 'image_path' of a mess"),
         ({"role": "user", "content": {"type": "image", "image": "i.png"}}, "nothing reads the media in 'content'"),
+        ({"role": "User", "content": "?"}, "the role is 'User'; write 'user'"),
+        ({"role": " ASSISTANT", "content": "?"}, "the role is ' ASSISTANT'; write 'assistant'"),
+        ({"role": "Bot", "content": "?"}, "the role is 'Bot'; write 'assistant'"),
+        ({"role": "GPT", "content": "?"}, "the role is 'GPT'; convert the sharegpt rows"),
         ({"from": "human", "value": "<image>What?"}, "a message must be .* got \\['from', 'value'\\]"),
     ],
 )
 def test_message_of_another_layout_raises(message, found):
     with pytest.raises(MediaError, match=rf"^row 0, column 'prompt\[0\]': {found}"):
         rows_to_messages([{"prompt": [message]}])
+
+
+@pytest.mark.parametrize("block", [{"text": "?"}, {"image": PNG}, "text", None])
+def test_block_without_a_type_is_named(block):
+    found = sorted(block) if isinstance(block, dict) else f"a {type(block).__name__}"
+    with pytest.raises(MediaError) as error:
+        rows_to_messages([{"prompt": user(block)}])
+    assert str(error.value).endswith(f"with a 'type', such as {{'type': 'text', 'text': ...}}, got {found}")
 
 
 def test_block_that_the_template_leaves_out_raises():
@@ -535,6 +580,19 @@ def test_as_many_tags_as_media(prompt, images):
     assert str(error.value).startswith(
         f"row 1, column 'images': {len(images)} for 2 '<image>' in the text of the prompt; write one for each"
     )
+
+
+@pytest.mark.parametrize("mark", ["<img>", "<image 1>", "<IMAGE_2>", "<Img/>", "<sound>", "<Audio>", "<clip>"])
+def test_marks_of_others_are_no_text(mark):
+    column = {"<i": "image", "<c": "video"}.get(mark[:2].lower(), "audio")
+    rows = [{"prompt": f"Is {mark} red?", column: f"a.{column}"}]
+    with pytest.raises(
+        MediaError, match=f"column 'prompt': '{mark}' in the text is no placeholder; write '<{column}>'"
+    ):
+        rows_to_messages(rows)
+    for prompt in (user({"type": column}, text(mark)), f"<{column}>{mark}", f'<img src="{mark[1:-1]}.png">'):
+        rows_to_messages([{**rows[0], "prompt": prompt}])
+    rows_to_messages([{"prompt": mark}])
 
 
 def test_tags_are_trained_on(folder):

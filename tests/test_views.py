@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers.trainer_utils import image_rows, make_trainer, with_media
+from helpers.trainer_utils import TRAINERS, image_rows, make_trainer, with_media
 from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rollout.collect import view_prompts
+from trl_multimodal_rft.rollout.view_options import RolloutView, view_option
 from trl_multimodal_rft.views import VIEWS, View, ViewType, as_view
 
 
@@ -81,7 +82,7 @@ def test_masks_whole_patches():
     assert np.array_equal(*per_patch) and set(np.unique(per_patch[0])) == {0, 7}
     assert abs((per_patch[0] == 0).mean() - 0.3) < 0.1
     assert np.array_equal(masked[0], masked[1])
-    assert np.array_equal(as_view("mask_patches(ratio=0.0)")(PICTURE, 0), PICTURE)
+    assert np.array_equal(as_view("mask_patches(ratio=1e-9)")(PICTURE, 0), PICTURE)
     assert not np.any(as_view("mask_patches(ratio=1.0)")(PICTURE, 0))
 
 
@@ -148,11 +149,46 @@ def test_strength_follows_a_schedule():
         ("mask_patch", "Did you mean `mask_patches`"),
         ("crop(size=1)", "'crop' has no setting 'size'"),
         ("a.b", "There is no view"),
+        ("crop(scale=0)", "`scale` of 'crop' must be above 0 and below 1, got 0; the default is 0.5"),
+        ("mask_patches(ratio=0.0)", "`ratio` of 'mask_patches' must be above 0 and at most 1, got 0.0"),
+        ("diffusion_noise(step=1000)", "`step` of 'diffusion_noise' must be between 1 and 999, got 1000"),
+        ("noise(level=0)", "`level` of 'noise' must be above 0, got 0"),
+        ("mask_audio(segments=0)", "`segments` of 'mask_audio' must be at least 1, got 0"),
     ],
 )
-def test_unknown_views_are_refused(name, message):
+def test_unknown_views_and_settings_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         as_view(name)
+    with pytest.raises(ValueError):
+        view_option(RolloutView, "rollout_view", name)
+
+
+USER = {"role": "user", "content": "What?"}
+PICTURES = {"image": {"image": "a.png"}, "text alone": {}}
+PICTURES["image "] = {"prompt": [{**USER, "content": [{"type": "image", "image": "a.png"}]}]}
+OPTIONS = {"rollout_view": "grpo", "contrast_view": "rloo", "loss_view": "ppo", "teacher_view": "distillation"}
+OPTIONS |= {"student_view": "distillation", "rejected_view": "dpo"}
+
+
+@pytest.mark.parametrize("held", PICTURES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_views_that_change_no_medium_of_the_rows_are_refused(option, held, tmp_path):
+    kind, row = OPTIONS[option], {"prompt": [USER], "chosen": "A", "rejected": "B", **PICTURES[held]}
+    options = {"reward": None} if kind in ("dpo", "distillation") else {}
+    options[option] = "mask_audio(kl_coef=0.1)" if option == "loss_view" else "mask_audio"
+    with pytest.raises(ValueError, match=f"`{option}` changes audio, and prompts hold {held.strip()}; remove it"):
+        make_trainer(TRAINERS[kind], "qwen2_5_omni", Dataset.from_list([row] * 8), tmp_path, **options)
+
+
+def test_views_of_media_that_only_reading_tells(tmp_path, caplog):
+    """Streams get a warning with their first batch."""
+    rows, options = image_rows(), {"max_steps": 1, "rollout_view": "mask_audio"}
+    unknown = [{"prompt": [{**USER, "content": [{"type": "image", "path": "a.png"}]}]}] * 8
+    for dataset in (rows.with_transform(lambda batch: batch), Dataset.from_list(unknown), rows.to_iterable_dataset()):
+        trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", dataset, tmp_path, **options)
+        assert not any("changes audio" in each for each in caplog.messages)
+    trainer.train()
+    assert ["changes audio, and prompts hold image" in each for each in caplog.messages].count(True) == 1
 
 
 def test_prompts_of_a_rollout(tmp_path):

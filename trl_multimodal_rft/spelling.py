@@ -10,8 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from .paths import nearest
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -54,7 +57,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
-    close = [each for each in names if each.startswith(f"{name}_")]
+    close = [each for each in names if each.startswith(f"{name}_") or each.strip().lower() == name.strip().lower()]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     close += [known for known in names if known.lower() == name.lower()]
     return f" Did you mean `{close[0]}`?" if close else ""
@@ -199,9 +202,15 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"There is no {kind} {name!r}: {error}.") from error
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        near = did_you_mean(function, vars(sys.modules.get(module, error)))
+        if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
+            near = f" {nearest(Path(f'{module}.py'))[0]}."
+        raise ValueError(f"There is no {kind} {name!r}: {error}.{near}") from error
+    if not callable(found):
+        raise ValueError(f"There is no {kind} {name!r}: it is of type {type(found).__name__}.")
+    return found
 
 
 def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:

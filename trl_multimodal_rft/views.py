@@ -9,7 +9,7 @@ random generator. It returns an array of the same shape, so that a prompt keeps 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 import PIL.Image
@@ -24,6 +24,8 @@ from .spelling import check_settings, check_unused, load_dotted, spelled, split_
 _GREY = 128  # pixel value
 _DIFFUSION_STEPS = 1000
 
+# Of a medium, none of which would be no view
+Share, Count = Annotated[float, "(0, 1]"], Annotated[int, "[1, inf)"]
 M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded medium
 
 
@@ -186,7 +188,9 @@ def other_row(media: np.ndarray, rng: np.random.Generator, other: np.ndarray | N
 
 
 @view("mask_patches", modalities=("image", "video"), strength="ratio")
-def mask_patches(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, patch_size: int = 14) -> np.ndarray:
+def mask_patches(
+    media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.6, patch_size: Count = 14
+) -> np.ndarray:
     """
     Black patches in place of a share of all, the same ones in each frame, as in
     [PAPO](https://huggingface.co/papers/2507.06448).
@@ -198,7 +202,7 @@ def mask_patches(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.6
 
 
 @view("diffusion_noise", modalities=("image", "video"), strength="step")
-def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: int = 500) -> np.ndarray:
+def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated[int, "[1, 999]"] = 500) -> np.ndarray:
     r"""
     Gaussian noise of a diffusion process after some of its 1,000 steps, as in
     [NoisyRollout](https://huggingface.co/papers/2504.13055).
@@ -212,7 +216,7 @@ def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: int = 500
 
 
 @view("crop", modalities=("image", "video"))
-def crop(media: np.ndarray, rng: np.random.Generator, scale: float = 0.5) -> np.ndarray:
+def crop(media: np.ndarray, rng: np.random.Generator, scale: Annotated[float, "(0, 1)"] = 0.5) -> np.ndarray:
     """A random window with this share of height and width, enlarged to the size of the whole."""
     height, width = media.shape[1:3]
     size = [max(1, round(scale * full)) for full in (height, width)]
@@ -227,7 +231,7 @@ def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 @view("drop_frames", modalities=("video",), strength="ratio")
-def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.5) -> np.ndarray:
+def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.5) -> np.ndarray:
     """The frame before, in place of each dropped one; the first stays."""
     kept = rng.random(len(media)) >= ratio
     indices = np.where(kept, np.arange(len(media)), 0)
@@ -235,13 +239,13 @@ def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.5)
 
 
 @view("noise", modalities=("audio",), strength="level")
-def noise(media: np.ndarray, rng: np.random.Generator, level: float = 1.0) -> np.ndarray:
+def noise(media: np.ndarray, rng: np.random.Generator, level: Annotated[float, "(0, inf)"] = 1.0) -> np.ndarray:
     """White noise on top of a sound, `level` times as loud by root mean square."""
     return media + level * np.sqrt(np.mean(np.square(media))) * rng.standard_normal(media.shape)
 
 
 @view("mask_audio", modalities=("audio",), strength="ratio")
-def mask_audio(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, segments: int = 20) -> np.ndarray:
+def mask_audio(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.6, segments: Count = 20) -> np.ndarray:
     """Silence in place of a share of a sound's segments of equal length."""
     masked = rng.random(segments) < ratio
     return np.where(masked[np.arange(len(media)) * segments // len(media)], 0, media)

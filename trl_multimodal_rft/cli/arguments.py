@@ -42,7 +42,7 @@ OPTIMIZERS = {
     "sgd": (0, False),
 }
 # Options of the trainer's config
-_OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "trust_remote_code")
+_OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs", "trust_remote_code")
 _OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
 _OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
 _OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")

@@ -24,6 +24,7 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.counts import empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
 from ..data.rows.row import DatasetRows, Row
@@ -36,6 +37,7 @@ from ..progress import progress_bar
 from ..reporting.curves import save_figure
 from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
+from ..rewards.named import check_reads, load_reward_funcs
 from ..rollout.prompt_encoder import PromptEncoder
 from ..scripts.prompts import with_system_message, with_texts
 
@@ -203,6 +205,7 @@ class Report:
     limit: int | None  # tokens of a prompt
     cuts: bool  # whether audio beyond the model's window is cut
     warnings: list[str] = field(default_factory=list)
+    empty: str = ""  # columns with cells that hold nothing
     is_refused: bool = False
     rows: int = 0
     sizes: dict[str, array] = field(default_factory=dict)
@@ -249,8 +252,8 @@ class Report:
             self.overlong.add(row)
 
     def text(self) -> str:
-        verdict = f"{self._share(self.failed)} would not train."
-        parts = [f"# Check of {self.title}", verdict if self.failed else f"All {self.rows} rows would train."]
+        verdict = f"{self._share(self.failed)} would not" if self.failed else f"All {self.rows} rows would"
+        parts = [f"# Check of {self.title}", f"{verdict} train." + f" Note: {self.empty}." * bool(self.empty)]
         parts += [f"    {' '.join(warning.split())}" for warning in self.warnings]
         parts += ["## What would fail"] if self.causes else []
         for cause in sorted(self.causes.values(), key=lambda cause: -cause.count):
@@ -317,9 +320,12 @@ def run(args: argparse.Namespace) -> None:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=input_modalities(model))
         if warning is not None:
             report.warnings.append(warning)
+        if rows.column_names is not None:
+            report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
     except ValueError as error:  # of no row in particular
         report.warnings.append(str(error))
         report.is_refused = True
+    report.empty = empty_cells(rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ()))
     if "prompt" in (rows.column_names or ()):
         rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork

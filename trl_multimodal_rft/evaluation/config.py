@@ -90,7 +90,7 @@ class EvaluationConfig:
     group_by: str | None = None
     max_tool_calling_iterations: int | None = None
     max_tool_media: int | None = None
-    max_context_media: int | None = None
+    max_context_media: Annotated[int | None, "[1, inf]"] = None
     ablate: Literal["image", "audio", "video"] | None = None
     ablate_with: str = "blank"
     confidence: Annotated[float, "(0, 1)"] = 0.95

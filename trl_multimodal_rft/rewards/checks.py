@@ -5,7 +5,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -18,6 +18,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import as_text, strip_media
+from ..spelling import did_you_mean
 
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
         raise ValueError(
             f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
             f"that holds it. Columns of the dataset: {sorted({*columns} - {*CALLED_WITH, 'group_ids'})}."
+            f"{did_you_mean(column, columns)}"
         )
     return values
 
@@ -137,6 +139,18 @@ def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exceptio
         except Exception:
             continue
     return None
+
+
+def compares_with_texts(reward_func: Callable, columns: dict[str, Any]) -> bool:
+    """Whether a plain function asks if completions are texts, or hold some, which messages never do."""
+    compared: list[Any] = []
+    noted = {name: lambda self, other: bool(compared.append(other)) for name in ("__eq__", "__ne__", "__contains__")}
+    probe = type("Messages", (list,), noted)
+    messages = [probe(each) if isinstance(each, list) else each for each in columns["completions"]]
+    if inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func):
+        with suppress(Exception):
+            reward_func(**{**columns, "completions": messages})
+    return any(isinstance(each, str) for each in compared)
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:

@@ -5,15 +5,17 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from torch import nn
 from trl import rewards as trl_rewards
 from trl.trainer.utils import get_callable_name
 
 from .. import rewards
+from ..data.rows.counts import empty_cells, empty_rows
 from ..spelling import check_settings, load_dotted, recipe_names, split_settings
 from .checks import CALLED_WITH, check_signature
 from .recipe import apply_recipe
@@ -66,14 +68,24 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
     return reward_funcs
 
 
-def check_reads(functions: Sequence[Any], columns: Collection[str]) -> None:
-    """Raises a `ValueError` if functions read columns that a dataset, which has these, lacks."""
-    empty = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
+def check_reads(functions: Sequence[Any], dataset: Dataset | IterableDataset) -> list[str]:
+    """
+    Raises a `ValueError` if functions read columns that a dataset lacks, or that hold nothing. Returns warnings about
+    empty cells of columns that named functions need.
+    """
+    columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
+    empty: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for each in functions:
         if inspect.isfunction(plain := getattr(each, "func", each)):
             check_signature(each, get_callable_name(each), [*CALLED_WITH, "group_ids", "media_rules", *columns])
         if (name := getattr(plain, "__name__", None)) in _FUNCTIONS and plain is getattr(rewards, name):
             each(**empty)
+            needed = columns.intersection(inspect.signature(plain).parameters)
+            if cells := empty_cells(dataset, needed):
+                if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed):
+                    raise ValueError(f"'{name}' needs cells that hold nothing: {cells}; fill them in, or remove it.")
+                warnings.append(f"'{name}' gives no reward where {cells}.")
+    return warnings
 
 
 def _load(name: str) -> Callable:

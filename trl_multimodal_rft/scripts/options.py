@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from ..paths import nearest
 from ..spelling import did_you_mean
 from .errors import one_line
 
@@ -91,6 +92,9 @@ def packaged(folder: str, name: str) -> str:
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
+        local, is_near = nearest(Path(name)) if name.endswith((".yaml", ".yml")) else ("", False)
+        if is_near:
+            raise ValueError(f"There is no file {name!r}; {local}.")
         stem, stems, near = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
         close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if near else 0.8)
         same = [f"`{file}`" for file in files if Path(file).name in close]

@@ -2,11 +2,13 @@
 """Checks of a command line before heavy imports."""
 
 import argparse
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..paths import local_path
 from ..spelling import did_you_mean, recipe_names, split_settings
-from .options import NAMES, table
+from .options import NAMES, packaged, table
 
 
 def check_run(command: str, args: argparse.Namespace) -> None:
@@ -44,11 +46,17 @@ def check_ablated_modality(ablate: str | None) -> None:
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """Checks the names of models and datasets that look like paths."""
+    """Checks the names of models and datasets that look like paths, and that a recipe has its folder of rows."""
     mixture = [each.get("path") for each in getattr(args, "datasets", None) or () if isinstance(each, dict)]
     for name in [*(getattr(args, option, None) for option in NAMES), *mixture]:
         if isinstance(name, str):
             local_path(name)
+    config, dataset = getattr(args, "config", None), getattr(args, "dataset_name", None)
+    if config is not None and dataset is not None and local_path(dataset) is None:
+        text = re.sub(r" \\\n#\s+", " ", Path(packaged("recipes", config)).read_text(encoding="utf-8"))
+        command = rf"^#\s+(trl-multimodal-rft prepare .*--output_dir {re.escape(dataset)}(?: .*)?)$"
+        if found := re.search(command, text, re.MULTILINE):
+            raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {found[1]}")
 
 
 def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import typing
+from collections.abc import Generator
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -282,6 +283,10 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
                 "`max_staleness` reads rows ahead, and again when a run resumes, which an iterable dataset doesn't "
                 "allow; pass a `Dataset`."
             )
+    acts = arguments.get("tools") or arguments.get("environment_factory")
+    for option in ("max_context_media", "max_tool_media"):
+        if not acts and getattr(args, option, None) is not None:
+            raise ValueError(f"`{option}` has no effect without `tools` or `environment_factory`; pass one of them.")
     for option in ("rollout_view", "contrast_view"):
         for name in ("tools", "environment_factory", "rollout_func"):
             if arguments.get(name) and getattr(args, option, None) is not None:
@@ -292,28 +297,22 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
-    wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
+    check_instances(**{name: dataset})
+    if dataset is None or isinstance(dataset, (Dataset, IterableDataset)):
+        return
+    kind, remedy = type(dataset).__name__, "`Dataset.from_list(list(rows))`"
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         splits = list(dataset)
-        columns = [value for value in dataset.values() if not isinstance(value, (Dataset, IterableDataset))]
-        if columns and "train" not in dataset:
-            raise TypeError(f"{wanted} dict of columns; pass `Dataset.from_dict(columns)`.")
-        raise TypeError(
-            f"{wanted} {type(dataset).__name__} with the splits {', '.join(map(repr, splits))}; pass one of them"
-            + (f", such as `dataset[{splits[0]!r}]`." if splits else ".")
-        )
-    remedies: dict[str, str] = {
-        "str": f"`{name}=load_dataset(...)`",
-        "list": "`Dataset.from_list(rows)`",
-        "tuple": "`Dataset.from_list(list(rows))`",
-        "DataFrame": "`Dataset.from_pandas(frame)`",
-    }
-    kind = type(dataset).__name__
-    if isinstance(dataset, torch.utils.data.Dataset) and not isinstance(dataset, IterableDataset):
-        remedies[kind] = "`Dataset.from_generator(rows)`, whose generator yields its rows"
-    if kind in remedies and not isinstance(dataset, (Dataset, IterableDataset)):
-        raise TypeError(f"{wanted} {kind}; pass {remedies[kind]}.")
-    check_instances(**{name: dataset})
+        has_columns = not all(isinstance(value, (Dataset, IterableDataset)) for value in dataset.values())
+        kind, remedy = f"{kind} with the splits {', '.join(map(repr, splits))}", "one of them"
+        remedy += f", such as `dataset[{splits[0]!r}]`" if splits else ""
+        if has_columns and "train" not in dataset:
+            kind, remedy = "dict of columns", "`Dataset.from_dict(columns)`"
+    elif isinstance(dataset, (torch.utils.data.Dataset, Generator)):
+        remedy = "`Dataset.from_generator(rows)`, whose generator yields its rows"
+    remedies = {"str": f"`{name}=load_dataset(...)`", "DataFrame": "`Dataset.from_pandas(frame)`"}
+    wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
+    raise TypeError(f"{wanted} {kind}; pass {remedies.get(kind, remedy)}.")
 
 
 def check_output_dir(folder: str) -> None:

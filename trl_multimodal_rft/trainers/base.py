@@ -130,7 +130,8 @@ class MultimodalTrainer(CheckpointMixin):
             warn_of_unread(args, datasets, modalities(model, args))
             train_dataset = datasets["train_dataset"]
             if rollout_func is None and isinstance(train_dataset, Dataset) and lists_columns(train_dataset):
-                check_reads(reward_funcs or (), {*train_dataset.column_names} - {"prompt", "completion"})
+                for warning in check_reads(reward_funcs or (), train_dataset):
+                    logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         set_seed(args.seed)  # as TRL does before it loads a model

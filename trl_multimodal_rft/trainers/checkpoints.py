@@ -29,6 +29,7 @@ from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
 from ..reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
+from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.events import EventPart
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
@@ -178,6 +179,7 @@ class CheckpointMixin(Trainer):
                 raise ValueError(differs)
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
+            stack.push(self._draw_interrupted)
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
@@ -190,6 +192,12 @@ class CheckpointMixin(Trainer):
                 for printer in (*PRINTERS, *others):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
+
+    def _draw_interrupted(self, error: type[BaseException] | None, *_: Any) -> None:
+        """Draws the curves of a run that an error or Ctrl-C ends, for which no callback is called."""
+        for callback in self.callback_handler.callbacks if error is not None else ():
+            if isinstance(callback, TrainingCurvesCallback):
+                callback.on_train_end(self.args, self.state, self.control)
 
     def _invalidate_engine(self) -> None:
         """Tells an engine that samples that the weights may be others than those of the last step."""

@@ -23,6 +23,7 @@ from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
+from ..rewards.checks import StepwiseReward
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.reward import has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, require
@@ -300,6 +301,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         turns = rollout.source.sampled_turns
         turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in own] for own in turns]
         by_function, turns = gather_object(rewards.by_function), gather_object(turns)
+        along = any(isinstance(each, StepwiseReward) for row in by_function for each in row)
+        along = along or (reads == "states" and bool(self.tools))  # GiGPO compares turns by their outcome, too
+        if rollout.step == 0 and self.model.training and not along:
+            raise ValueError(
+                f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards along completions, and the "
+                "first batch has none; let a reward function return a number per turn, or use 'group_norm'."
+            )
         return join_steps(by_function, turns, require(rewards.per_func), self.reward_weights, rewards.bonus)
 
     @contextmanager

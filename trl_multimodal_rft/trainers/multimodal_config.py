@@ -277,7 +277,7 @@ class SamplingArguments(MediaArguments):
     packing: Literal["prefix", "padded"] = "prefix"
     keep_groups_together: bool = True
     max_tool_media: Annotated[int | None, "[0, inf]"] = None
-    max_context_media: Annotated[int | None, "[0, inf]"] = None
+    max_context_media: Annotated[int | None, "[1, inf]"] = None
     disable_dropout: bool | None = None
     offload_during_generation: bool = False
     vllm_engine_kwargs: dict | str | None = None

@@ -104,6 +104,9 @@ class PreferenceCollator(SupervisedCollator):
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
+        pairs = dataset.select_columns(["chosen", "rejected"]) if isinstance(dataset, Dataset) else [{"chosen": 0}]
+        if self.view is None and all(pair["chosen"] == pair.get("rejected") for pair in pairs):
+            raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):

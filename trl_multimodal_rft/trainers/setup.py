@@ -37,8 +37,8 @@ from trl.trainer.utils import (
 )
 
 from ..data.reading.refs import MediaError, iter_refs
-from ..data.rows.columns import rows_to_messages
-from ..data.rows.counts import most_media
+from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ..data.rows.counts import empty_cells, most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
@@ -60,7 +60,7 @@ from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..rollout.samplers import Sampler
-from ..rollout.view_options import LossView
+from ..rollout.view_options import LossView, changed_media
 from .arguments import check_instances, check_output_dir, check_unsplit
 from .configs import SamplingConfig, TrainerConfig, mapping
 
@@ -171,14 +171,18 @@ def warn_of_unread(
     """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
         reads = ("completion", "messages") if supervised else args.teacher_columns
-        ignored = args.ignored_media_columns or ()
+        ignored, needs = args.ignored_media_columns or (), changed_media(args) if argument == "train_dataset" else {}
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
+            if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
+                raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
             if dataset is not None:
-                options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes}
+                options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes, "needs": needs}
                 warning = check_columns(dataset, name, ignored, reads=("prompt", *reads), **options)
                 if warning is not None:
                     logger.warning(warning)
+                if cells := empty_cells(dataset, MEDIA_COLUMNS.keys() - {*ignored}):
+                    logger.warning(f"{name}: {cells}, whose prompts are without such media.")
 
 
 def modalities(model: Any, args) -> Collection[str]:

@@ -59,6 +59,11 @@ _SHAREGPT = "convert the sharegpt rows with `trl-multimodal-rft prepare sharegpt
 # Prefix of the location of a medium that a tool returned
 FROM_TOOL = "tool "
 
+# Roles by the words for them
+_ROLES = {**{role: role for role in ("user", "assistant", "system", "developer", "tool")}, "bot": "assistant"}
+# Texts by which media are marked elsewhere
+_MARKS = {"image": "img|image|photo|pic", "audio": "audio|sound|speech|voice", "video": "video|clip|movie"}
+
 # Types of text blocks and the key of their text, beside which OpenAI, Anthropic and MCP add keys that are ignored
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXT_HINTS = ("annotations", "cache_control", "logprobs", "meta", "_meta")
@@ -264,6 +269,12 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a cell of a table holds nothing: it is absent, NaN, an empty list or a text of blanks."""
+    blank = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
+    return blank or is_absent(value) or (isinstance(value, list) and not value)
+
+
 @dataclass(frozen=True)
 class _RowReader:
     """Reads the prompt and the media of a row, which errors name."""
@@ -344,7 +355,12 @@ class _RowReader:
                 raise self.error(refs[0].column.split("[")[0], f"{len(refs)} for {len(blocks)} {found}")
             for block, ref in zip(blocks, refs, strict=False):
                 block[modality] = replace(ref, options=block[modality].options)
-            if not blocks:
+            if not blocks and refs:
+                text = as_text([strip_media(each) for each in messages if each["role"] not in ("assistant", "tool")])
+                mark = rf"<(?!(?-i:{modality})>)({_MARKS[modality]})[ _-]?\d*\s*/?>"
+                if found := re.search(mark, text, re.IGNORECASE):
+                    remedy = f"write '<{modality}>' where each goes, or blocks, which make such texts plain text"
+                    raise self.error(name, f"{found[0]!r} in the text is no placeholder; {remedy}")
                 unplaced += [{"type": modality, modality: ref} for ref in refs]
 
         if unplaced:
@@ -377,8 +393,10 @@ class _RowReader:
             is_sharegpt = isinstance(message, dict) and "from" in message
             remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
             raise self.error(path, f"a message must be a dictionary with 'role' and 'content', got {found}; {remedy}")
-        if message["role"] in ("human", "gpt"):
-            raise self.error(path, f"the role is {message['role']!r}; {_SHAREGPT}")
+        role = message["role"].strip().lower()
+        if role in ("human", "gpt") or _ROLES.get(role, message["role"]) != message["role"]:
+            remedy = f"write {_ROLES[role]!r}" if role in _ROLES else _SHAREGPT
+            raise self.error(path, f"the role is {message['role']!r}; {remedy}")
         message = {key: item for key, item in message.items() if item is not None or key == "content"}
         content = message.get("content")
         stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
@@ -404,7 +422,9 @@ class _RowReader:
     def parse_block(self, block: dict[str, Any], path: str) -> dict[str, Any]:
         """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with no source if absent."""
         if not isinstance(block, dict) or "type" not in block:
-            raise self.error(path, "a content block must be a dictionary with a 'type'")
+            found = sorted(block) if isinstance(block, dict) else f"a {type(block).__name__}"
+            message = "a content block must be a dictionary with a 'type', such as {'type': 'text', 'text': ...}"
+            raise self.error(path, f"{message}, got {found}")
         block = {key: item for key, item in block.items() if not is_absent(item)}
         name = block.pop("type", None)
         words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The number of media in the prompts of a dataset, from its columns."""
+"""The number of media in the prompts of a dataset, from its columns, and the cells that hold nothing."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,3 +43,28 @@ def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str,
             return None
         most[modality] = max(most[modality], int(pc.max(pc.cast(counts, pa.int64())).as_py() or 0))
     return most
+
+
+def empty_rows(dataset: Dataset, column: str) -> list[int]:
+    """The rows of a dataset whose cell in a column is empty, see [`~data.rows.columns.is_empty`], from the table."""
+    cells = dataset.data.column(column)
+    empty = pc.is_null(cells, nan_is_null=True)
+    if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
+        empty = pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
+    elif pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+        empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(cells, "")), "")
+    indices = dataset._indices  # of the table, if rows were selected
+    return pc.indices_nonzero(empty if indices is None else empty.take(indices.column(0))).to_pylist()
+
+
+def empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
+    """Names those of the columns that are empty in some rows, with these rows, as far as a table tells."""
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return ""
+    found = {column: empty_rows(dataset, column) for column in columns if column in dataset.format["columns"]}
+    return "; ".join(
+        f"column {column!r} is empty in {len(rows)} of {len(dataset)} rows "
+        f"({', '.join(map(str, rows[:5]))}{', ...' * (len(rows) > 5)})"
+        for column, rows in found.items()
+        if rows
+    )

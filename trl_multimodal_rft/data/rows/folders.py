@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ...progress import progress_bar
 from ..reading.refs import MediaRef
 from ..reading.rules import DEFAULT_RULES, MediaRules
+from ..reading.sizes import media_size
 from ..reading.sources import fetch_file, open_file
 from .nested import feature_leaves, is_media_feature, map_features
 
@@ -98,8 +99,9 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> I
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
         path, data = value["path"], value["bytes"]
+        ref = MediaRef(type(feature).__name__.lower(), value if data else path, {}, column, index, rules)
+        media_size(ref)  # which raises for a file of something else
         if data is None:
-            ref = MediaRef(type(feature).__name__.lower(), path, {}, column, index, rules)
             with open_file(ref, fetch_file(ref, path)) as stream:
                 data = stream.read()
         return {"bytes": data, "path": None if path is None else os.path.basename(path)}

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from ...families import MODALITIES
 from ..reading.refs import MediaRef, shortened
 from .benchmarks import PROBLEM_TEMPLATE
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
+from .conversations import conversation, source_of, with_answers
 from .letters import without_letters
 from .load import json_file, load_rows, read_json, read_video_questions, required
 from .nested import is_media_feature
@@ -46,18 +47,16 @@ _STEPS = {"A": 1, "B": -1, "equal": 1}  # through the candidates, from the bette
 # Columns of a row, the first of which are its messages, as texts with the marks of media
 _Convert = Callable[[dict[str, Any], int], dict[str, Any]]
 
-_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
-
 
 def load_conversations(
     path: str | Path,
     split: str = "train",
     *,
-    task: Literal["sft", "rl"] = "sft",
+    task: Literal["sft", "rl", "dpo"] = "sft",
     media_dir: str | Path | None = None,
 ) -> Dataset:
     """
-    Reads conversations about media in the layouts of ShareGPT, LLaVA and ms-swift.
+    Reads conversations about media in the layouts of ShareGPT, LLaVA, LLaMA-Factory and ms-swift.
 
     A row has messages, media, and other columns, which are kept:
 
@@ -68,24 +67,28 @@ def load_conversations(
       and `image` (or `video`), one path or a list.
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
       as above; or `query`, `response` and `history` (pairs).
+    - Alpaca: `instruction`, `input` and `output`, also with `system` and `history`.
+    - Pairs of LLaMA-Factory have `chosen` and `rejected`, messages or texts; those of ms-swift `rejected_response`, or
+      `rejected_messages`, to the last message.
 
     In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a modality
     without any mark go to the start of the first user message.
 
     Args:
         path (`str` or `Path`):
-            A file (JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub.
+            A file (JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub; or
+            `folder/NAME`, a name in a `dataset_info.json` of LLaMA-Factory or ms-swift in this folder.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a dataset; a file has only one.
         task (`str`, *optional*, defaults to `"sft"`):
             `"sft"` keeps whole conversations as `messages`. `"rl"` keeps the messages before the last answer as
-            `prompt`, and the row's `solution`, by default that answer, as `solution`.
+            `prompt`, and the row's `solution`, by default that answer, as `solution`. `"dpo"` gives pairs.
         media_dir (`str` or `Path`, *optional*):
             Folder that relative paths start from, by default that of the file.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `messages`, or of `prompt` and `solution`, of media columns (`images` and so
-        on) and the other columns.
+        [`~datasets.Dataset`]: Rows of `messages`, of `prompt` and `solution`, or of `prompt`, `chosen` and `rejected`,
+        of media columns (`images` and so on) and the other columns.
 
     Raises:
         `ValueError`: If a row has no such conversation, if its marks don't match its media, or if a file doesn't
@@ -98,7 +101,10 @@ def load_conversations(
     """
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        chat, column = _conversation(row, index)
+        chat, column = conversation(row, index)
+        used.update(("instruction", "input", "output") if column == "instruction" else ())
+        if task == "dpo":
+            return with_answers(chat, row, index)
         answered = chat[-1]["role"] == "assistant"
         if task == "sft" and not answered:
             raise ValueError(
@@ -114,7 +120,9 @@ def load_conversations(
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
     used = {"messages", "conversations", "query", "response", "history", "system"}
-    dataset = _convert(path, split, media_dir, convert, used)
+    used |= {"rejected_response", "rejected_messages"} if task == "dpo" else set()
+    path, split, renamed = source_of(path, split)
+    dataset = _convert(path, split, media_dir, convert, used, renamed)
     if task == "rl" and dataset.features["solution"] == Value("null"):
         return dataset.remove_columns("solution")
     return dataset
@@ -138,7 +146,7 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
     """
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        chat, _ = _conversation(row, index, ("prompt",))
+        chat, _ = conversation(row, index, ("prompt",))
         return {"prompt": chat, "solution": _ground_truth(row, index)}
 
     return _convert(path, split, media_dir, convert, {"prompt", "reward_model"})
@@ -162,7 +170,7 @@ def load_deepeyes(
     """
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        chat, _ = _conversation(row, index, ("prompt",))
+        chat, _ = conversation(row, index, ("prompt",))
         question = (row.get("extra_info") or {}).get("question") or chat[-1]["content"]
         prompt = [{"role": "user", "content": template.format(problem=question)}]
         kept = {name: row.get(name) for name in ("data_source", "env_name")}
@@ -627,40 +635,6 @@ def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list
 def _ground_truth(row: dict[str, Any], index: int) -> Any:
     answer = required(row, index, "reward_model")
     return required(answer if isinstance(answer, dict) else {}, index, "ground_truth")
-
-
-def _conversation(
-    row: dict[str, Any], index: int, columns: tuple[str, ...] = ("messages", "conversations", "query")
-) -> tuple[list[dict[str, str]], str]:
-    """The messages of a row and the column they come from."""
-    column = next((name for name in columns if row.get(name)), columns[-1])
-    if column == "query":
-        pairs = [*(row.get("history") or ()), [required(row, index, "messages", "conversations", "query"), None]]
-        pairs[-1][1] = row.get("response")
-        turns: Iterable = [
-            {"role": role, "content": text}
-            for pair in pairs
-            for role, text in zip(("user", "assistant"), pair, strict=True)
-            if text is not None
-        ]
-    else:
-        turns = required(row, index, column)
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise ValueError(
-                f"row {index}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
-                "of another layout?"
-            )
-    chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for i, turn in enumerate(turns):
-        turn = {key: value for key, value in turn.items() if value is not None}
-        role = turn.get("from", turn.get("role"))
-        chat.append({"role": _ROLES.get(role, role), "content": turn.get("value", turn.get("content"))})
-        if chat[-1]["role"] not in _ROLES.values() or not isinstance(chat[-1]["content"], str):
-            raise ValueError(
-                f"row {index}, column '{column}[{i}]': {shortened(turn)} is no text of a user, an assistant "
-                "or a system; write it as one (calls of tools and blocks aren't converted), or remove the row."
-            )
-    return chat, column
 
 
 def _placed(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:

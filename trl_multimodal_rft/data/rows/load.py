@@ -4,7 +4,7 @@
 import glob
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,18 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
             rows = datasets.load_dataset(**load_arguments(name, split), name=config, split=split, streaming=streaming)
         if isinstance(rows, Dataset) and not len(rows):
             raise ValueError("it has no rows")
+        check_separator(rows.column_names or ())
     return rows
+
+
+def check_separator(columns: Collection[str]) -> None:
+    """Raises a `ValueError` if a table was read with another separator than that of its cells."""
+    for column in columns:
+        if mark := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
+            raise ValueError(
+                f"column {column!r} is several, with {mark[0]!r} between them; save the table with commas as .csv or "
+                f"with tabs as .tsv, or load it with `load_dataset('csv', data_files=..., sep={mark[0]!r})`"
+            )
 
 
 def only_split(name: str, config: str | None) -> str | None:
@@ -72,6 +83,10 @@ def reading(label: str) -> Iterator[None]:
             reason = f"{reason.rstrip('.')}; `--help` lists the options that choose a split"
         elif reason.startswith("Dataset scripts"):
             reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
+        elif reason.startswith("Unable to find") and " [" in reason:
+            reason = f"{reason.split(' [')[0]}, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv in UTF-8"
+        elif isinstance(cause, UnicodeDecodeError) or reason.startswith("Error tokenizing"):
+            reason += "; save it in UTF-8, with commas between cells, and quotes around those that hold some"
         raise ValueError(f"{label} can't be read: {reason}") from error
 
 
@@ -81,8 +96,8 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
     if path is None:
         return {"path": name}
     path, split = path.absolute(), re.split(r"[\[+]", split)[0]
-    if path.is_file():
-        return {"path": str(path.parent), "data_files": {split: glob.escape(path.name)}}
+    if path.is_file():  # whose folder may have a script of the folder's name, which is no loader of the file
+        return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved(path):
         folder = path if (path / "state.json").is_file() else path / split
         return {"path": "arrow", "data_files": {split: f"{glob.escape(str(folder))}/*.arrow"}}

@@ -6,13 +6,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasets import Audio, Dataset, LargeList, List, Value, Video
+from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
 from ...credentials import shown_url
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError
-from .columns import MEDIA_COLUMNS, block_modality, find_media, holds_several, is_absent
+from .columns import MEDIA_COLUMNS, TEACHER, block_modality, find_media, holds_several, is_absent, is_empty
+from .counts import empty_rows
+from .load import check_separator
 from .nested import Rows, feature_leaves
 
 
@@ -20,19 +22,22 @@ from .nested import Rows, feature_leaves
 _N_ROWS = 16
 
 # Names of prompt columns in other tools
-_PROMPTS = ("messages", "conversations", "conversation", "question", "problem", "query", "instruction")
+_PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
-# Columns that identify the layouts of other tools, supersets of others first
-_LAYOUTS = {
-    "verl": {"prompt", "data_source", "reward_model"},
-    "video-r1": {"problem", "data_type", "path"},
-    "avqa": {"question_text", "multi_choice"},
-    "mmau": {"audio_id", "choices"},
-    "easyr1": {"problem", "answer"},
-    "rlaif-v": {"question", "chosen", "rejected"},
-    "ms-swift": {"query", "response"},
-    "sharegpt": {"conversations"},
-}
+# Columns that identify the layouts of other tools, supersets of others first; pairs of answers with their task
+_LAYOUTS = (
+    ("verl", {"prompt", "data_source", "reward_model"}),
+    ("video-r1", {"problem", "data_type", "path"}),
+    ("avqa", {"question_text", "multi_choice"}),
+    ("mmau", {"audio_id", "choices"}),
+    ("easyr1", {"problem", "answer"}),
+    ("rlaif-v", {"question", "chosen", "rejected"}),
+    *(("llama-factory --task dpo", {column, "chosen", "rejected"}) for column in ("conversations", "instruction")),
+    *(("ms-swift --task dpo", {column}) for column in ("rejected_response", "rejected_messages")),
+    ("ms-swift", {"query", "response"}),
+    ("llama-factory", {"instruction", "output"}),
+    ("sharegpt", {"conversations"}),
+)
 
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
@@ -86,16 +91,25 @@ def check_columns(
     needs_prompt: bool = True,
     extent: Literal["all", "first", "some"] = "all",
     takes: Collection[str] = (),
+    needs: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
     Looks for media that no prompt contains, in the features of a dataset and in up to 16 rows, without decoding them.
-    It reads no rows of streams and of datasets with a transform.
+    It reads no rows of streams and of datasets with a transform. `needs` are options with the modalities that they
+    change, one of which prompts must have.
     """
-    features, rows, has_media = _look(dataset, reads, ignored)
+    features, rows, kinds = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
     if columns:
+        check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
+    every_row = dataset if isinstance(dataset, Sequence) else rows
+    kinds = kinds.union(*(_media_of(row, reads, ignored) for row in every_row))
+    has_media = bool(kinds - {None})
+    if one := [name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)]:
+        convert = f", or {prepared('llama-factory --task dpo')}" * ("chosen" in one)
+        raise MediaError(f"{name}: column {one[0]!r} holds a message; write a list of messages, `[...]`{convert}.")
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
@@ -104,22 +118,32 @@ def check_columns(
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
     unread = [found for found in looked if found is not None]
-    if not unread:
-        return None
-    every_row = dataset if isinstance(dataset, Sequence) else rows
-    has_media = has_media or any(_has_media(row, reads, ignored) for row in every_row)
-    if extent == "first":
-        has_media = has_media or any(column in MEDIA_COLUMNS and column not in ignored for column in columns)
-    takes = {*MODALITIES}.intersection(takes)
-    alone = not has_media and any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
-    message = (
-        f"{name}: no prompt gets these "
-        f"media{', and there are no others, so that the model would get text alone' * alone}: "
-        f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name it "
-        "in `ignored_media_columns`."
-    )
-    if alone and extent != "some":
-        raise MediaError(message)
+    read, message = [each for each in columns if each in MEDIA_COLUMNS and each not in ignored], None
+    if unread:
+        takes = {*MODALITIES}.intersection(takes)
+        certain = any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
+        alone = certain and not (has_media or (extent == "first" and read))
+        message = (
+            f"{name}: no prompt gets these "
+            f"media{', and there are no others, so that the model would get text alone' * alone}: "
+            f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name "
+            "it in `ignored_media_columns`."
+        )
+        if alone and extent != "some":
+            raise MediaError(message)
+    kinds |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
+    is_known = columns and None not in kinds and not isinstance(dataset, IterableDataset)
+    for option, wanted in (needs or {}).items():
+        if is_known and not kinds.intersection(wanted):
+            held = ", ".join(sorted(kinds)) or "text alone"
+            message = f"{name}: {option} changes {' or '.join(sorted(wanted))}, and prompts hold {held}; remove it."
+            if extent == "all":
+                raise ValueError(message)
+    if read and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
+        raise MediaError(
+            f"{name}: no row has anything in {', '.join(map(repr, read))}, so that the model would get text alone; "
+            "fill in the media, or remove the column."
+        )
     return message
 
 
@@ -140,7 +164,7 @@ def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> No
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
     needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
-    for layout, columns in _LAYOUTS.items():
+    for layout, columns in _LAYOUTS:
         column, keys = needed.get(layout, ("", set()))
         if columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
             return layout
@@ -149,7 +173,7 @@ def other_layout(row: Mapping[str, Any]) -> str | None:
 
 def prepared(layout: str, options: str = "") -> str:
     """The remedy for rows of another layout."""
-    return f"convert the {layout} rows with `trl-multimodal-rft prepare {layout}{options}`"
+    return f"convert the {layout.split()[0]} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
 
 def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
@@ -161,15 +185,15 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
                 "'solution' for reward functions."
             )
         return
-    likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
+    likely = next((column for other in _PROMPTS for column in columns if column.strip().lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
     if likely == "messages":  # which may hold the answer
         remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
-        options = {"ms-swift": " --task rl", "sharegpt": " --task rl", "rlaif-v": " --task judge"}.get(layout, "")
-        alternative = "" if likely is None or layout == "sharegpt" else f"{remedy}, or "
-        remedy = alternative + prepared(layout, options)
+        options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
+        alternative = "" if likely is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
+        remedy = alternative + prepared(layout, options.get(layout, ""))
     raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
@@ -187,29 +211,30 @@ def lists_columns(dataset: Rows) -> bool:
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
-    """The features of a dataset, the text columns of some rows, and whether its features show media of prompts."""
+def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], set]:
+    """The features of a dataset, the text columns of some rows, and the modalities of prompts, `None` if unknown."""
     if not lists_columns(dataset):
-        return {}, [], False
+        return {}, [], set()
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
     indices = [i * len(dataset) // n for i in range(n)]
     if isinstance(dataset, Sequence):
-        return {}, [dataset[i] for i in indices], False
+        return {}, [dataset[i] for i in indices], set()
     features = dict(dataset.features)
     filled = {column for column in features if column in MEDIA_COLUMNS}
     rows = []
     if isinstance(dataset, Dataset):
         features = {column: features[column] for column in dataset.format["columns"]}
-        filled = {c for c in filled & features.keys() if dataset.data.column(c).null_count < len(dataset.data)}
+        filled = {c for c in filled & features.keys() if len(empty_rows(dataset, c)) < len(dataset)}
         # The features of other columns show their media, which reading them would decode
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
-    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
-        return features, rows, True
-    keys = {"bytes", "path", "url", "base64"}
-    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
-    return features, rows, any(key in keys or block_modality(key) is not None for key in leaves)
+    kinds = {MEDIA_COLUMNS[column] for column in filled.difference(ignored) if [*feature_leaves(features[column])]}
+    leaves = [each for column in reads for each in feature_leaves(features.get(column, Value("null")))]
+    if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
+        kinds |= {*MODALITIES}
+    json = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # which only reading all rows would tell
+    return features, rows, kinds | json | {block_modality(key) for key, _ in leaves if block_modality(key)}
 
 
 def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
@@ -252,8 +277,8 @@ def _holds_text(feature: FeatureType) -> bool:
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
-def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
-    columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
-    if any(not is_absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
-        return True
-    return any(not isinstance(row.get(c), str) and next(find_media(row.get(c)), None) is not None for c in reads)
+def _media_of(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> set[str]:
+    """The modalities of the media of a row; all of them where a medium doesn't show its own."""
+    columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
+    inside = [kind for c in reads if not isinstance(row.get(c), str) for _, kind, _ in find_media(row.get(c))]
+    return {*map(MEDIA_COLUMNS.__getitem__, columns), *inside} if None not in inside else {*MODALITIES}
