@@ -16,7 +16,7 @@ import torch
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.specifiers import SpecifierSet
-from transformers import Trainer
+from transformers import Trainer, masking_utils
 from trl import (
     DistillationTrainer,
     DPOTrainer,
@@ -44,6 +44,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
+    CACHE_NAMES,
     CALLED,
     OVERRIDDEN,
     TESTED,
@@ -228,6 +229,20 @@ def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(monkeypa
     assert error.startswith("trl 1.99.0 lacks `trl.trainer.utils.nanmin`, `dim` of `trl.trainer.utils.nanstd`, `keepd")
     assert f"; transformers {version('transformers')} lacks `transformers.Trainer._init_training_state`. " in error
     assert f'run `pip install "trl{TESTED["trl"]}" "transformers{TESTED["transformers"]}"`, or update it' in error
+
+
+@pytest.mark.parametrize("name", [*CACHE_NAMES, "mems"])
+def test_a_cache_has_one_of_its_names(name, monkeypatch):
+    names = ["config", "inputs_embeds", "attention_mask", name, "position_ids"]
+    signature = inspect.Signature([inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in names])
+    monkeypatch.setattr(masking_utils.create_masks_for_generate, "__signature__", signature, raising=False)
+    monkeypatch.setattr(versions, "version", lambda name: "5.99.0" if name == "transformers" else version(name))
+    if name not in CACHE_NAMES:
+        with pytest.raises(ImportError, match=r"lacks `cache\|past_key_values` of"):
+            check_versions()
+        return
+    check_versions()
+    assert versions.cache_name.__wrapped__() == name
 
 
 def test_an_older_version_is_an_error_with_the_remedy(tmp_path):

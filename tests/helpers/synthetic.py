@@ -32,7 +32,7 @@ def of(kind: str) -> list[list[Medium]]:
 
 
 IMAGES = ("minicpmv4_7", "mllama", "idefics", "nemotron_h_omni", "inkling2", "unlimited_ocr")
-IMAGES += ("minimax_m3_vl", "mistral_large4", "hy_v4_vl", "inkling2_loop")
+IMAGES += ("minimax_m3_vl", "mistral_large4", "hy_v4_vl", "inkling2_loop", "exaone4_5")
 
 FAMILIES: dict[str, Callable[..., tuple[hf.PreTrainedModel, list[EncodedPrompt]]]] = {
     **{name: partial(build, name, of("image")) for name in IMAGES},
