@@ -141,7 +141,9 @@ def test_half_of_the_rows_need_their_sound(listener, tones):
     with pytest.raises(MediaError, match="no other row has another audio"):
         evaluate(model, processor, [tones[1], tones[1]], accuracy_reward, config)
     with pytest.raises(ValueError, match="No row has audio to answer without"):
-        evaluate(model, processor, [tones[8]], accuracy_reward, config)
+        evaluate(
+            model, processor, [{name: tones[8][name] for name in ("prompt", "solution")}], accuracy_reward, config
+        )
 
 
 @pytest.mark.parametrize(

@@ -226,25 +226,23 @@ def test_a_wrong_reference_is_named_by_its_row_in_the_dataset(tmp_path):
         rule(["?"] * 6, ["x"] * 6, label=["skip"] * 5 + ["use"], solution=[{}] * 6)
 
 
-COMPARISONS = {
-    "equal": lambda completions, solution, **kwargs: [
-        float(a == b) for a, b in zip(completions, solution, strict=True)
+COMPARISONS = [
+    lambda completions, solution, **kwargs: [float(completions[0] == each) for each in solution],
+    lambda completions, **kwargs: [float("a bird" != each) for each in completions],
+    lambda completions, **kwargs: [
+        float(any("a bird" in each for each in [completion])) for completion in completions
     ],
-    "unequal": lambda completions, **kwargs: [float("a bird" != completion) for completion in completions],
-    "holds": lambda completions, log_metric, **kwargs: log_metric("calls", 1) or ["a" in each for each in completions],
-    "of messages": of_messages,
-}
+]
 
 
-@pytest.mark.parametrize("form", COMPARISONS)
-def test_messages_that_are_compared_with_texts_are_named_with_the_first_batch(form, tmp_path, caplog):
-    for conversational in (True, False)[: 2 - (form == "of messages")]:
-        caplog.clear()
-        trainer = trainer_of(COMPARISONS[form], tmp_path, rows(conversational=conversational), max_steps=2)
-        trainer.train()
-        told = ["'<lambda>' compares completions with texts, but they are lists" in each for each in caplog.messages]
-        assert told.count(True) == (conversational and form != "of messages")
-        assert [logs.get("calls", 1.0) for logs in trainer.state.log_history[:2]] == [1.0, 1.0]
+@pytest.mark.parametrize("conversational", [True, False])
+@pytest.mark.parametrize("reward", [*COMPARISONS, of_messages, accuracy_reward])
+def test_messages_that_are_compared_with_texts_are_named(reward, conversational, tmp_path, caplog):
+    """With the first batch, without another call."""
+    if conversational or reward is not of_messages:
+        trainer_of(reward, tmp_path, rows(conversational=conversational), max_steps=2).train()
+        told = [each for each in caplog.messages if "never equal or hold a text" in each]
+        assert len(told) == (conversational and reward in COMPARISONS)
 
 
 # Requests in prompts

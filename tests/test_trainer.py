@@ -343,7 +343,7 @@ def test_model_without_a_name_and_a_processor_raises(tmp_path):
 
 
 def test_tokenizer_for_media_raises(tmp_path):
-    """Text needs no processor, also with empty media columns."""
+    """Text needs no processor, also with media columns that are ignored."""
     model, processor = load("qwen2_5_vl")
     objects = {"model": model, "processing_class": processor.tokenizer}
     message = "is a tokenizer and can't encode {}; pass `processing_class=AutoProcessor"
@@ -353,9 +353,9 @@ def test_tokenizer_for_media_raises(tmp_path):
     evaluated = {"eval_dataset": {"text": text_rows(4), "seen": image_rows(4)}}
     with pytest.raises(MediaError, match=message.format("image")):
         make_trainer(InjectedOurs, "", text_rows(), tmp_path, objects={**objects, **evaluated})
-    rows = text_rows().add_column("image", [None] * 8)
+    rows, ignored = text_rows().add_column("image", [None] * 8), {"ignored_media_columns": ["image"]}
     theirs = run(InjectedTRL, "", text_rows(), objects=objects)
-    ours = run(InjectedOurs, "", rows, objects={**objects, "model": load("qwen2_5_vl")[0]})
+    ours = run(InjectedOurs, "", rows, objects={**objects, "model": load("qwen2_5_vl")[0]}, **ignored)
     assert norm(theirs.update) > 0.01
     assert relative_difference(theirs.update, ours.update) <= 1e-5
 

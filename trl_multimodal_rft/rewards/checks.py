@@ -1,11 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks the parameters, errors and return values of reward functions."""
 
+import builtins
+import dis
 import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -141,16 +143,15 @@ def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exceptio
     return None
 
 
-def compares_with_texts(reward_func: Callable, columns: dict[str, Any]) -> bool:
-    """Whether a plain function asks if completions are texts, or hold some, which messages never do."""
-    compared: list[Any] = []
-    noted = {name: lambda self, other: bool(compared.append(other)) for name in ("__eq__", "__ne__", "__contains__")}
-    probe = type("Messages", (list,), noted)
-    messages = [probe(each) if isinstance(each, list) else each for each in columns["completions"]]
-    if inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func):
-        with suppress(Exception):
-            reward_func(**{**columns, "completions": messages})
-    return any(isinstance(each, str) for each in compared)
+def compares_completions(reward_func: Callable) -> bool:
+    """Whether the code of a function, without helpers, compares or searches something and reads no message."""
+    codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
+    for code in codes:  # with those of comprehensions
+        codes += [each for each in getattr(code, "co_consts", ()) if inspect.iscode(each)]
+    steps = [(step.opname, step.argval) for code in filter(None, codes) for step in dis.get_instructions(code)]
+    helpers = [name for kind, name in steps if kind == "LOAD_GLOBAL" and not hasattr(builtins, name)]
+    compares = any(kind == "CONTAINS_OP" or (kind == "COMPARE_OP" and value in ("==", "!=")) for kind, value in steps)
+    return compares and not helpers and not any(value == "content" for _, value in steps)
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:

@@ -26,7 +26,7 @@ from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded
 from ..policy import PolicyForward
 from ..reporting.model_card import CardNotes
-from ..rewards.checks import compares_with_texts, missing_instructions
+from ..rewards.checks import compares_completions, missing_instructions
 from ..rollout.collect import collect, complete
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
@@ -36,7 +36,6 @@ from ..rollout.reward import (
     reward_rollout,
     rewards_by_turn,
     rewards_per_func,
-    rollout_arguments,
     turn_metrics,
     warn_of_unscorable,
 )
@@ -187,7 +186,7 @@ class Run:
         """Rewards of this rank's completions by each function; by the first function alone if so wished."""
         flight, rewards = rollout.source.flight, self.rewards
         early = None if flight is None or only_first else flight.early_rewards
-        is_first, rewards.were_called = not rewards.were_called and self.step == 0, True
+        is_first, rewards.were_called = not rewards.were_called, True
         if is_first:
             for warning in missing_instructions(rewards.functions(), rewards.names(), rollout.source.messages):
                 logger.warning(warning)
@@ -197,15 +196,14 @@ class Run:
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.state(), **arguments}
         found = reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
-        if is_first:
-            arguments |= dict.fromkeys(rewards.logs, lambda *values: None)
-            columns = rollout_arguments(rollout, arguments)
-            for name, function in zip(*functions[:2], strict=True):
-                if len({*found[name]}) == 1 and compares_with_texts(function, columns):
-                    logger.warning(
-                        f"The reward function '{name}' compares completions with texts, but they are lists of "
-                        "messages, as prompts are here; the text of one is `completion[-1]['content']`."
-                    )
+        conversational = is_first and isinstance(rollout.source.completions[0], list)
+        for name, function in zip(*functions[:2], strict=True):
+            if conversational and len({*found[name]}) == 1 and compares_completions(function):
+                logger.warning(
+                    f"The reward function '{name}' gave the same to all completions of the first batch and reads no "
+                    "message: completions are lists of messages here, as prompts are, which never equal or hold a "
+                    "text; that of one is `completion[-1]['content']`."
+                )
         rows = [[*row] for row in zip(*found.values(), strict=True)]
         warn_of_unscorable(rows, found, rollout.source)
         return rows
