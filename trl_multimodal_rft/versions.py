@@ -153,6 +153,8 @@ CALLED = {
         "self input_ids / next_sequence_length cache|past_key_values attention_mask is_first_iteration"
     ),
     "transformers:PreTrainedModel._can_set_attn_implementation": "",
+    "accelerate.state:GradientState._set_sync_gradients": "self sync_gradients /",
+    "datasets.features.features:require_decoding": "feature / ignore_decode_attribute",
     "transformers.masking_utils:create_masks_for_generate": (
         "config inputs_embeds attention_mask cache|past_key_values position_ids"
     ),
@@ -160,7 +162,7 @@ CALLED = {
 
 
 @lru_cache
-def tested() -> dict[str, str]:
+def bounds() -> dict[str, str]:
     """Bounds of tested versions by package, as pyproject.toml has them; none are known without an installation."""
     with suppress(PackageNotFoundError):
         needs = (re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", each) for each in requires(PACKAGE) or ())
@@ -173,16 +175,16 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return {name: each.version for name in names for each in [*distributions(name=name)][:1]}
 
 
-def side(installed: str, bounds: str) -> int:
-    """-1 for a version below bounds, 1 above them, else 0. What precedes a release counts as that release."""
-    texts = [re.split(r"[^\d.]", installed)[0].strip("."), *re.findall(r"[\d.]+", bounds)]
+def side(installed: str, tested: str) -> int:
+    """-1 for a version below the tested ones, 1 above them, else 0. What precedes a release counts as that release."""
+    texts = [re.split(r"[^\d.]", installed)[0].strip("."), *re.findall(r"[\d.]+", tested)]
     found, *ends = ([*map(int, text.split("."))] for text in texts)
     return (found >= ends[1]) - (found < ends[0]) if ends else 0
 
 
 def missing_parts() -> dict[str, str]:
     """Returns what installed packages lack of the contract: names, and parameters without which calls would fail."""
-    missing: dict[str, list[str]] = {name: [] for name in installed(tested())}
+    missing: dict[str, list[str]] = {name: [] for name in installed(bounds())}
     for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
         package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
         if package not in missing:
@@ -209,12 +211,12 @@ def check_versions() -> None:
     Raises:
         ImportError: If one is too old, or is newer and lacks what this package uses.
     """
-    found = installed(name for name in tested() if name != "vllm")
-    newer = {name: each for name, each in found.items() if side(each, tested()[name]) > 0}
-    old = {name: "is too old" for name, each in found.items() if side(each, tested()[name]) < 0}
+    found = installed(name for name in bounds() if name != "vllm")
+    newer = {name: each for name, each in found.items() if side(each, bounds()[name]) > 0}
+    old = {name: "is too old" for name, each in found.items() if side(each, bounds()[name]) < 0}
     if wrong := old or (missing_parts() if newer else {}):
         said = "; ".join(f"{name} {found[name]} {what}" for name, what in wrong.items())
-        pins = " ".join(f'"{name}{tested()[name]}"' for name in {**wrong, **newer})
+        pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**wrong, **newer})
         own = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
         raise ImportError(f"{said}. {own}: run `pip install {pins}`, or update it.", name=PACKAGE)
     warn_of_newer(newer)
@@ -226,8 +228,8 @@ def warn_of_newer(newer: dict[str, str]) -> None:
     before = os.environ.get(WARNED, "").split("; ")
     if newer and said not in before and os.environ.get("RANK", "0") == "0":
         os.environ[WARNED] = "; ".join([*before, said])
-        bounds = ", ".join(name + tested()[name] for name in newer)
-        warnings.warn(f"{said}: newer than {PACKAGE} was tested with ({bounds}).", stacklevel=3)
+        tested = ", ".join(name + bounds()[name] for name in newer)
+        warnings.warn(f"{said}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=3)
 
 
 @lru_cache

@@ -5,10 +5,10 @@ from importlib.metadata import packages_distributions, version
 
 from trl.import_utils import is_vllm_available
 
-from ..versions import side, tested, warn_of_newer
+from ..versions import bounds, side, warn_of_newer
 
 
-SUPPORTED = "vllm" + (_BOUNDS := tested().get("vllm", ""))
+SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
 
 
 def engine_obstacle() -> str | None:
