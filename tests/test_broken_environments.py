@@ -1,11 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Packages that are missing, or don't fit together: one line at every command, in environments that are broken."""
 
+import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from helpers.processes import PATIENCE
 from test_cli import RUNS, run_of
 
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED
+from trl_multimodal_rft.scripts.errors import input_error
+from trl_multimodal_rft.versions import unfit_packages
 
 
 ROOT, SITE = Path(__file__).parents[1], Path(sysconfig.get_path("purelib"))
@@ -91,6 +95,24 @@ VERSIONS = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvisio
 def test_nothing_is_installed(tmp_path):
     python, _ = environment(tmp_path / "venv", "")
     check_lines(python, tmp_path, LINES, "No (module named|package metadata was found for) .*")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}['gone']", "import gone", "from transformers import gone", "import transformers.gone"]
+)
+def test_the_module_of_a_user_is_no_package(text, tmp_path, monkeypatch):
+    """Its error keeps its traceback, but for a package that fails as it imports it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_rewards.py").write_text(text)
+    with pytest.raises((KeyError, ImportError)) as raised:
+        importlib.import_module("own_rewards")
+    assert unfit_packages(raised.value) is None and input_error(raised.value) is None
+    (tmp_path / "torchvision.py").write_text("{}['gone']")
+    (tmp_path / "own_rewards.py").write_text("import torchvision")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(KeyError) as raised:
+        importlib.import_module("own_rewards")
+    assert "don't fit together: KeyError('gone'). It has torch" in unfit_packages(raised.value)
 
 
 @pytest.mark.slow

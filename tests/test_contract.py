@@ -45,6 +45,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
 )
+from trl_multimodal_rft.cli import COMMANDS, main
 from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
@@ -289,12 +290,17 @@ def test_a_newer_version_whose_imports_fail_lacks_nothing(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("package", "number"), [("torch", "2.10.0+cu128"), ("peft", "0.20.1"), ("datasets", "4.8")])
-def test_an_older_version_is_an_error_with_the_remedy(package, number, tmp_path, monkeypatch):
+def test_an_older_version_is_an_error_with_the_remedy(package, number, tmp_path, monkeypatch, capsys):
     state(tmp_path, monkeypatch, **{package: number}, trl="1.99.0")
     with pytest.raises(ImportError) as raised:
         trl_multimodal_rft.MultimodalGRPOTrainer  # noqa: B018
     pins = f'"{package}{bounds()[package]}" "trl{bounds()["trl"]}"'
-    assert str(raised.value).startswith(f"{package} {number} is too old. {PACKAGE} ") and pins in str(raised.value)
+    said = str(raised.value)
+    assert said.startswith(f"{package} {number} is too old. {PACKAGE} ") and pins in said
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="1"):
+            main([name, "--help"])
+        assert capsys.readouterr().err == f"trl-multimodal-rft {name}: error: {said}\n"
 
 
 @pytest.mark.parametrize(

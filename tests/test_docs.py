@@ -62,6 +62,7 @@ from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.commands import distillation, grpo
+from trl_multimodal_rft.versions import bounds
 
 
 ROOT = Path(__file__).parents[1]
@@ -197,6 +198,16 @@ def test_versions_are_those_of_the_columns():
         versions = {name: re.split(r"[+ ]", each)[0] for name, each in zip(names, found, strict=True)}
         for name, pinned in re.findall(r"^([\w-]+)==([\d.]+)", file.read_text(), re.MULTILINE):
             assert versions.get(name.removesuffix("-cpu"), pinned) == pinned, file  # it has no column of torchvision
+
+
+def test_versions_that_pip_installs_are_those_of_pyproject():
+    page = (ROOT / "docs" / "install.md").read_text()
+    for name, text in bounds().items():
+        lowest, end = re.findall(r"[\d.]+", text)
+        major, minor = end.split(".")
+        last = f"{major}.{int(minor) - 1}"
+        said = f" {lowest}" + f" to {last}" * (last != lowest)
+        assert re.search(rf"(?i)\b{name}{re.escape(said)}(?!\.?\d)", page), f"{name}{said}"
 
 
 OTHERS = "docs/from_others.md"

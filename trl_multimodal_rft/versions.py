@@ -229,7 +229,7 @@ def warn_of_newer(newer: dict[str, str]) -> None:
     if newer and said not in before and os.environ.get("RANK", "0") == "0":
         os.environ[WARNED] = "; ".join([*before, said])
         tested = ", ".join(name + bounds()[name] for name in newer)
-        warnings.warn(f"{said}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=3)
+        warnings.warn(f"{said}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=4)
 
 
 @lru_cache
@@ -253,13 +253,14 @@ def is_torchcodec_usable() -> bool:
 def unfit_packages(error: BaseException) -> str | None:
     """Which packages of this environment don't fit, for an error of their imports; `None` for other errors."""
     is_named = re.compile(r"Could not import module|Failed to import").match  # by transformers and TRL, with the cause
-    if not (is_named(str(error)) and error.__cause__) and not _is_of_imports(error):
+    cause = error
+    while is_named(str(cause)) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if getattr(cause, "name", None) == PACKAGE:
+        return str(cause)
+    if cause is error and not _is_of_imports(error):
         return None
-    while is_named(str(error)) and error.__cause__ is not None:
-        error = error.__cause__
-    if getattr(error, "name", None) == PACKAGE:
-        return str(error)
-    what = str(error) if isinstance(error, (ImportError, OSError, RuntimeError)) else repr(error)
+    what = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
     found = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
     return (
         f"packages of this environment don't fit together: {' '.join(what.split())}. It has {found or 'no torch'}; "
