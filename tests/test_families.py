@@ -41,12 +41,13 @@ def kinds(messages):
 # By name
 
 
-def as_users_write(block):
+def as_users_write(block, processor):
     if block["type"] != "audio":
         return block
     if "base64" in block:
         return {"type": "audio", "audio": {"bytes": base64.b64decode(block["base64"])}}
-    return {**block, "sampling_rate": RATE}
+    extractor = getattr(processor, "feature_extractor", None)
+    return {**block, "sampling_rate": getattr(extractor, "sampling_rate", RATE)}
 
 
 def plain_inputs(model, processor, messages):
@@ -96,7 +97,9 @@ def test_by_name(name, tmp_path):
     model, policy = trainer.model.eval(), trainer._policy
     assert type(model) is type(plain) and type(trainer.processing_class) is type(processor)
     assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id
-    chats = [[{**chat[0], "content": [as_users_write(block) for block in chat[0]["content"]]}] for chat in chats]
+    chats = [
+        [{**chat[0], "content": [as_users_write(block, processor) for block in chat[0]["content"]]}] for chat in chats
+    ]
     messages = [row["prompt"] for row in rows_to_messages([{"prompt": chat} for chat in chats])]
     prompts = [trainer.prompts.encode(message, row) for row, message in enumerate(messages)]
     for prompt, expected in zip(prompts, inputs, strict=True):

@@ -86,8 +86,8 @@ def of_media(model, prompts):
 
 # Codes of images, and features within the language model
 _WITHOUT_MODULES = ("chameleon", "phi4_multimodal")
-# Their joint features aren't joined from those of each prompt
-_NOT_JOINED = ("ovis2", "minicpmv4_6", "llama4")
+# Their joint features aren't joined from those of each prompt, of lfm2_vl since transformers 5.24
+_NOT_JOINED = ("ovis2", "minicpmv4_6", "llama4", "lfm2_vl")
 
 
 TOWERS = ["vision_tower", "audio_tower"]

@@ -32,10 +32,10 @@ G = 3
 PADDED = {
     "mllama": "a mask for each token (cross_attention_mask)",
     "idefics": "a mask for each token (image_attention_mask)",
-    "inkling2": "layers of type hybrid, hybrid_sliding",
+    **dict.fromkeys(["inkling2", "inkling2_loop"], "layers of type hybrid, hybrid_sliding"),
     "unlimited_ocr": "layers of type reference_sliding_attention",
     "minimax_m3_vl": "layers of type minimax_m3_sparse",
-    "mistral_large4": "layers of type indexed_attention",
+    **dict.fromkeys(["mistral_large4", "hy_v4_vl"], "layers of type indexed_attention"),
 }
 
 

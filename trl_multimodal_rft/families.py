@@ -151,6 +151,10 @@ class Family:
 
 FAMILIES = (
     Family(
+        model_types=("apertus1p5",),
+        towers={"image": "model.vision_tokenizer", "audio": "model.audio_tokenizer"},
+    ),
+    Family(
         model_types=("audioflamingo3", "musicflamingo"),
         processors=("AudioFlamingo3Processor", "MusicFlamingoProcessor"),
         audio_limit=lambda processor: processor.max_audio_len,
@@ -240,7 +244,7 @@ FAMILIES = (
         token_masks=("cross_attention_mask",),
     ),
     Family(
-        model_types=("muse_spark", "muse_spark_vision"),
+        model_types=("muse_glimmer", "muse_glimmer_vision", "muse_spark", "muse_spark_vision"),
         precomputes_exactly=False,  # its encoder interpolates positions of the transposed image
     ),
     Family(

@@ -492,7 +492,7 @@ _OWN: dict[str, dict[str, Callable]] = {
     "instructblipvideo": {"video": partial(_with_questions, frames=4)},
     "granite_speech": {"audio": _projected},
     "granite_speech_plus": {"audio": _projected},
-    "inkling2": {"image": _stacked_patches},
+    **dict.fromkeys(("inkling2", "inkling2_loop"), {"image": _stacked_patches}),
     "kimi_k25": {
         "image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model),
         "video": lambda model, sizes: _square_patches(_video_grids(model, sizes), model),

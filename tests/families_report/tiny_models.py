@@ -93,6 +93,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "idefics": {"additional_vocab_size": 2},
     "hunyuan_vl": {"text_config": {"head_dim": _HEAD_DIM, "rope_parameters": {"alpha": 1000.0}}},
+    "inkling2_loop": {
+        "text_config": {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "n_layers_per_attn_res_block": 1}
+    },
     "instructblip": {"image_token_index": _IMAGE, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": _VIDEO, "num_query_tokens": 4},
     "kyutai_speech_to_text": {"codec_config": {"upsample_groups": _HIDDEN}},

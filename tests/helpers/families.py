@@ -1106,6 +1106,79 @@ def inkling():
     )
 
 
+# Of transformers 5.24
+
+
+@family(SPECIAL, image_video_prompts, "image", "video")
+def hy_v4_vl():
+    """Its layers attend to the keys that an indexer chooses; with fewer heads many score 0, and ties decide."""
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    index = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 8, "rope_parameters": QWEN2_ROPE}
+    return build(
+        "HYV4VL",
+        QWEN_VISION_TOKENS,
+        hf.HYV4VLImageProcessor(patch_size=7, size={"shortest_edge": 28 * 28, "longest_edge": 112 * 112}),
+        hf.HYV4VLVideoProcessor(patch_size=7),
+        processor={"blocks": QWEN_VISION_BLOCKS},
+        text={**ranks, **index, **ROUTED_EXPERTS},
+        vision_config=tower(patch_size=7, max_image_size=112, out_hidden_size=64),
+    )
+
+
+@family(SPECIAL, image_prompts, "image")
+def inkling2_loop():
+    """Its second layer runs three times, with keys and values of its own each time."""
+    heads = {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+    attention = {"sliding_window_size": 16, "d_rel": 4, "rel_extent": 32, "unpadded_vocab_size": len}
+    loop = {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 8}
+    layers = {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+    return build(
+        "Inkling2Loop",
+        {"image": "<|image|>"},
+        hf.Inkling2ImageProcessor(size=square(28)),
+        processor={"class": hf.Inkling2Processor},
+        text={**heads, **attention, **loop, **layers, **ROUTED_EXPERTS, "n_layers_per_attn_res_block": 1},
+        vision_config=tower(patch_size=14, projection_hidden_dim=64, text_hidden_size=64, posemb_grid_size=8),
+    )
+
+
+@family(MORE_FAMILIES, image_audio_prompts, "image", "audio")
+def apertus1p5():
+    """Images and sounds become codes behind the words, for which the head has no rows."""
+    tokens = {"image": "<|image|>", "boi": "<|img_start|>", "eoi": "<|img_end|>", "eol": "<|img_end_of_row|>"}
+    tokens |= {"image_wrapper": "<|img_token_start|>", "audio": "<|audio|>", "boa": "<|audio_start|>"}
+    codec = {"num_filters": 8, "hidden_size": 32, "codebook_dim": 32, "codebook_size": 64, "num_lstm_layers": 1}
+    codes = {"codebook_size": 8, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1}
+    model, processor = build(
+        "Apertus1p5",
+        {**tokens, "eoa": "<|audio_end|>"},
+        hf.Apertus1p5ImageProcessor(spatial_factor=4, size={"min_pixels": 16 * 16, "max_pixels": 28 * 28}),
+        hf.WavTokenizerFeatureExtractor(normalize_audio=True, target_peak_dB_FS=24.0),
+        text={"vocab_size": lambda words: len(words) + 72, "output_vocab_size": len},
+        vision_config={**codes, "channel_multiplier": [1, 1, 1], "resolution": 28},
+        audio_config={"model_type": "wavtokenizer_encoder", **codec},
+        image_token_offset=len,
+        audio_token_offset=lambda words: len(words) + 8,
+    )
+    model.model.audio_tokenizer.quantizer.codebook.embed.normal_(std=0.03)  # of random models, 0
+    return model, processor
+
+
+@family(MORE_FAMILIES, single_audio_prompts, "audio")
+def omniasr():
+    kernels, strides = [10, 3, 3, 3, 3, 2, 2], [8, 4, 4, 2, 2, 2, 2]
+    convolutions = {"conv_dim": [16] * 7, "conv_kernel": kernels, "conv_stride": strides}
+    positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
+    return build(
+        "OmniASR",
+        {"audio": "<extra_id_1>"},
+        hf.OmniASRFeatureExtractor(),
+        processor={"audio_token": "<extra_id_1>", "conv_kernel": kernels, "conv_stride": strides},
+        text={"model_type": "llama"},
+        audio_config=tower(model_type="omniasr_audio", **convolutions, **positions),
+    )
+
+
 ALL_FAMILIES = {**FAMILIES, **SPECIAL, **MORE_FAMILIES}
 
 # For tests that assert the same of every family: the default run has these, the slow run has all

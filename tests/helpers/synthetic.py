@@ -19,7 +19,7 @@ from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.PreTrainedModel, list[EncodedPrompt]]:
     """Returns a model, with `changes` of its config, and prompts with media of these kinds and sizes."""
     class_name = classes_with_media().get(model_type)
-    if class_name is None and Version(hf.__version__) < Version("5.23"):
+    if class_name is None and Version(hf.__version__) < Version("5.24"):
         pytest.skip(f"this transformers has no {model_type}")
     model = tiny_model(getattr(hf, class_name), changes)
     model.generation_config = hf.GenerationConfig(pad_token_id=0)
@@ -32,7 +32,7 @@ def of(kind: str) -> list[list[Medium]]:
 
 
 IMAGES = ("minicpmv4_7", "mllama", "idefics", "nemotron_h_omni", "inkling2", "unlimited_ocr")
-IMAGES += ("minimax_m3_vl", "mistral_large4")
+IMAGES += ("minimax_m3_vl", "mistral_large4", "hy_v4_vl", "inkling2_loop", "exaone4_5")
 
 FAMILIES: dict[str, Callable[..., tuple[hf.PreTrainedModel, list[EncodedPrompt]]]] = {
     **{name: partial(build, name, of("image")) for name in IMAGES},

@@ -11,6 +11,7 @@ from typing import Unpack
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -112,12 +113,13 @@ def _add_precomputed(
     arguments = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     device = next(iter(tensors.values())).device
-    moved = {}
-    for name, value in _precomputed(tower, tensors).items():
-        if isinstance(value, torch.Tensor) and value.device != device:
-            value = remember_on_host(to_device(value, device), value)
-        moved[name] = value
-    return args, {**moved, **kwargs}
+
+    def move(value: torch.Tensor | int) -> torch.Tensor | int:
+        if not isinstance(value, torch.Tensor) or value.device == device:
+            return value
+        return remember_on_host(to_device(value, device), value)
+
+    return args, {**tree_map(move, _precomputed(tower, tensors)), **kwargs}
 
 
 @torch.no_grad()

@@ -240,8 +240,9 @@ def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Te
 
 def _calls_of(parts: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
     """The calls, of those of each prompt, whose inputs are that of the call at an index; none without all of them."""
-    if way == _ONE_BY_ONE:
-        return [call for part in parts for call in part][index : index + 1]
+    if way == _ONE_BY_ONE:  # not one call for all prompts, which starts with the features of the first
+        calls = [call for part in parts for call in part][index : index + 1]
+        return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [part[index] for part in parts if index < len(part)]
     shapes = [call.shape for call in calls]
     if features is None or len(calls) < len(parts) or any(len(shape) != features.dim() for shape in shapes):

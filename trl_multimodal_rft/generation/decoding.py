@@ -101,7 +101,7 @@ def decode(
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
-    step["position_ids"] = step["position_ids"].clone()
+    step["position_ids"] = _last_positions(step, cache)
     finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
@@ -156,10 +156,15 @@ def decode(
     if not config.return_dict_in_generate:
         return ids[:, :n]
     output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))
-    output[cache_name()] = cache
-    for name, values in kept.items():
-        output[name] = tuple(values[: n - start])
+    for name, value in {cache_name(): cache, **{name: tuple(kept[name][: n - start]) for name in kept}}.items():
+        output[name] = value
     return output
+
+
+def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
+    """Positions of the tokens before a step; models without them count the tokens of the cache, padding included."""
+    positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
+    return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:

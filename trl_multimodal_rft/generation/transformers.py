@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
@@ -27,6 +27,9 @@ from ..models.wrapped import replaced
 from ..versions import cache_name
 from .decoding import decode, decodes
 
+
+# Layers of caches without keys, of which older versions of transformers have one kind
+_WITHOUT_KEYS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
 # Prefixes are prefilled first if that leaves at most this share of the tokens
 _WORTH_PREFILLING = 0.9
@@ -276,7 +279,7 @@ def shares_prompts(model: PreTrainedModel, has_room: bool = False) -> bool:
     layers = {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
     kinds = {DynamicLayer} if has_room else {DynamicLayer, DynamicSlidingWindowLayer}
     has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # no windows
-    return set() < layers - {LinearAttentionLayer, DummyLayer} <= kinds and not has_chunks and takes_layouts(model)
+    return set() < layers - _WITHOUT_KEYS <= kinds and not has_chunks and takes_layouts(model)
 
 
 def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
