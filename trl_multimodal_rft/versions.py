@@ -141,7 +141,7 @@ CALLED = {
         "student_logit_scale student_final_logit_softcapping teacher_logit_scale teacher_final_logit_softcapping /"
     ),
     "trl.trainer.utils:maybe_gather_lm_head_ctx": "params /",
-    "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class /",
+    "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class",
     "trl.chat_template_utils:parse_response": "tokenizer ids / prefix tools",
     SFT + "__init__": (
         "model args data_collator train_dataset eval_dataset processing_class callbacks optimizers "
