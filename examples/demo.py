@@ -14,6 +14,17 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+from trl_multimodal_rft import (
+    CompactLogCallback,
+    MultimodalGRPOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+    TrainingCurvesCallback,
+)
+
+
+# isort: split
+# Behind what names the packages of an environment that don't fit together
 import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, List, Value
@@ -22,13 +33,6 @@ from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, Trainer, TrainingArguments
 from trl import ModelConfig
 
-from trl_multimodal_rft import (
-    CompactLogCallback,
-    MultimodalGRPOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-    TrainingCurvesCallback,
-)
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import RunArguments, parse

@@ -11,7 +11,6 @@ and exit code 1 or 2.
 import argparse
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,15 +21,15 @@ from pathlib import Path
 import soundfile
 import soxr
 from extras import environment, write_wheel
+from helpers import first_run_page
 from helpers.files import write_lines
 from PIL import Image
 from tasks import SPOKEN_QUESTION
 
 
 ROOT = Path(__file__).parents[1]
-CONSOLE, PAGE = Path(__file__).with_suffix(".txt"), ROOT / "docs" / "first_run.md"
+CONSOLE = Path(__file__).with_suffix(".txt")
 RATE = 22050  # Hz; the model has another rate
-BY_HAND = ("hf ", "trl-multimodal-rft chat ")  # commands that need an account, or a browser
 CPU = ["--accelerate_config", "cpu", "--dtype", "float32"]
 MODEL = ["--model_name_or_path", "model"]
 ROWS = ["--dataset_name", "train.jsonl", "--media_dir", "recordings", "--prompt", "{question}"]
@@ -86,25 +85,7 @@ def write_files(folder: Path) -> None:
     deaf = {"prompt": SPOKEN_QUESTION, "audio_path": "recordings/train_0.wav", "solution": "one"}
     for name, row in {**LAYOUTS, "deaf": deaf}.items():
         write_lines(folder / f"{name}.jsonl", [row] * 2)
-    for name, text in re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        (folder / name).write_text(text)
-
-
-def typed() -> list[tuple[str, str]]:
-    """Returns the commands of the page, and what it shows of their output."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    commands = []
-    for (language, text), (following, shown) in zip(fences, [*fences[1:], ("text", "")], strict=True):
-        lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
-        commands += [(line, "" if following else shown) for line in lines if not line.startswith(BY_HAND)]
-    return commands
-
-
-def masked(console: str, folder: Path) -> list[str]:
-    """Masks what differs between runs and machines: numbers, times, folders, and a completion."""
-    text = console.replace(str(folder), "FOLDER").split("\r")[-1]
-    text = re.sub(r"(?m)^completion \(.*", "completion", text)
-    return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
+    first_run_page.write_files(folder)
 
 
 def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None:
@@ -135,20 +116,14 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
         kind = seeing if layout in ("easyr1", "verl") else ["sft", *MODEL, *SHORT[:-4]]
         command(*kind, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
-    # The page, whose lines are printed in their order
-    for line, shown in typed():
-        run = command(*shlex.split(line)[1:])
-        printed = masked(run.stdout, folder)
-        rest = iter(printed)
-        missing = [each for each in masked(shown, folder) if each not in rest]
-        assert not missing, "\n".join([line, *missing, "isn't in", *printed])
-        if line == "trl-multimodal-rft grpo --config digits.yaml":
-            assert "Warning" not in run.stderr, run.stderr
-            if write:
-                CONSOLE.write_text("\n".join(printed) + "\n")
-            difference = list(unified_diff(CONSOLE.read_text().splitlines(), printed, "stored", "shown", lineterm=""))
-            assert not difference, "\n".join(difference)
-        assert not line.endswith("digits.yaml --dry_run") or not (folder / "digits").exists()
+    # The page
+    run = first_run_page.play(command, folder)["trl-multimodal-rft grpo --config digits.yaml"]
+    assert "Warning" not in run.stderr, run.stderr
+    printed = first_run_page.masked(run.stdout, folder)
+    if write:
+        CONSOLE.write_text("\n".join(printed) + "\n")
+    difference = list(unified_diff(CONSOLE.read_text().splitlines(), printed, "stored", "shown", lineterm=""))
+    assert not difference, "\n".join(difference)
     again = command("grpo", "--config", "digits/run.yaml", "--dry_run").stdout
     assert "<audio: " in again, again
     metrics = json.loads((folder / "results" / "metrics.json").read_text())["metrics"]

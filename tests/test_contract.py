@@ -3,10 +3,13 @@
 
 import inspect
 import os
+import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,6 +18,7 @@ import pytest
 import torch
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from transformers import Trainer, masking_utils
 from trl import (
@@ -29,6 +33,7 @@ from trl import (
 )
 from trl.trainer.utils import RepeatSampler
 
+import trl_multimodal_rft
 from trl_multimodal_rft import (
     MultimodalDistillationTrainer,
     MultimodalDPOTrainer,
@@ -39,16 +44,22 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
-    versions,
 )
+from trl_multimodal_rft.cli import COMMANDS, main
 from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CACHE_NAMES,
     CALLED,
     OVERRIDDEN,
-    TESTED,
+    PACKAGE,
+    WARNED,
+    bounds,
+    cache_name,
     check_versions,
+    installed,
+    side,
+    unfit_packages,
 )
 
 
@@ -64,7 +75,7 @@ def test_overridden_method_has_these_parameters(path):
 @pytest.mark.parametrize("path", CALLED)
 def test_called_function_takes_these_parameters(path):
     found = inspect.signature(resolve_name(path)).parameters.keys()
-    missing = [name for name in CALLED[path].split() if found.isdisjoint(name.split("|"))]
+    missing = [name for name in CALLED[path].replace("/", "").split() if found.isdisjoint(name.split("|"))]
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
 
 
@@ -191,12 +202,21 @@ def test_families_still_have_their_own_rules():
         )
 
 
-def imported(tmp_path, **versions) -> str:
+def state(folder: Path, monkeypatch=None, **packages) -> None:
+    """Has packages state other versions, in new processes or, given `monkeypatch`, in this one."""
+    for name, number in packages.items():
+        info = folder / f"{name}-{number}.dist-info"
+        info.mkdir()
+        info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    if monkeypatch is not None:
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv(WARNED, "")  # restored afterwards
+        check_versions.cache_clear()
+
+
+def imported(tmp_path, **packages) -> str:
     """Imports a trainer in a new process, in which packages say other versions, and returns what it prints."""
-    for name, number in versions.items():
-        folder = tmp_path / f"{name}-{number}.dist-info"
-        folder.mkdir()
-        folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    state(tmp_path, **packages)
     code = "from trl_multimodal_rft import MultimodalGRPOTrainer\nimport sys; print('imported', *sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
@@ -206,10 +226,8 @@ def imported(tmp_path, **versions) -> str:
 @pytest.mark.slow
 def test_a_newer_version_is_warned_of_once(tmp_path):
     said = imported(tmp_path, trl="1.99.0", transformers="5.99.0.dev0")
-    tested = f"(trl{TESTED['trl']}, transformers{TESTED['transformers']})"
-    expected = (
-        f"UserWarning: trl 1.99.0, transformers 5.99.0.dev0: newer than trl-multimodal-rft was tested with {tested}."
-    )
+    tested = f"(transformers{bounds()['transformers']}, trl{bounds()['trl']})"
+    expected = f"UserWarning: transformers 5.99.0.dev0, trl 1.99.0: newer than {PACKAGE} was tested with {tested}."
     assert said.count(expected) == 1 and "imported" in said
     # What other trainers and single options need is imported with them
     assert "trl_multimodal_rft.trainers.grpo_trainer" in said and said.count(" trl_multimodal_rft.") <= 157
@@ -217,47 +235,146 @@ def test_a_newer_version_is_warned_of_once(tmp_path):
     assert not late & {*said.split()}
 
 
-def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(monkeypatch):
-    monkeypatch.setattr("trl.trainer.utils.nanstd", lambda tensor: tensor)
+def warnings_of_check() -> list[str]:
+    check_versions.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_versions()
+    return [str(each.message) for each in caught]
+
+
+def test_the_processes_that_a_process_starts_do_not_warn_again(tmp_path, monkeypatch):
+    state(tmp_path, monkeypatch, accelerate="1.16.0rc1", torch="2.16.0+cu140", datasets="5.2.9", peft="0.21.0")
+    monkeypatch.setenv("RANK", "1")
+    assert warnings_of_check() == []
+    monkeypatch.setenv("RANK", "0")
+    (said,) = warnings_of_check()
+    tested = f"(accelerate{bounds()['accelerate']}, torch{bounds()['torch']})"
+    assert said == f"accelerate 1.16.0rc1, torch 2.16.0+cu140: newer than {PACKAGE} was tested with {tested}."
+    assert warnings_of_check() == [] and os.environ[WARNED].endswith("torch 2.16.0+cu140")  # as a child finds it
+    state(tmp_path, monkeypatch, trl="1.17.0")
+    assert len(warnings_of_check()) == 1  # another environment
+
+
+def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatch):
+    """Positions may have other names; what is passed by name, or called or overridden by its name, may not."""
+    monkeypatch.setattr("trl.trainer.utils.nanmin", lambda values: values)
+    monkeypatch.setattr("trl.trainer.utils.nanstd", lambda values, **others: values)
+    check_versions.cache_clear()
     check_versions()  # looks at parts of newer versions alone
-    monkeypatch.delattr("trl.trainer.utils.nanmin")
+    monkeypatch.setattr("trl.trainer.utils.use_adapter", lambda model: model)
+    monkeypatch.delattr("trl.trainer.utils.nanmax")
     monkeypatch.delattr(Trainer, "_init_training_state")
-    monkeypatch.setattr(versions, "version", lambda name: "1.99.0" if name == "trl" else version(name))
+    state(tmp_path, monkeypatch, trl="1.99.0")
     with pytest.raises(ImportError) as raised:
         check_versions()
-    error = str(raised.value)
-    assert error.startswith("trl 1.99.0 lacks `trl.trainer.utils.nanmin`, `dim` of `trl.trainer.utils.nanstd`, `keepd")
-    assert f"; transformers {version('transformers')} lacks `transformers.Trainer._init_training_state`. " in error
-    assert f'run `pip install "trl{TESTED["trl"]}" "transformers{TESTED["transformers"]}"`, or update it' in error
+    error, number = str(raised.value), version("transformers")
+    lost = "`adapter_name` of `trl.trainer.utils.use_adapter`, `trl.trainer.utils.nanmax`, "
+    lost += "`dim` of `trl.trainer.utils.nanstd`, `keepdim` of `trl.trainer.utils.nanstd`"
+    assert f"trl 1.99.0 lacks {lost}" in error
+    assert f"transformers {number} lacks `transformers.Trainer._init_training_state`; " in error
+    pins = f'"transformers{bounds()["transformers"]}" "trl{bounds()["trl"]}"'
+    assert error.endswith(f"was tested with other versions: run `pip install {pins}`, or update it.")
 
 
 @pytest.mark.parametrize("name", [*CACHE_NAMES, "mems"])
-def test_a_cache_has_one_of_its_names(name, monkeypatch):
+def test_a_cache_has_one_of_its_names(name, tmp_path, monkeypatch):
     names = ["config", "inputs_embeds", "attention_mask", name, "position_ids"]
     signature = inspect.Signature([inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in names])
     monkeypatch.setattr(masking_utils.create_masks_for_generate, "__signature__", signature, raising=False)
-    monkeypatch.setattr(versions, "version", lambda name: "5.99.0" if name == "transformers" else version(name))
+    state(tmp_path, monkeypatch, transformers="5.99.0")
+    check_versions.cache_clear()
     if name not in CACHE_NAMES:
         with pytest.raises(ImportError, match=r"lacks `cache\|past_key_values` of"):
             check_versions()
         return
     check_versions()
-    assert versions.cache_name.__wrapped__() == name
+    assert cache_name.__wrapped__() == name
 
 
-def test_an_older_version_is_an_error_with_the_remedy(tmp_path):
-    said = imported(tmp_path, torch="2.10.0+cu128")
-    assert (
-        "ImportError: torch 2.10.0+cu128 is too old. " in said
-        and f'run `pip install "torch{TESTED["torch"]}"`' in said
+def test_a_newer_version_whose_imports_fail_lacks_nothing(tmp_path, monkeypatch):
+    """It names the cause, rather than each part of the contract."""
+    state(tmp_path, monkeypatch, trl="1.99.0")
+    cause = RuntimeError("operator torchvision::nms does not exist")
+
+    def fails(path):
+        raise ModuleNotFoundError(f"Could not import module '{path}'. Are its requirements there?") from cause
+
+    monkeypatch.setattr(pkgutil, "resolve_name", fails)
+    with pytest.raises(ModuleNotFoundError, match="Could not import") as raised:
+        check_versions()
+    assert f"don't fit together: {cause}. It has torch" in unfit_packages(raised.value)
+
+
+@pytest.mark.parametrize(("package", "number"), [("torch", "2.10.0+cu128"), ("peft", "0.20.1"), ("datasets", "4.8")])
+def test_an_older_version_is_an_error_with_the_remedy(package, number, tmp_path, monkeypatch, capsys):
+    state(tmp_path, monkeypatch, **{package: number}, trl="1.99.0")
+    with pytest.raises(ImportError) as raised:
+        trl_multimodal_rft.MultimodalGRPOTrainer  # noqa: B018
+    pins = f'"{package}{bounds()[package]}" "trl{bounds()["trl"]}"'
+    said = str(raised.value)
+    assert said.startswith(f"{package} {number} is too old. {PACKAGE} ") and pins in said
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="1"):
+            main([name, "--help"])
+        assert capsys.readouterr().err == f"trl-multimodal-rft {name}: error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ("5.15.9", -1),
+        ("5.16", 0),
+        ("5.16.0.dev0", 0),
+        ("5.24.9+cpu", 0),
+        ("5.25.0rc1", 1),
+        ("5.25", 1),
+        ("5.100", 1),
+        ("4.99", -1),
+    ],
+)
+def test_versions_are_compared_by_their_releases(found, expected):
+    assert side(found, ">=5.16,<5.25") == expected
+
+
+def bounds_in(requirements) -> dict[str, str]:
+    """Bounds of each requirement that has both ends."""
+    found = {}
+    for each in map(Requirement, requirements):
+        ends = {end.operator: end.version for end in each.specifier}
+        if ends.keys() == {">=", "<"}:
+            assert found.setdefault(each.name, f">={ends['>=']},<{ends['<']}") == f">={ends['>=']},<{ends['<']}"
+    return found
+
+
+def test_pip_resolves_what_the_package_accepts(tmp_path, monkeypatch):
+    """The bounds of pyproject.toml are those of the wheel, of an editable install, and of this environment."""
+    project = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())["project"]
+    expected = bounds_in(
+        [*project["dependencies"], *(line for each in project["optional-dependencies"].values() for line in each)]
     )
-
-
-def test_the_package_installs_beside_what_is_tested():
-    required = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())["project"]["dependencies"]
-    floors = {name: tested.split(",")[0] for name, tested in TESTED.items()}
-    assert {f"trl{floors['trl']}", f"torch{floors['torch']}", f"transformers{floors['transformers']},<6"} < {*required}
-    assert all(SpecifierSet(tested).contains(version(name), True) for name, tested in TESTED.items())
+    contract = {path.split(".")[0].split(":")[0] for path in (*CALLED, *ALL_OVERRIDDEN)}
+    assert contract | {"torch", "vllm"} == {*expected}
+    assert bounds() == expected, "run `pip install -e .` again, as `make` does"
+    assert all(SpecifierSet(expected[name]).contains(each, True) for name, each in installed(expected).items())
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "trl_multimodal_rft").mkdir()
+    code = "import sys; from setuptools import build_meta as build\n"
+    code += "for kind in sys.argv[1:]: getattr(build, f'prepare_metadata_for_build_{kind}')(kind)"
+    kinds = ["wheel", "editable"]
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+    subprocess.run([sys.executable, "-c", code, *kinds], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    infos = [path for kind in kinds for path in (tmp_path / kind).glob("*-info")]
+    assert {path.suffix for path in infos} == {".dist-info", ".egg-info"}  # the second is that of a source folder
+    for number, path in enumerate(infos):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path.rename(folder / path.name)
+        with monkeypatch.context() as context:
+            context.setattr(sys, "path", [str(folder)])
+            assert bounds.__wrapped__() == expected
 
 
 def test_checkpoints_need_what_they_declare():

@@ -53,6 +53,7 @@ from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.commands import distillation, grpo
+from trl_multimodal_rft.versions import bounds
 
 
 ROOT = Path(__file__).parents[1]
@@ -174,6 +175,27 @@ def test_commands_are_there(page):
 def test_extras_are_those_of_the_package():
     rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \|$", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
     assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(EXTRAS.keys() - {"test", "docs", "dev"})
+
+
+def test_versions_are_those_of_the_columns():
+    """The rows of the table hold what the files of their columns pin."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    names = re.search(r"^\| command \| Python \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+    for file in sorted((ROOT / "tests" / "columns").glob("*.txt")):
+        found = re.search(rf"^\| `make test-{file.stem}` \| [\d.]+ \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+        versions = {name: re.split(r"[+ ]", each)[0] for name, each in zip(names, found, strict=True)}
+        for name, pinned in re.findall(r"^([\w-]+)==([\d.]+)", file.read_text(), re.MULTILINE):
+            assert versions.get(name.removesuffix("-cpu"), pinned) == pinned, file  # it has no column of torchvision
+
+
+def test_versions_that_pip_installs_are_those_of_pyproject():
+    page = (ROOT / "docs" / "install.md").read_text()
+    for name, text in bounds().items():
+        lowest, end = re.findall(r"[\d.]+", text)
+        major, minor = end.split(".")
+        last = f"{major}.{int(minor) - 1}"
+        said = f" {lowest}" + f" to {last}" * (last != lowest)
+        assert re.search(rf"(?i)\b{name}{re.escape(said)}(?!\.?\d)", page), f"{name}{said}"
 
 
 def lightrft_with(strategy, task):

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 
-from .versions import unfit_packages
+from .versions import PACKAGE, check_versions, unfit_packages
 
 
 def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
@@ -19,11 +19,12 @@ def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
     def load(name: str):
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        check_versions()
         try:
             return getattr(importlib.import_module(f".{known[name]}", package), name)
-        except (ImportError, RuntimeError) as error:
+        except Exception as error:
             if (unfit := unfit_packages(error)) is None:
                 raise
-            raise ImportError(unfit) from error
+            raise ImportError(unfit, name=PACKAGE) from error
 
     return load, lambda: sorted({*vars(importlib.import_module(package)), *known}), sorted(known)

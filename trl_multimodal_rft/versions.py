@@ -1,18 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supported versions of TRL, transformers and torch, and the undocumented parts of them that this package uses."""
+"""Tested versions of other packages, and the undocumented parts of them that this package uses."""
 
 import inspect
+import os
 import pkgutil
 import re
+import sys
+import traceback
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import distributions, version
-
-from packaging.version import Version
+from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires, version
 
 
-# What the tests run, see docs/install.md; pyproject.toml has the lower bounds, so that newer versions install
-TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.16,<5.25", "torch": ">=2.11,<2.16"}
+PACKAGE = "trl-multimodal-rft"
+# Environment variable with the versions that this process, or one that started it, has warned of
+WARNED = "TRL_MULTIMODAL_RFT_WARNED"
 
 # Names of a cache in inputs and outputs of models, by version
 CACHE_NAMES = ("cache", "past_key_values")
@@ -75,8 +79,8 @@ OVERRIDDEN = {
 }
 ALL_OVERRIDDEN = {path: given for each in OVERRIDDEN.values() for path, given in each.items()}
 
-# Undocumented functions and methods that the package calls, with the parameters that it passes. `|` separates names
-# of a parameter in different versions.
+# Undocumented functions and methods that are called, with the parameters that get values, before `/` by position.
+# `|` separates names of a parameter in different versions.
 CALLED = {
     GRPO + "__init__": (
         "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
@@ -90,110 +94,141 @@ CALLED = {
         "model teacher_model args train_dataset eval_dataset processing_class callbacks optimizers "
         "quantization_config peft_config tools"
     ),
-    DISTILLATION + "_get_eval_sampler": "eval_dataset",
-    GRPO + "get_high_entropy_mask": "self entropies mask threshold",
-    GRPO + "_get_eval_sampler": "eval_dataset",
-    SFT + "_get_eval_sampler": "eval_dataset",
-    "transformers:Trainer._get_output_dir": "trial",
+    DISTILLATION + "_get_eval_sampler": "self eval_dataset /",
+    GRPO + "get_high_entropy_mask": "self entropies mask threshold /",
+    GRPO + "_get_eval_sampler": "self eval_dataset /",
+    SFT + "_get_eval_sampler": "self eval_dataset /",
+    "transformers:Trainer._get_output_dir": "self trial /",
     # Functions that write and push a checkpoint
-    "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
-    "transformers:Trainer._save_scaler": "output_dir",
-    "transformers:Trainer._save_rng_state": "output_dir",
-    "transformers:Trainer.store_flos": "",
-    "transformers:Trainer._push_from_checkpoint": "checkpoint_folder",
-    "transformers:Trainer._finish_current_push": "",
-    "trl.trainer.utils:use_adapter": "model adapter_name",
+    "transformers:Trainer._save_optimizer_and_scheduler": "self output_dir /",
+    "transformers:Trainer._save_scaler": "self output_dir /",
+    "transformers:Trainer._save_rng_state": "self output_dir /",
+    "transformers:Trainer.store_flos": "self /",
+    "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder /",
+    "transformers:Trainer._finish_current_push": "self /",
+    "trl.trainer.utils:use_adapter": "model adapter_name /",
     "trl.trainer.utils:print_prompt_completions_sample": (
-        "prompts completions rewards advantages step num_samples extra"
+        "prompts completions rewards advantages step num_samples / extra"
     ),
-    "trl.trainer.utils:nanmin": "tensor",
-    "trl.trainer.utils:nanmax": "tensor",
-    "trl.trainer.utils:nanstd": "tensor dim keepdim",
-    "trl.trainer.utils:disable_dropout_in_model": "model",
+    "trl.trainer.utils:nanmin": "tensor /",
+    "trl.trainer.utils:nanmax": "tensor /",
+    "trl.trainer.utils:nanstd": "tensor / dim keepdim",
+    "trl.trainer.utils:disable_dropout_in_model": "model /",
     "trl.trainer.utils:start_event_loop_in_daemon": "name",
-    "trl.trainer.utils:shutdown_event_loop_in_daemon": "thread loop",
-    "trl.models:prepare_deepspeed": "model accelerator",
-    "trl.models:prepare_fsdp": "model accelerator",
-    "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
-    "trl.models.utils:disable_gradient_checkpointing": "model gradient_checkpointing_kwargs",
-    "trl.extras.profiling:profiling_context": "trainer name",
-    "trl.trainer.utils:create_model_from_path": "model_id architecture kwargs",
-    "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator",
-    "trl.distributed:DistributedBackend.gather_params": "params",
-    "transformers.conversion_mapping:get_model_conversion_mapping": "model add_legacy",
-    "transformers.exporters.utils:precompute_export_inputs": "model inputs",
-    "transformers.core_model_loading:revert_weight_conversion": "model state_dict",
-    "transformers.core_model_loading:WeightTransform.reverse_transform": "",
-    "transformers.core_model_loading:WeightTransform.rename_source_key": "source_key",
-    "peft.utils.integrations:dequantize_bnb_weight": "weight",
-    "trl.trainer.utils:get_config_model_id": "config",
-    "trl.trainer.utils:get_callable_name": "func",
-    "trl.trainer.utils:is_async_callable": "func",
+    "trl.trainer.utils:shutdown_event_loop_in_daemon": "thread loop /",
+    "trl.models:prepare_deepspeed": "model accelerator /",
+    "trl.models:prepare_fsdp": "model accelerator /",
+    "trl.models.utils:_ForwardRedirection.__call__": "self wrapper_module original_module method /",
+    "trl.models.utils:disable_gradient_checkpointing": "model gradient_checkpointing_kwargs /",
+    "trl.extras.profiling:profiling_context": "trainer name /",
+    "trl.trainer.utils:create_model_from_path": "model_id / architecture kwargs",
+    "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator /",
+    "trl.distributed:DistributedBackend.gather_params": "self params /",
+    "transformers.conversion_mapping:get_model_conversion_mapping": "model / add_legacy",
+    "transformers.exporters.utils:precompute_export_inputs": "model inputs /",
+    "transformers.core_model_loading:revert_weight_conversion": "model state_dict /",
+    "transformers.core_model_loading:WeightTransform.reverse_transform": "self /",
+    "transformers.core_model_loading:WeightTransform.rename_source_key": "self source_key /",
+    "peft.utils.integrations:dequantize_bnb_weight": "weight /",
+    "trl.trainer.utils:get_config_model_id": "config /",
+    "trl.trainer.utils:get_callable_name": "func /",
+    "trl.trainer.utils:is_async_callable": "func /",
     "trl.kernels:ChunkedLogProbFunction.forward": (
-        "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+        "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs /"
     ),
     "trl.kernels.chunked_divergence:ChunkedDivergenceFunction.forward": (
-        "student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta temperature "
-        "student_logit_scale student_final_logit_softcapping teacher_logit_scale teacher_final_logit_softcapping"
+        "ctx student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta temperature "
+        "student_logit_scale student_final_logit_softcapping teacher_logit_scale teacher_final_logit_softcapping /"
     ),
-    "trl.trainer.utils:maybe_gather_lm_head_ctx": "params",
-    "trl.chat_template_utils:parse_response": "tokenizer ids prefix tools",
+    "trl.trainer.utils:maybe_gather_lm_head_ctx": "params /",
+    "trl.chat_template_utils:parse_response": "tokenizer ids / prefix tools",
     SFT + "__init__": (
         "model args data_collator train_dataset eval_dataset processing_class callbacks optimizers "
         "optimizer_cls_and_kwargs quantization_config peft_config"
     ),
-    "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature",
-    "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
+    "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index / entropy_requires_grad temperature",
+    "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs /",
     "transformers:GenerationMixin.prepare_inputs_for_generation": (
-        "self input_ids cache|past_key_values attention_mask is_first_iteration"
+        "self input_ids / next_sequence_length cache|past_key_values attention_mask is_first_iteration"
     ),
     "transformers:PreTrainedModel._can_set_attn_implementation": "",
+    "accelerate.state:GradientState._set_sync_gradients": "self sync_gradients /",
+    "datasets.features.features:require_decoding": "feature / ignore_decode_attribute",
     "transformers.masking_utils:create_masks_for_generate": (
         "config inputs_embeds attention_mask cache|past_key_values position_ids"
     ),
 }
 
 
-def missing_parts() -> dict[str, list[str]]:
-    """Returns parts of the contract that an installed package lacks, by package."""
-    missing = {name: [] for name in TESTED}
-    for path, parameters in {**ALL_OVERRIDDEN, **CALLED}.items():
+@lru_cache
+def bounds() -> dict[str, str]:
+    """Bounds of tested versions by package, as pyproject.toml has them; none are known without an installation."""
+    with suppress(PackageNotFoundError):
+        needs = (re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", each) for each in requires(PACKAGE) or ())
+        return {need[1]: f">={need[2]},<{need[3]}" for need in needs if need}
+    return {}
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Versions of the installed packages among the named ones."""
+    return {name: each.version for name in names for each in [*distributions(name=name)][:1]}
+
+
+def side(installed: str, tested: str) -> int:
+    """-1 for a version below the tested ones, 1 above them, else 0. What precedes a release counts as that release."""
+    texts = [re.split(r"[^\d.]", installed)[0].strip("."), *re.findall(r"[\d.]+", tested)]
+    found, *ends = ([*map(int, text.split("."))] for text in texts)
+    return (found >= ends[1]) - (found < ends[0]) if ends else 0
+
+
+def missing_parts() -> dict[str, str]:
+    """Returns what installed packages lack of the contract: names, and parameters without which calls would fail."""
+    missing: dict[str, list[str]] = {name: [] for name in installed(bounds())}
+    for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
         package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
-        if package not in TESTED:
+        if package not in missing:
             continue
         try:
             found = inspect.signature(pkgutil.resolve_name(path)).parameters
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError) as error:
+            if error.__cause__ is not None:  # the part is there, but not what it imports
+                raise
             missing[package].append(f"`{label}`")
         else:
-            names = (name for name in parameters.split() if found.keys().isdisjoint(name.split("|")))
-            missing[package] += [f"`{name}` of `{label}`" for name in names]
-    return {name: parts for name, parts in missing.items() if parts}
+            first, _, named = parameters.rpartition("/")
+            lost = first.split()[sum(each.kind <= each.VAR_POSITIONAL for each in found.values()) :]
+            lost += [name for name in named.split() if found.keys().isdisjoint(name.split("|"))]
+            missing[package] += [f"`{name}` of `{label}`" for name in lost]
+    return {name: "lacks " + ", ".join(parts) for name, parts in missing.items() if parts}
 
 
+@lru_cache
 def check_versions() -> None:
     """
-    Warns if an installed package is newer than the tested ones.
+    Warns if an installed package is newer than the tested ones. vLLM is checked where it samples.
 
     Raises:
         ImportError: If one is too old, or is newer and lacks what this package uses.
     """
-    installed = {name: Version(version(name)) for name in TESTED}
-    lowest, end = ({name: Version(re.findall(r"[\d.]+", each)[i]) for name, each in TESTED.items()} for i in (0, 1))
-    old = {name: "is too old" for name, each in installed.items() if each < lowest[name]}
-    # What precedes a release counts as that release
-    untested = [name for name, each in installed.items() if name in old or Version(each.base_version) >= end[name]]
-    if not untested:
-        return
-    wrong = old or {name: "lacks " + ", ".join(parts) for name, parts in missing_parts().items()}
-    if wrong:
-        found = "; ".join(f"{name} {installed[name]} {what}" for name, what in wrong.items())
-        pins = " ".join(f'"{name}{TESTED[name]}"' for name in dict.fromkeys([*wrong, *untested]))
-        own = f"trl-multimodal-rft {version('trl-multimodal-rft')}"
-        raise ImportError(f"{found}. {own} was tested with other versions: run `pip install {pins}`, or update it.")
-    found = ", ".join(f"{name} {installed[name]}" for name in untested)
-    tested = ", ".join(name + TESTED[name] for name in untested)
-    warnings.warn(f"{found}: newer than trl-multimodal-rft was tested with ({tested}).", stacklevel=2)
+    found = installed(name for name in bounds() if name != "vllm")
+    newer = {name: each for name, each in found.items() if side(each, bounds()[name]) > 0}
+    old = {name: "is too old" for name, each in found.items() if side(each, bounds()[name]) < 0}
+    if wrong := old or (missing_parts() if newer else {}):
+        said = "; ".join(f"{name} {found[name]} {what}" for name, what in wrong.items())
+        pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**wrong, **newer})
+        own = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
+        raise ImportError(f"{said}. {own}: run `pip install {pins}`, or update it.", name=PACKAGE)
+    warn_of_newer(newer)
+
+
+def warn_of_newer(newer: dict[str, str]) -> None:
+    """Warns of newer versions than the tested ones, once for this process and all that it starts."""
+    said = ", ".join(f"{name} {each}" for name, each in newer.items())
+    before = os.environ.get(WARNED, "").split("; ")
+    if newer and said not in before and os.environ.get("RANK", "0") == "0":
+        os.environ[WARNED] = "; ".join([*before, said])
+        tested = ", ".join(name + bounds()[name] for name in newer)
+        warnings.warn(f"{said}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=4)
 
 
 @lru_cache
@@ -215,14 +250,29 @@ def is_torchcodec_usable() -> bool:
 
 
 def unfit_packages(error: BaseException) -> str | None:
-    """The last cause of an error by which transformers and TRL only name what they couldn't import."""
-    if not re.match(r"Could not import module|Failed to import", str(error)) or error.__cause__ is None:
+    """Which packages of this environment don't fit, for an error of their imports; `None` for other errors."""
+    is_named = re.compile(r"Could not import module|Failed to import").match  # by transformers and TRL, with the cause
+    cause = error
+    while is_named(str(cause)) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if getattr(cause, "name", None) == PACKAGE:
+        return str(cause)
+    if cause is error and not _is_of_imports(error):
         return None
-    while error.__cause__ is not None:
-        error = error.__cause__
-    versions = {each.name: f"{each.name} {each.version}" for each in distributions()}
-    found = ", ".join(versions[name] for name in ("torch", "torchvision", "transformers") if name in versions)
+    what = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
+    found = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
     return (
-        f"packages of this environment don't fit together: {' '.join(str(error).split())}. It has {found}; install "
-        "versions that fit, see 'Packages that don't fit' in docs/install.md."
+        f"packages of this environment don't fit together: {' '.join(what.split())}. It has {found or 'no torch'}; "
+        "install versions that fit, see 'Packages that don't fit' in docs/install.md."
     )
+
+
+def _is_of_imports(error: BaseException) -> bool:
+    """Whether an import failed in an installed package, or in this one, rather than in a user's module."""
+    imports = isinstance(error, ImportError) and error.name  # otherwise a statement of a module failed
+    frames = [
+        each for each, _ in traceback.walk_tb(error.__traceback__) if imports or each.f_code.co_name == "<module>"
+    ]
+    names = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
+    names = [name for name in names if name not in {"__main__", *sys.stdlib_module_names}]
+    return bool(names) and names[-1] in {__name__.split(".")[0], *packages_distributions()}

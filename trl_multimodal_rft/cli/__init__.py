@@ -8,11 +8,11 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from ..progress import announce
 from ..scripts.errors import input_error
 from ..scripts.options import Parser, launched_parser, options_of
 from ..scripts.preflight import check_names
 from ..spelling import did_you_mean
+from ..versions import check_versions
 from . import arguments
 
 
@@ -53,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = argv[0] if argv else None
     if name not in COMMANDS:
         _without_command(argv)
-    parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
     try:
+        check_versions()
+        from ..progress import announce
+
+        parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
         args = parser.parse_with_config(argv[1:], getattr(arguments, f"of_run_{name}", None))
         announce("loading libraries")
         if name in LAUNCHED:
@@ -67,19 +70,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             finally:
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        parser.exit(130)
+        sys.exit(130)
     except BrokenPipeError:
         try:
             print(flush=True)  # which fails only if it is this pipe, as of `| head`
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
-            parser.exit(128 + signal.SIGPIPE)
+            sys.exit(128 + signal.SIGPIPE)
         raise
     except Exception as error:
         message = input_error(error)
         if message is None or "--debug" in argv:
             raise
-        parser.exit(1, f"{parser.prog}: error: {message}\n")
+        print(f"{_PROG} {name}: error: {message}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _parser(name: str, shows_all: bool = False) -> Parser:

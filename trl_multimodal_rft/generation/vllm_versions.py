@@ -5,8 +5,10 @@ from importlib.metadata import packages_distributions, version
 
 from trl.import_utils import is_vllm_available
 
+from ..versions import bounds, side, warn_of_newer
 
-SUPPORTED = "vllm>=0.24,<0.34"  # as the extra has it
+
+SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
 
 
 def engine_obstacle() -> str | None:
@@ -14,13 +16,14 @@ def engine_obstacle() -> str | None:
     remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"
-    from packaging.requirements import Requirement
-
     # The distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    if Requirement(SUPPORTED).specifier.contains(installed, prereleases=True):
-        return None
-    return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
+    place = side(installed, _BOUNDS)
+    if place < 0:
+        return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
+    if place > 0:
+        warn_of_newer({"vllm": installed})
+    return None
 
 
 if engine_obstacle() is None:

@@ -13,8 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from ..paths import nearest
 from ..spelling import did_you_mean
 from .errors import one_line
@@ -58,18 +56,21 @@ Value = bool | int | float | str | list | dict | None
 
 def read_config(path: str) -> dict[str, Value]:
     """Reads the keys of a config file. Scalars stay the texts that the command line would have."""
+    import yaml
+
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
-        names = [_option_name(key) for key, _ in node.value]
+        names = [_option_name(key.value) for key, _ in node.value]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"{path}: `{twice}` is set twice; remove one.")
         loader.flatten_mapping(node)
         values = {
-            _option_name(key): (loader.construct_object(value, deep=True), value.value) for key, value in node.value
+            _option_name(key.value): (loader.construct_object(value, deep=True), value.value)
+            for key, value in node.value
         }
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: it isn't YAML: {error}") from error
@@ -80,9 +81,9 @@ def read_config(path: str) -> dict[str, Value]:
     }
 
 
-def _option_name(key: yaml.Node) -> str:
+def _option_name(key: str) -> str:
     """The option that a key names, which may have dashes, as on the command line."""
-    return str(key.value).replace("-", "_")
+    return str(key).replace("-", "_")
 
 
 def packaged(folder: str, name: str) -> str:

@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
-from ..versions import check_versions as _check_versions
 
 
 if TYPE_CHECKING:
@@ -22,7 +21,5 @@ if TYPE_CHECKING:
     from .rloo_trainer import MultimodalRLOOTrainer
     from .sft_config import MultimodalSFTConfig
     from .sft_trainer import MultimodalSFTTrainer
-
-_check_versions()
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

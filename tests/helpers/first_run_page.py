@@ -1,0 +1,48 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The files and commands of `docs/first_run.md`, with the standard library alone."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "first_run.md"
+BY_HAND = ("hf ", "trl-multimodal-rft chat ")  # commands that need an account, or a browser
+
+
+def write_files(folder: Path) -> None:
+    """Writes the files whose text the page shows."""
+    for name, text in re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(text)
+
+
+def typed() -> list[tuple[str, str]]:
+    """Returns the commands of the page, and what it shows of their output."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    commands = []
+    for (language, text), (following, shown) in zip(fences, [*fences[1:], ("text", "")], strict=True):
+        lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
+        commands += [(line, "" if following else shown) for line in lines if not line.startswith(BY_HAND)]
+    return commands
+
+
+def masked(console: str, folder: Path) -> list[str]:
+    """Masks what differs between runs and machines: numbers, times, folders, and a completion."""
+    text = console.replace(str(folder), "FOLDER").split("\r")[-1]
+    text = re.sub(r"(?m)^completion \(.*", "completion", text)
+    return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
+
+
+def play(command: Callable[..., CompletedProcess], folder: Path) -> dict[str, CompletedProcess]:
+    """Runs the commands, which print the lines that the page shows, in their order. Returns what they printed."""
+    runs = {}
+    for line, shown in typed():
+        runs[line] = command(*shlex.split(line)[1:])
+        printed = masked(runs[line].stdout, folder)
+        rest = iter(printed)
+        missing = [each for each in masked(shown, folder) if each not in rest]
+        assert not missing, "\n".join([line, *missing, "isn't in", *printed])
+        assert not line.endswith("digits.yaml --dry_run") or not (folder / "digits").exists()
+    return runs
