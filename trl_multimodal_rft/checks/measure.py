@@ -4,17 +4,26 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
+from ..data.reading.refs import iter_refs
 from ..encoding.join import continued_field
-from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
+from ..encoding.media import decode_media
+from ..encoding.prompts import (
+    EncodedPrompt,
+    hears_videos,
+    outputs_of_files,
+    processor_outputs,
+    prompt_position_ids,
+)
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
 from ..forward.inputs import to_model
@@ -22,17 +31,66 @@ from ..forward.logprobs import takes_logits_to_keep
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
 from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps
+from .targets import choose, traits_of, with_other_media
 
 
 logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
+Messages = str | list[dict[str, Any]]  # of a prompt
+
+# A model ignores a medium that moves log-probabilities by less than this share of the tolerance
+_MOVES = 1e-2
+
+
+class Case(NamedTuple):
+    """A prompt of any rank, checked on all of them."""
+
+    prompt: Any  # an `EncodedPrompt`
+    plain: dict[str, torch.Tensor]  # outputs of the processor as loaded, for prompts that are compared with it
+
+
+class Cases(NamedTuple):
+    """Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks."""
+
+    targets: list[Case]
+    donors: dict[str, EncodedPrompt]
+    partners: list[Any]
+
 
 def outputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
     """A prompt as a processor returns it."""
     fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
     return {**prompt.media, **{name: value[None] for name, value in fields.items()}}
+
+
+def plain_outputs(
+    messages: Messages,
+    processor: Any,
+    audio_overlong: Literal["raise", "truncate"],
+    template_kwargs: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    """What a processor returns for messages with media, by its own reading of videos where that differs in shapes."""
+    refs = list(iter_refs(messages))
+    media = decode_media(refs, processor, audio_overlong)
+    outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
+    try:
+        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
+    except Exception as error:  # it may support fewer formats
+        logger.warning(
+            f"self-check: {type(processor).__name__} can't read a row's videos, so that its frames weren't compared "
+            f"({error})"
+        )
+        return outputs
+    # Its frames may be less exact, but must have the same sizes and times
+    if read is None or _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"]):
+        return outputs
+    return read
+
+
+def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in outputs.items()}
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -156,6 +214,64 @@ class Measure:
         self.largest_logit = max(self.largest_logit, ends.abs().max().item() * self.policy.temperature)
         logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
         return nn.functional.pad(logps, (0, ids.size(1) - logits.size(1)))
+
+    # Media
+
+    def cases(self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]) -> Cases:
+        """Those of this rank's prompts, of which `plain` returns what the processor as loaded makes of one."""
+        process = self.accelerator.process_index
+        traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
+        targets, donors, partners = choose(traits)
+        cases: dict[Any, Case] = {}
+        for each in dict.fromkeys([*targets, *donors.values(), *partners]):
+            is_own = each.process == process
+            outputs = self.require(
+                "its processor, as `AutoProcessor.from_pretrained` loads it,",
+                lambda each=each, wanted=is_own and each in targets: plain(each.index) if wanted else {},
+            )
+            case = Case(prompts[each.index], outputs) if is_own else None
+            cases[each] = broadcast_object_list([case], from_process=each.process)[0]
+        others = {kind: cases[each].prompt for kind, each in donors.items()}
+        return Cases([cases[each] for each in targets], others, [cases[each].prompt for each in partners])
+
+    def features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
+        """The largest difference of outputs from those of the processor as loaded, relative to the largest value."""
+        worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
+        for name, value in plain.items() if worst == 0 else ():
+            if value.numel():
+                expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
+                gap = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
+                worst = max(worst, gap.item())
+        worst = self.worst(worst)
+        steps = [torch.finfo(value.dtype).eps for value in ours.values() if value.is_floating_point()]
+        if not worst <= max([STRICT, *steps]):  # whatever dtype the model has
+            raise self.inexact(
+                f"its media tensors differ by {worst:.0e} from those of its processor as "
+                "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
+            )
+        return worst
+
+    def effect(
+        self,
+        kind: str,
+        prompt: EncodedPrompt,
+        donor: EncodedPrompt | None,
+        score: Callable[[Any], torch.Tensor],
+        scores: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> float:
+        """How far another medium of a kind moves the scores of a prompt; NaN if there is no other."""
+        swapped = with_other_media(prompt, kind, donor)
+        if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
+            return math.nan
+        moved = self.difference(self.require(f"scoring another {kind}", lambda: score(swapped)), scores, mask)
+        if moved <= _MOVES * self.tolerance:
+            raise RuntimeError(
+                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "
+                f"so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
+                "that the model is the one the processor belongs to, and that its weights are loaded."
+            )
+        return moved
 
     # Decisions common to all ranks
 

@@ -3,10 +3,9 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -17,16 +16,15 @@ from ..models.modes import measuring
 from ..policy import PolicyForward
 from .measure import Measure
 from .self_check import SelfCheck
-from .targets import choose, traits_of
 
 
 _LAST = 256  # tokens of a row that are compared, for whose logits there is memory
 
-Encoded = TypeVar("Encoded", bound=EncodedPrompt)
+Plain = Callable[[int], dict[str, torch.Tensor]]
 
 
 def check_sequences(
-    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool
+    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: Plain
 ) -> SelfCheck:
     """
     Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
@@ -40,30 +38,39 @@ def check_sequences(
             This rank's rows.
         packs (`bool`):
             Whether rows are packed.
+        plain (`Callable[[int], dict[str, torch.Tensor]]`):
+            Returns the media tensors of one of these rows by the processor as loaded.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
 
     Raises:
-        `RuntimeError`: If scores aren't exact with any fallback.
+        `RuntimeError`: If scores aren't exact with any fallback, if media tensors aren't the processor's, or if
+            another medium doesn't move scores.
     """
     measure = Measure(policy, model, engine_positions=False)
-    rows = _chosen(measure, sequences)
-    ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
-    mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
 
-    def by_model() -> torch.Tensor:
+    def mask(rows: list[Any]) -> torch.Tensor:
+        return pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
+
+    def by_model(rows: list[Any]) -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
-    def score(packed: bool) -> torch.Tensor:
+    def score(rows: list[Any], packed: bool) -> torch.Tensor:
+        ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
         options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
-        return policy.score(model, rows, ids, mask.long(), **options).logps
+        return policy.score(model, rows, ids, mask(rows).long(), **options).logps
 
-    return _compare(measure, by_model, score, mask, packs)
+    return _compare(measure, sequences, plain, mask, by_model, score, packs)
 
 
 def check_pairs(
-    policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool, rewards: bool = False
+    policy: PolicyForward,
+    model: nn.Module,
+    pairs: Sequence[PreferencePair],
+    packs: bool,
+    plain: Plain,
+    rewards: bool = False,
 ) -> SelfCheck:
     """
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, like
@@ -71,53 +78,72 @@ def check_pairs(
     of a reward model stand in the place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
-    chosen = _chosen(measure, pairs)
-    prompts = [pair for pair in chosen for _ in range(2)]
-    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
-    completions = [row.input_ids[row.learned] for row in rows]
-    ids, mask = (each.to(measure.device) for each in padded(completions))
-    last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
 
-    def by_model() -> torch.Tensor:
+    def sequences(chosen: list[Any]) -> list[SupervisedSequence]:
+        return [row for pair in chosen for row in pair.sequences(measure.model)]
+
+    def completions(chosen: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = padded([row.input_ids[row.learned] for row in sequences(chosen)])
+        return ids.to(measure.device), mask.to(measure.device)
+
+    def mask(chosen: list[Any]) -> torch.Tensor:
+        ids, mask = completions(chosen)
+        last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
+        return mask[:, :1] > 0 if rewards else mask.bool() & last
+
+    def by_model(chosen: list[Any]) -> torch.Tensor:
+        rows = sequences(chosen)
         if rewards:
             return torch.cat([measure.row_reward(row) for row in rows])
-        each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
+        each = [measure.row_logps(row, _LAST)[0][-int(row.learned.sum()) :] for row in rows]
         return pad_sequence(each, batch_first=True)
 
-    def score(packed: bool) -> torch.Tensor:
+    def score(chosen: list[Any], packed: bool) -> torch.Tensor:
+        prompts = [pair for pair in chosen for _ in range(2)]
         options = {"packed": packed, "fallbacks": measure.fallbacks}
         if rewards:
-            return policy.rewards(model, (prompts, ids, mask), **options).values
-        return policy.score(model, prompts, ids, mask, **options).logps
+            return policy.rewards(model, (prompts, *completions(chosen)), **options).values
+        return policy.score(model, prompts, *completions(chosen), **options).logps
 
-    return _compare(measure, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)
+    return _compare(measure, pairs, plain, mask, by_model, score, packs)
 
 
 def _compare(
     measure: Measure,
-    by_model: Callable[[], torch.Tensor],
-    score: Callable[[bool], torch.Tensor],
-    mask: torch.Tensor,
+    rows: Sequence[EncodedPrompt],
+    plain: Plain,
+    mask: Callable[[list[Any]], torch.Tensor],
+    by_model: Callable[[list[Any]], torch.Tensor],
+    score: Callable[[list[Any], bool], torch.Tensor],
     packs: bool,
 ) -> SelfCheck:
-    """Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true."""
+    """
+    Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, media
+    tensors with the processor's, and scores with those of other media.
+    """
+    targets, donors, partners = measure.cases(rows, lambda i: plain(i) if rows[i].media else {})
+    chosen = list({id(each): each for each in [*(case.prompt for case in targets), *partners]}.values())
+    compared, media = mask(chosen), dict[str, float]()
+    features = [measure.features(case.prompt.media, case.plain) for case in targets if case.prompt.media]
     with measuring(measure.prepared, measure.device):
-        truth = measure.require("the model's forward", by_model)
-        noise = functools.cache(lambda: measure.noise(by_model, mask))
-        _, padded, packed = measure.settle(score, truth, mask, noise, packs=packs, isolates=True)
-    return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=measure.fallbacks)
-
-
-def _chosen(measure: Measure, sequences: Sequence[Encoded]) -> list[Encoded]:
-    """The rows to measure, of all ranks."""
-    process = measure.accelerator.process_index
-    traits = gather_object([traits_of(process, i, each) for i, each in enumerate(sequences)])
-    targets, _, partners = choose(traits)
-    rows = []
-    for each in dict.fromkeys([*targets, *partners]):
-        own = [sequences[each.index] if each.process == process else None]
-        rows += broadcast_object_list(own, from_process=each.process)
-    return rows
+        truth = measure.require("the model's forward", lambda: by_model(chosen))
+        noise = functools.cache(lambda: measure.noise(lambda: by_model(chosen), compared))
+        _, padded, packed = measure.settle(
+            lambda packed: score(chosen, packed), truth, compared, noise, packs=packs, isolates=True
+        )
+        for row in [case.prompt for case in targets]:
+            for kind in sorted(row.modalities - media.keys()):
+                scores = measure.require(f"scoring {kind}", lambda row=row: score([row], False))
+                another = donors.get(kind), lambda swapped: score([swapped], False), scores, mask([row])
+                media[kind] = measure.effect(kind, row, *another)
+    return SelfCheck(
+        features=max(features, default=None),
+        padded=padded,
+        packed=packed,
+        media=media,
+        tolerance=measure.tolerance,
+        fallbacks=measure.fallbacks,
+    )
 
 
 def _compared(row: SupervisedSequence) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..versions import is_torchcodec_usable
 from ..views import View
 from .budgets import with_budgets
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
-from .messages import check_blocks, check_media, check_placeholders, check_text, has_template, of_row, template_error
+from .messages import check_media, check_placeholders, check_text, check_written, has_template, of_row, template_error
 from .processors import Processor, tokenizer_of
 
 
@@ -258,7 +258,7 @@ def encode_prompt(
             and the column.
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
-        check_blocks(messages, processor, template_kwargs or {}, row)
+        check_written(messages, processor, template_kwargs or {}, row)
     if (needed := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
         raise MediaError(
             f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ..data.rows.cells import is_missing
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
 from .checks import Argument, Completion, Reference, RowError, require_column
@@ -136,7 +137,12 @@ def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list
 vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
 
 
-def boxed_format_reward(completions: Sequence[Completion], think: bool = True, **kwargs: Argument) -> list[float]:
+def boxed_format_reward(
+    completions: Sequence[Completion],
+    think: bool = True,
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    **kwargs: Argument,
+) -> list[float]:
     """
     Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts in
     `<think>...</think>` and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
@@ -146,6 +152,9 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     Args:
         think (`bool`, *optional*, defaults to `True`):
             Whether the completion must begin with thoughts; else only the box is required.
+        completion_ids (`list[list[int]]`):
+            Their tokens, as trainers pass them, whose completions begin with `<think>` where the prompt ends with it.
+            Without them, a completion may lack this tag.
 
     Example:
     ```python
@@ -155,7 +164,8 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     """
     rewards = []
     for text in map(completion_text, completions):
-        has_thoughts = text.lstrip().startswith("<think>") and "</think>" in text
+        begins = text.lstrip().startswith("<think>") or (completion_ids is None and "<think>" not in text)
+        has_thoughts = begins and "</think>" in text
         answer = text.rpartition("</think>")[2] if think else text
         rewards.append(float((has_thoughts or not think) and _last_box(answer) is not None))
     return rewards
@@ -181,7 +191,7 @@ def compared(
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
         reference = plain(reference)
-        if reference is None or reference in ([], [None]):
+        if is_missing(reference) or reference in ([], [None]):
             rewards.append(None)
             continue
         references = read(reference)
@@ -287,7 +297,7 @@ def references_of(solution: Reference, position: int, name: str) -> list[str]:
     """The references of a row, any of which is right. Empty where the reward doesn't apply."""
     solution = plain(solution)
     several = solution if isinstance(solution, (list, tuple)) else [solution]
-    references = [reference for reference in several if reference is not None]
+    references = [reference for reference in several if not is_missing(reference)]
     for reference in references:
         if not isinstance(reference, (str, Real, Decimal)):
             keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""

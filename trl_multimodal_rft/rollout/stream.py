@@ -5,7 +5,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -21,7 +21,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
-from ..data.reading.refs import MediaError
+from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
 from ..data.rows.features import restore_rows, undecoded
@@ -35,6 +35,8 @@ logger = get_logger(__name__)
 
 # In the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
+
+_DROPPED = "{}. Such rows are dropped, and `media/skipped` counts them."
 
 # `max_rows` of `on_media_error` as a share is of this many rows of a stream
 _STREAM_LENGTH = 1000
@@ -87,7 +89,8 @@ class RowStream:
 
     `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes what a teacher reads
-    of a row, if that is something else. `columns` are those to keep, by default all.
+    of a row, if that is something else. `columns` are those to keep, by default all. `drops` says whether an
+    [`~data.reading.refs.OverlongRow`] is left out, as `on_media_error="skip"` does with rows that can't be read.
     """
 
     def __init__(
@@ -99,10 +102,13 @@ class RowStream:
         messages: Callable[[list[Row]], list[Any]] | None = None,
         encode_teachers: Callable[[Row], Any] | None = None,
         columns: Collection[str] | None = None,
+        drops: bool = False,
         metrics: Any,
         state: Callable[[], TrainerState],
     ):
-        self.skipped: dict[int, str] = {}  # training rows that can't be read, and why
+        self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
+        self._overlong: set[int] = set()  # of these
+        self._drops, self._n_dropped = drops, 0  # of a stream, since the last batch
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
         self._encode_teachers = encode_teachers
@@ -124,11 +130,13 @@ class RowStream:
     def state_dict(self) -> dict[str, Any]:
         """Rows that can't be read, additional ones that were drawn, and how difficult rows are."""
         difficulty = None if self.sampler is None else self.sampler.state_dict()
-        return {"skipped": self.skipped, "n_extra": self._n_extra, "difficulty": difficulty}
+        found = {"skipped": self.skipped, "overlong": sorted(self._overlong)}
+        return {**found, "n_extra": self._n_extra, "difficulty": difficulty}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # An error of a server may not show again
         self.skipped, self._n_extra = state["skipped"], state["n_extra"]
+        self._overlong = {*state.get("overlong", ())}
         if self.sampler is not None and state["difficulty"] is not None:
             self.sampler.load_state_dict(state["difficulty"])
 
@@ -157,7 +165,8 @@ class RowStream:
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
             self._rows, read = None, self._read_training
-            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns)
+            keeps = self._keeps if self._drops else None
+            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns, keeps=keeps)
             return _batch_loader(self._batches, **options)
         args, left_out = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
@@ -266,7 +275,8 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, n_failed = training and unreadable_rows(self._args.on_media_error).action == "skip", 0
+        skips = training and unreadable_rows(self._args.on_media_error).action == "skip"
+        drops, n_failed, self._n_dropped = training and self._drops, self._n_dropped, 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -277,15 +287,16 @@ class RowStream:
                 try:
                     read[i] = self._take(key, rows, training)
                 except MediaError as error:
-                    if not skips:
+                    if not skips and not (drops and isinstance(error, OverlongRow)):
                         raise
-                    failed[_number(key)] = str(error)
-            if skips:
-                failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
+                    failed[_number(key)] = error
+            if skips or drops:
+                n_rows = len(rows or range(_STREAM_LENGTH))
+                failed = self._skip(failed, self.skipped, self._overlong, n_rows, "train")
                 n_failed += len(failed)
             if not failed:
                 break
-        if skips:
+        if skips or drops:
             self._metrics["train"]["media/skipped"].append(float(n_failed))
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
@@ -345,10 +356,28 @@ class RowStream:
             raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
         return self._last_row
 
-    def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
+    def _keeps(self, row: Row) -> bool:
+        """Whether something of a row of a stream is learned, as far as it can be read."""
+        try:
+            self._encoded(row)
+        except OverlongRow as error:
+            logger.warning_once(_DROPPED.format(error))
+            self._n_dropped += 1
+            return False
+        except MediaError:
+            pass  # which reading it for a batch says
+        return True
+
+    def _skip(
+        self, failed: dict[int, MediaError], skipped: dict[int, str], overlong: set[int], n_rows: int, split: str
+    ) -> dict[int, str]:
         """Notes rows that failed, of the so many of a split. All that did, on any rank."""
-        failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
+        found = gather_object([(row, str(error), isinstance(error, OverlongRow)) for row, error in failed.items()])
+        failures, file = {row: error for row, error, _ in found}, Path(self._args.output_dir, SKIPPED_ROWS)
         skipped.update(failures)
+        overlong.update(row for row, _, is_overlong in found if is_overlong)
+        if overlong & failures.keys():
+            logger.warning_once(_DROPPED.format(next(error for row, error in failures.items() if row in overlong)))
         if failures and self._accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
@@ -356,19 +385,20 @@ class RowStream:
                     entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         rule = unreadable_rows(self._args.on_media_error)
-        if len(skipped) > rule.limit(n_rows):
+        if (n_unreadable := len(skipped) - len(overlong)) > rule.limit(n_rows):
             raise MediaError(
-                f"{len(skipped)} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
+                f"{n_unreadable} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        if unreadable_rows(self._args.on_media_error).action != "skip" or self._encode is None:
+        skips = unreadable_rows(self._args.on_media_error).action == "skip"
+        if not (skips or self._drops) or self._encode is None:
             return {}
         if dataset not in self._unreadable:
-            failed: dict[int, str] = {}
+            failed: dict[int, MediaError] = {}
             unreadable: dict[int, str] = {}
             n_rows = 0
             for n_rows, row in enumerate(rows, start=1):
@@ -376,8 +406,10 @@ class RowStream:
                     try:
                         self._encoded(row)
                     except MediaError as error:
-                        failed[row.row_index] = str(error)
-            self._skip(failed, unreadable, n_rows, "eval")
+                        if not skips and not isinstance(error, OverlongRow):
+                            raise
+                        failed[row.row_index] = error
+            self._skip(failed, unreadable, set(), n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
             self._unreadable[dataset] = unreadable
@@ -439,11 +471,11 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], 
     return False
 
 
-def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int:
+def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
     """The replacement of a row, the same on all ranks that skip the same rows."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:
-        raise ValueError("None of the dataset's rows can be read.")
+        raise ValueError(f"None of the dataset's rows can be trained on. The last one: {list(skipped.values())[-1]}")
     drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(each for each in drawn if each not in skipped)

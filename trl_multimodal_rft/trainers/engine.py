@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -13,17 +14,15 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import (
-    AutoProcessor,
     ContinuousBatchingConfig,
     GenerationConfig,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
 from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
+from ..encoding.processors import processor_from
 from ..encoding.prompts import EncodedPrompt
 from ..forward.contexts import by_context
 from ..generation.transformers import Branches
@@ -179,15 +178,12 @@ def check_settings(
     transformers.
     """
 
-    def load_processor() -> ProcessorMixin | PreTrainedTokenizerBase:
-        return run.prompts.processor if processor_source is None else AutoProcessor.from_pretrained(**processor_source)
-
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> torch.Tensor:
         options: dict[str, Any] = {"shared_prefill": shared_prefill, "generating": transformers.generating}
         return run.policy.sample(run.wrapped(), prompts, config, transformers.pad_token_id, **options)
 
     return RunSettings(
-        load_processor=load_processor,
+        load_processor=partial(processor_from, processor_source, run.prompts.processor),
         template_kwargs=run.prompts.template_kwargs,
         generation_config=transformers.config,
         eos_token_ids=run.ends,

@@ -18,6 +18,7 @@ from ..checks.sequences import check_pairs
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
+from ..encoding.processors import processor_from
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
@@ -69,13 +70,15 @@ class CompletionTrainer(CheckpointMixin):
         columns: Sequence[str] | None,
         packs: bool,
         outputs: tuple[str, ...],
+        processor_source: dict[str, Any] | None,
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
         Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
         if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
-        reward models have none. `check` is that of the first rows.
+        reward models have none. `check` is that of the first rows, which compares with the processor from its source.
         """
+        self._load_processor = partial(processor_from, processor_source, self.processing_class)
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
         self._stream = RowStream(
@@ -83,6 +86,7 @@ class CompletionTrainer(CheckpointMixin):
             self.accelerator,
             encode=self.data_collator.encode,
             columns=columns,
+            drops=self.args.max_length is not None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -134,7 +138,8 @@ class CompletionTrainer(CheckpointMixin):
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
-            self.checks.on_rows(self._check_rows, model, inputs["sequences"], self._packs)
+            plain = partial(inputs["plain"], self._load_processor)
+            self.checks.on_rows(self._check_rows, model, inputs["sequences"], self._packs, plain)
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens

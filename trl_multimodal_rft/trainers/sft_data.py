@@ -4,10 +4,11 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any
 
+import torch
 from datasets import Dataset
 from jinja2 import Environment
 from torch.nn.utils.rnn import pad_sequence
@@ -15,13 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
-from ..data.reading.refs import MediaError
+from ..checks.measure import plain_outputs
+from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
+from ..families import TOKEN_FIELDS, family_of
 from ..rollout.stream import EncodedRow
 from .setup import check_takes_media
 
@@ -60,15 +63,28 @@ class SupervisedCollator:
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, -100 on tokens
-            that aren't learned.
+            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
+            aren't learned; and `plain`, which returns the media tensors of one of the rows by a processor that it
+            loads.
         """
-        sequences = self._encoded(rows)
+        sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
-        return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+        padded = pad_sequence(labels, batch_first=True, padding_value=-100)
+        return {"sequences": sequences, "labels": padded, "plain": partial(self._plain, stored)}
 
     def _encoded(self, rows: Sequence[Any]) -> list[Any]:
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
+
+    def _stored(self, rows: Sequence[Any]) -> list[Row]:
+        return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
+
+    def _plain(self, rows: Sequence[Row], load: Callable[[], Any], i: int) -> dict[str, torch.Tensor]:
+        encoder, processor = self._encoder_of(rows[i]), load()
+        options = {**encoder.template_kwargs, "add_generation_prompt": False}
+        options["chat_template"] = options["chat_template"] or getattr(self.processing_class, "chat_template", None)
+        outputs = plain_outputs(encoder.shown(rows[i]), processor, self.args.audio_overlong, options)
+        known = ("input_ids", *TOKEN_FIELDS, *family_of(self.model).token_masks)
+        return {name: value for name, value in outputs.items() if name not in known}
 
     def encode(self, row: Row) -> SupervisedSequence:
         """A row as a sequence of at most `max_length` tokens."""
@@ -96,7 +112,13 @@ class SupervisedCollator:
                 f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows out "
                 "with `on_media_error='skip'`"
             )
-        return sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        cut = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        if not cut.learned[1:].any():
+            raise OverlongRow(
+                f"row {row.row_index} has {len(sequence)} tokens, of which `max_length` ({args.max_length}) leaves "
+                "none to learn; raise it, or make the prompt shorter"
+            )
+        return cut
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
         template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
