@@ -14,16 +14,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from ..data.reading.refs import iter_refs
 from ..encoding.join import continued_field
-from ..encoding.media import decode_media
-from ..encoding.prompts import (
-    EncodedPrompt,
-    hears_videos,
-    outputs_of_files,
-    processor_outputs,
-    prompt_position_ids,
-)
+from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
 from ..forward.inputs import to_model
@@ -38,8 +30,6 @@ logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
-Messages = str | list[dict[str, Any]]  # of a prompt
-
 # A model ignores a medium that moves log-probabilities by less than this share of the tolerance
 _MOVES = 1e-2
 
@@ -51,42 +41,10 @@ class Case(NamedTuple):
     plain: dict[str, torch.Tensor]  # outputs of the processor as loaded, for prompts that are compared with it
 
 
-class Cases(NamedTuple):
-    """Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks."""
-
-    targets: list[Case]
-    donors: dict[str, EncodedPrompt]
-    partners: list[Any]
-
-
 def outputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
     """A prompt as a processor returns it."""
     fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
     return {**prompt.media, **{name: value[None] for name, value in fields.items()}}
-
-
-def plain_outputs(
-    messages: Messages,
-    processor: Any,
-    audio_overlong: Literal["raise", "truncate"],
-    template_kwargs: dict[str, Any],
-) -> dict[str, torch.Tensor]:
-    """What a processor returns for messages with media, by its own reading of videos where that differs in shapes."""
-    refs = list(iter_refs(messages))
-    media = decode_media(refs, processor, audio_overlong)
-    outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
-    try:
-        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
-    except Exception as error:  # it may support fewer formats
-        logger.warning(
-            f"self-check: {type(processor).__name__} can't read a row's videos, so that its frames weren't compared "
-            f"({error})"
-        )
-        return outputs
-    # Its frames may be less exact, but must have the same sizes and times
-    if read is None or _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"]):
-        return outputs
-    return read
 
 
 def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -217,8 +175,13 @@ class Measure:
 
     # Media
 
-    def cases(self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]) -> Cases:
-        """Those of this rank's prompts, of which `plain` returns what the processor as loaded makes of one."""
+    def cases(
+        self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]
+    ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
+        """
+        Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks; `plain`
+        returns what the processor as loaded makes of one of this rank's.
+        """
         process = self.accelerator.process_index
         traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
         targets, donors, partners = choose(traits)
@@ -232,7 +195,7 @@ class Measure:
             case = Case(prompts[each.index], outputs) if is_own else None
             cases[each] = broadcast_object_list([case], from_process=each.process)[0]
         others = {kind: cases[each].prompt for kind, each in donors.items()}
-        return Cases([cases[each] for each in targets], others, [cases[each].prompt for each in partners])
+        return [cases[each] for each in targets], others, [cases[each].prompt for each in partners]
 
     def features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
         """The largest difference of outputs from those of the processor as loaded, relative to the largest value."""
@@ -256,7 +219,7 @@ class Measure:
         kind: str,
         prompt: EncodedPrompt,
         donor: EncodedPrompt | None,
-        score: Callable[[Any], torch.Tensor],
+        score: Callable[[list[Any]], torch.Tensor],
         scores: torch.Tensor,
         mask: torch.Tensor,
     ) -> float:
@@ -264,7 +227,7 @@ class Measure:
         swapped = with_other_media(prompt, kind, donor)
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
             return math.nan
-        moved = self.difference(self.require(f"scoring another {kind}", lambda: score(swapped)), scores, mask)
+        moved = self.difference(self.require(f"scoring another {kind}", lambda: score([swapped])), scores, mask)
         if moved <= _MOVES * self.tolerance:
             raise RuntimeError(
                 f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "

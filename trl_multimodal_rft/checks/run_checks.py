@@ -45,35 +45,26 @@ class Checks:
         settings: Callable[[], RunSettings],
     ) -> None:
         """Runs the self-check on the first prompts, and on the first with a kind of media that wasn't measured."""
-        if self._is_due(model, prompts):
-            media = {} if self.self_check is None else self.self_check.media
-            self.self_check = run_self_check(self.policy, model, prompts, messages, settings(), media)
-            self.policy.fallbacks = self.self_check.fallbacks
-            self._show()
+        self._measure(
+            model, prompts, lambda media: run_self_check(self.policy, model, prompts, messages, settings(), media)
+        )
 
-    def on_rows(
-        self,
-        check: Callable[..., SelfCheck],
-        model: nn.Module,
-        rows: Sequence[EncodedPrompt],
-        packs: bool,
-        plain: Callable[[int], dict[str, torch.Tensor]],
+    def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
+        """Runs a self-check of [`~checks.sequences`] on rows with completions, as [`on_prompts`] does."""
+        self._measure(model, rows, lambda media: check(self.policy, model, rows, media=media))
+
+    def _measure(
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], measure: Callable[[dict[str, float]], SelfCheck]
     ) -> None:
-        """Runs a self-check of [`~checks.sequences`] on rows with completions, when [`on_prompts`] would run one."""
-        if self._is_due(model, rows):
-            media = {} if self.self_check is None else self.self_check.media
-            self.self_check = check(self.policy, model, rows, packs, plain)
-            self.self_check.media = {**media, **self.self_check.media}
-            self.policy.fallbacks = self.self_check.fallbacks
-            self._show()
-
-    def _is_due(self, model: nn.Module, prompts: Sequence[EncodedPrompt]) -> bool:
-        """Whether nothing was measured yet, or not with a kind of media that a rank has now."""
-        if self.self_check is None:
-            return True
-        unmeasured = {kind for kind in MODALITIES if kind not in self.self_check.media}
-        unmeasured &= set(self.policy.unwrapped(model).input_modalities)
-        return bool(unmeasured) and any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured))
+        check = self.self_check
+        if check is not None:
+            unmeasured = {kind for kind in MODALITIES if kind not in check.media}
+            unmeasured &= set(self.policy.unwrapped(model).input_modalities)
+            if not unmeasured or not any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured)):
+                return
+        self.self_check = measure({} if check is None else check.media)
+        self.policy.fallbacks = self.self_check.fallbacks
+        self._show()
 
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool

@@ -20,18 +20,20 @@ from transformers.utils import ModelOutput
 from ..algorithms.completions import up_to_first_end
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from .measure import Case, Measure, Messages, outputs_of, plain_outputs
+from .measure import Case, Measure, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
 
 
 logger = get_logger(__name__)
+
+Messages = str | list[dict[str, Any]]  # of a prompt
 
 _NEW_TOKENS = 4
 
@@ -215,8 +217,8 @@ class _Check(Measure):
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
         local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
-        cases = self.cases([prompt for prompt, _ in local], lambda i: self._plain_outputs(*local[i]))
-        targets, donors, partners = cases.targets, cases.donors, cases.partners
+        given = [prompt for prompt, _ in local], lambda i: self._plain_outputs(*local[i])
+        targets, donors, partners = self.cases(*given)
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
@@ -230,13 +232,10 @@ class _Check(Measure):
             self.scored = target.prompt, completions, scores
             worst["padded"].append(padded)
             worst["packed"] += [] if packed is None else [packed]
-            ids, mask, *_ = completions
             for kind in sorted(target.prompt.modalities - self.media.keys()):
-
-                def score_other(swapped: EncodedPrompt, ids: torch.Tensor = ids, mask: torch.Tensor = mask):
-                    return self.score([swapped], ids, mask, packed=False)
-
-                self.media[kind] = self.effect(kind, target.prompt, donors.get(kind), score_other, scores, mask)
+                other = functools.partial(self.score, ids=completions.ids, mask=completions.mask, packed=False)
+                given = target.prompt, donors.get(kind), other, scores, completions.mask
+                self.media[kind] = self.effect(kind, *given)
         rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
         # The shortest, with media if any
         self.shortest = min(

@@ -24,7 +24,12 @@ Plain = Callable[[int], dict[str, torch.Tensor]]
 
 
 def check_sequences(
-    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: Plain
+    policy: PolicyForward,
+    model: nn.Module,
+    sequences: Sequence[SupervisedSequence],
+    packs: bool,
+    plain: Plain,
+    media: dict[str, float],
 ) -> SelfCheck:
     """
     Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
@@ -39,7 +44,9 @@ def check_sequences(
         packs (`bool`):
             Whether rows are packed.
         plain (`Callable[[int], dict[str, torch.Tensor]]`):
-            Returns the media tensors of one of these rows by the processor as loaded.
+            Returns what the processor as loaded makes of one of these rows.
+        media (`dict[str, float]`):
+            Effects that were measured before.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
@@ -61,7 +68,7 @@ def check_sequences(
         options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
         return policy.score(model, rows, ids, mask(rows).long(), **options).logps
 
-    return _compare(measure, sequences, plain, mask, by_model, score, packs)
+    return _compare(measure, sequences, plain, media, mask, by_model, score, packs)
 
 
 def check_pairs(
@@ -70,6 +77,7 @@ def check_pairs(
     pairs: Sequence[PreferencePair],
     packs: bool,
     plain: Plain,
+    media: dict[str, float],
     rewards: bool = False,
 ) -> SelfCheck:
     """
@@ -105,13 +113,14 @@ def check_pairs(
             return policy.rewards(model, (prompts, *completions(chosen)), **options).values
         return policy.score(model, prompts, *completions(chosen), **options).logps
 
-    return _compare(measure, pairs, plain, mask, by_model, score, packs)
+    return _compare(measure, pairs, plain, media, mask, by_model, score, packs)
 
 
 def _compare(
     measure: Measure,
     rows: Sequence[EncodedPrompt],
     plain: Plain,
+    media: dict[str, float],
     mask: Callable[[list[Any]], torch.Tensor],
     by_model: Callable[[list[Any]], torch.Tensor],
     score: Callable[[list[Any], bool], torch.Tensor],
@@ -123,8 +132,9 @@ def _compare(
     """
     targets, donors, partners = measure.cases(rows, lambda i: plain(i) if rows[i].media else {})
     chosen = list({id(each): each for each in [*(case.prompt for case in targets), *partners]}.values())
-    compared, media = mask(chosen), dict[str, float]()
-    features = [measure.features(case.prompt.media, case.plain) for case in targets if case.prompt.media]
+    compared, media, features = mask(chosen), dict(media), list[float]()
+    for ours, outputs in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
+        features.append(measure.features(ours, {name: outputs[name] for name in ours.keys() & outputs.keys()}))
     with measuring(measure.prepared, measure.device):
         truth = measure.require("the model's forward", lambda: by_model(chosen))
         noise = functools.cache(lambda: measure.noise(lambda: by_model(chosen), compared))
@@ -134,8 +144,8 @@ def _compare(
         for row in [case.prompt for case in targets]:
             for kind in sorted(row.modalities - media.keys()):
                 scores = measure.require(f"scoring {kind}", lambda row=row: score([row], False))
-                another = donors.get(kind), lambda swapped: score([swapped], False), scores, mask([row])
-                media[kind] = measure.effect(kind, row, *another)
+                given = donors.get(kind), lambda rows: score(rows, False), scores, mask([row])
+                media[kind] = measure.effect(kind, row, *given)
     return SelfCheck(
         features=max(features, default=None),
         padded=padded,

@@ -27,7 +27,7 @@ from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
-from ..encoding.messages import THOUGHTS, opened_thoughts
+from ..encoding.messages import opened_thoughts
 from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES
@@ -276,8 +276,7 @@ class Report:
         parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
         if self.thinks:
             parts.append(
-                f"The prompt opens thoughts with {in_code(THOUGHTS[0])}, and so do completions in rewards and logs: "
-                f"{self._share(self.thinks)}."
+                f"The prompt opens `<think>`, and rewards and logs begin with it: {self._share(self.thinks)}."
             )
         return "\n\n".join(parts) + "\n"
 

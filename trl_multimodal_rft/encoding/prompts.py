@@ -507,6 +507,28 @@ def outputs_of_files(
     return processor_outputs(messages, refs, processor, decoded, kwargs, template_kwargs)
 
 
+def plain_outputs(
+    messages: Any,
+    processor: Any,
+    audio_overlong: Literal["raise", "truncate"],
+    template_kwargs: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    """What a processor returns for messages with media; for videos that it reads in other shapes itself, that."""
+    refs = list(iter_refs(messages))
+    media = decode_media(refs, processor, audio_overlong)
+    outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
+    try:
+        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)
+    except Exception as error:  # it may support fewer formats
+        name = type(processor).__name__
+        logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
+        return outputs
+    # Its frames may be less exact, but must have the same sizes and times
+    shapes = [{name: each.shape for name, each in found.items()} for found in (outputs, read or {})]
+    same = read is None or shapes[0] == shapes[1] and torch.equal(read["input_ids"], outputs["input_ids"])
+    return outputs if same else read
+
+
 def prompt_position_ids(
     model: PreTrainedModel,
     input_ids: torch.Tensor,

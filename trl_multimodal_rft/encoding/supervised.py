@@ -11,9 +11,9 @@ from trl.data_utils import extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.cells import is_missing, truth_value
+from ..data.rows.cells import filled, truth_value
 from ..data.rows.columns import read_messages, rows_to_messages
-from ..data.rows.pairs import COMPLETIONS, check_pair, check_text_only, read_answer
+from ..data.rows.pairs import COMPLETIONS, check_text_only, read_answer
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views import View
@@ -21,7 +21,7 @@ from .control_tokens import checked_prompt
 from .join import common_start, continued_field, padded
 from .messages import check_written, write_chat
 from .processors import Processor, tokenizer_of
-from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
+from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt, plain_outputs
 
 
 @dataclass(eq=False)
@@ -235,7 +235,8 @@ class SupervisedEncoder:
             return _with_common_start(*map(self.encode_tokens, tokenized))
         name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
         whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
-        check_pair(row, row.row_index)
+        for column in COMPLETIONS:
+            read_messages(row.get(column), column, row.row_index)
         for column in COMPLETIONS:
             pair, messages, n = self._preference(row, column)
             if whole and next(iter_refs(messages), None) is None:
@@ -246,21 +247,28 @@ class SupervisedEncoder:
                 prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
-    def shown(self, row: Row) -> str | list:
+    def plain_outputs(self, row: Row, processor: Processor) -> dict[str, torch.Tensor]:
         """
-        Returns what holds the media of a row.
+        Returns what a processor makes of the conversation or the prompt of a row, see [`plain_outputs`].
 
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
+            processor ([`~transformers.ProcessorMixin`]):
+                Processor.
 
         Returns:
-            `str` or `list[dict]`: Its conversation, or else its prompt, as [`preference_prompt`] returns it.
+            `dict[str, torch.Tensor]`: Its outputs.
         """
         if row.get("chosen") is not None:
-            return self.preference_prompt(row)
-        chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
-        return self._messages(row, chat, completion)[: len(chat)]
+            messages = self.preference_prompt(row)
+        else:
+            chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, "")
+            messages = self._messages(row, chat, completion)[: len(chat)]
+        template = self.template_kwargs.get("chat_template") or getattr(self.processing_class, "chat_template", None)
+        return plain_outputs(
+            messages, processor, self.audio_overlong, {**self.template_kwargs, "chat_template": template}
+        )
 
     def preference_prompt(self, row: Row) -> str | list:
         """
@@ -528,7 +536,7 @@ def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
         read_messages(row["messages"], "messages", row.row_index)
         (*prompt, last), column = row["messages"], "messages"
         completion = [last]
-    if not prompt or is_missing(completion) or completion == []:
+    if not prompt or filled(completion) is None or completion == []:
         raise ValueError(
             f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
             "`messages` with the assistant's answer at the end."

@@ -19,7 +19,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
-from ..data.rows.pairs import COMPLETIONS, TIE, check_pair, check_pairs, read_text
+from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, read_answer
 from ..data.rows.row import DatasetRows, Row
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
@@ -178,9 +178,8 @@ def score_pairs(
 def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """Arguments of a reward function, as trainers pass them: of each pair, those of both completions."""
     for row in batch:
-        check_pair(row, row.row_index)
         for name in COMPLETIONS:
-            read_text(row[name], name, row.row_index)
+            check_read(read_answer(row[name], name, row.row_index), name, row.row_index)
     prompts = restore_media([row["prompt"] for row in rows_to_messages(batch, rules=media_rules)])
     rows = [{k: v for k, v in row.items() if k not in COMPLETIONS} for row in restore_rows(batch, media_rules)]
     completions: list = [strip_media(row[name]) for row in batch for name in COMPLETIONS]

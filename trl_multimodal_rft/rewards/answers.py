@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ..data.rows.cells import is_missing
+from ..data.rows.cells import filled
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
 from .checks import Argument, Completion, Reference, RowError, require_column
@@ -190,8 +190,7 @@ def compared(
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
-        reference = plain(reference)
-        if is_missing(reference) or reference in ([], [None]):
+        if (reference := filled(plain(reference))) is None or reference in ([], [None]):
             rewards.append(None)
             continue
         references = read(reference)
@@ -297,7 +296,7 @@ def references_of(solution: Reference, position: int, name: str) -> list[str]:
     """The references of a row, any of which is right. Empty where the reward doesn't apply."""
     solution = plain(solution)
     several = solution if isinstance(solution, (list, tuple)) else [solution]
-    references = [reference for reference in several if not is_missing(reference)]
+    references = [reference for reference in several if filled(reference) is not None]
     for reference in references:
         if not isinstance(reference, (str, Real, Decimal)):
             keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""

@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -36,7 +37,7 @@ logger = get_logger(__name__)
 # In the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
 
-_DROPPED = "{}. Such rows are dropped, and `media/skipped` counts them."
+_DROPPED = "Rows of which `max_length` leaves nothing to learn are dropped, and counted in `media/skipped`."
 
 # `max_rows` of `on_media_error` as a share is of this many rows of a stream
 _STREAM_LENGTH = 1000
@@ -89,8 +90,8 @@ class RowStream:
 
     `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes what a teacher reads
-    of a row, if that is something else. `columns` are those to keep, by default all. `drops` says whether an
-    [`~data.reading.refs.OverlongRow`] is left out, as `on_media_error="skip"` does with rows that can't be read.
+    of a row, if that is something else. `columns` are those to keep, by default all. With `drops`, other rows take the
+    place of an [`~data.reading.refs.OverlongRow`], too, and evaluations and streams leave it out.
     """
 
     def __init__(
@@ -107,7 +108,6 @@ class RowStream:
         state: Callable[[], TrainerState],
     ):
         self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
-        self._overlong: set[int] = set()  # of these
         self._drops, self._n_dropped = drops, 0  # of a stream, since the last batch
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
@@ -130,13 +130,11 @@ class RowStream:
     def state_dict(self) -> dict[str, Any]:
         """Rows that can't be read, additional ones that were drawn, and how difficult rows are."""
         difficulty = None if self.sampler is None else self.sampler.state_dict()
-        found = {"skipped": self.skipped, "overlong": sorted(self._overlong)}
-        return {**found, "n_extra": self._n_extra, "difficulty": difficulty}
+        return {"skipped": self.skipped, "n_extra": self._n_extra, "difficulty": difficulty}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # An error of a server may not show again
         self.skipped, self._n_extra = state["skipped"], state["n_extra"]
-        self._overlong = {*state.get("overlong", ())}
         if self.sampler is not None and state["difficulty"] is not None:
             self.sampler.load_state_dict(state["difficulty"])
 
@@ -165,8 +163,9 @@ class RowStream:
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
             self._rows, read = None, self._read_training
-            keeps = self._keeps if self._drops else None
-            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns, keeps=keeps)
+            stream = undecoded(dataset)
+            stream = stream.filter(self._is_kept, with_indices=True) if self._drops else stream
+            self._batches = StreamBatches(stream, shape, read, self._columns)
             return _batch_loader(self._batches, **options)
         args, left_out = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
@@ -275,8 +274,8 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips = training and unreadable_rows(self._args.on_media_error).action == "skip"
-        drops, n_failed, self._n_dropped = training and self._drops, self._n_dropped, 0
+        skips = self._left_out(rows) if training else ()
+        n_failed, self._n_dropped = self._n_dropped, 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -286,17 +285,14 @@ class RowStream:
                     continue
                 try:
                     read[i] = self._take(key, rows, training)
-                except MediaError as error:
-                    if not skips and not (drops and isinstance(error, OverlongRow)):
-                        raise
-                    failed[_number(key)] = error
-            if skips or drops:
-                n_rows = len(rows or range(_STREAM_LENGTH))
-                failed = self._skip(failed, self.skipped, self._overlong, n_rows, "train")
+                except skips as error:
+                    failed[_number(key)] = str(error)
+            if skips:
+                failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
                 n_failed += len(failed)
             if not failed:
                 break
-        if skips or drops:
+        if training and (skips or self._drops):
             self._metrics["train"]["media/skipped"].append(float(n_failed))
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
@@ -356,28 +352,27 @@ class RowStream:
             raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
         return self._last_row
 
-    def _keeps(self, row: Row) -> bool:
+    def _left_out(self, rows: Any) -> type[MediaError] | tuple[()]:
+        """Errors of rows that are left out; `rows` is `None` for a stream, whose overlong ones are filtered."""
+        if unreadable_rows(self._args.on_media_error).action == "skip":
+            return MediaError
+        return OverlongRow if self._drops and rows is not None else ()
+
+    def _is_kept(self, row: dict[str, Any], index: int) -> bool:
         """Whether something of a row of a stream is learned, as far as it can be read."""
-        try:
-            self._encoded(row)
-        except OverlongRow as error:
-            logger.warning_once(_DROPPED.format(error))
-            self._n_dropped += 1
-            return False
-        except MediaError:
-            pass  # which reading it for a batch says
+        with suppress(MediaError):  # which the batch of the row says
+            try:
+                self._encoded(Row(index, row))
+            except OverlongRow:
+                logger.warning_once(_DROPPED)
+                self._n_dropped += 1
+                return False
         return True
 
-    def _skip(
-        self, failed: dict[int, MediaError], skipped: dict[int, str], overlong: set[int], n_rows: int, split: str
-    ) -> dict[int, str]:
+    def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
         """Notes rows that failed, of the so many of a split. All that did, on any rank."""
-        found = gather_object([(row, str(error), isinstance(error, OverlongRow)) for row, error in failed.items()])
-        failures, file = {row: error for row, error, _ in found}, Path(self._args.output_dir, SKIPPED_ROWS)
+        failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
         skipped.update(failures)
-        overlong.update(row for row, _, is_overlong in found if is_overlong)
-        if overlong & failures.keys():
-            logger.warning_once(_DROPPED.format(next(error for row, error in failures.items() if row in overlong)))
         if failures and self._accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
@@ -385,31 +380,31 @@ class RowStream:
                     entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         rule = unreadable_rows(self._args.on_media_error)
-        if (n_unreadable := len(skipped) - len(overlong)) > rule.limit(n_rows):
+        if rule.action == "raise":
+            if failures:
+                logger.warning_once(_DROPPED)
+        elif len(skipped) > rule.limit(n_rows):
             raise MediaError(
-                f"{n_unreadable} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
+                f"{len(skipped)} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        skips = unreadable_rows(self._args.on_media_error).action == "skip"
-        if not (skips or self._drops) or self._encode is None:
+        if not (skips := self._left_out(rows)) or self._encode is None:
             return {}
         if dataset not in self._unreadable:
-            failed: dict[int, MediaError] = {}
+            failed: dict[int, str] = {}
             unreadable: dict[int, str] = {}
             n_rows = 0
             for n_rows, row in enumerate(rows, start=1):
                 if n_rows % self._accelerator.num_processes == self._accelerator.process_index:
                     try:
                         self._encoded(row)
-                    except MediaError as error:
-                        if not skips and not isinstance(error, OverlongRow):
-                            raise
-                        failed[row.row_index] = error
-            self._skip(failed, unreadable, set(), n_rows, "eval")
+                    except skips as error:
+                        failed[row.row_index] = str(error)
+            self._skip(failed, unreadable, n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
             self._unreadable[dataset] = unreadable
@@ -476,6 +471,6 @@ def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> i
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:
-        raise ValueError(f"None of the dataset's rows can be trained on. The last one: {list(skipped.values())[-1]}")
+        raise MediaError(f"None of the dataset's rows can be trained on. The last one: {list(skipped.values())[-1]}")
     drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(each for each in drawn if each not in skipped)

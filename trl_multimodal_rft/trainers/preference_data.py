@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl.data_utils import get_dataset_column_names
 
 from ..data.reading.refs import MediaError, OverlongRow
-from ..data.rows.cells import finite_number, is_missing, truth_value
+from ..data.rows.cells import finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.pairs import TIE
 from ..data.rows.row import Row
@@ -81,15 +81,13 @@ class PreferenceCollator(SupervisedCollator):
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """The reference's log-probabilities, if rows have them; NaN where one has no view."""
-        names = [name for name in REFERENCE if any(not is_missing(row.get(name)) for row in rows)]
-        found = {name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in names}
-        for row, *both in zip(rows, *(found.get(name, ()) for name in REFERENCE[:2]), strict=False):
-            if None in both:
-                raise ValueError(
-                    f"row {row.row_index}: `{REFERENCE[both.index(None)]}` is missing, which other rows have; give "
-                    "both in all rows, or remove the columns."
-                )
-        return {n: torch.tensor([math.nan if each is None else each for each in found[n]]) for n in names}
+        found = {name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in REFERENCE}
+        found = {name: values for name, values in found.items() if any(each is not None for each in values)}
+        for name, values in found.items():
+            if None in values and name != REFERENCE[2]:
+                row = rows[values.index(None)].row_index
+                raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
+        return {n: torch.tensor([math.nan if each is None else each for each in found[n]]) for n in found}
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""

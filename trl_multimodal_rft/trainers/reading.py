@@ -139,7 +139,8 @@ class CompletionTrainer(CheckpointMixin):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
             plain = partial(inputs["plain"], self._load_processor)
-            self.checks.on_rows(self._check_rows, model, inputs["sequences"], self._packs, plain)
+            check = partial(self._check_rows, packs=self._packs, plain=plain)
+            self.checks.on_rows(check, model, inputs["sequences"])
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
-from ..checks.measure import plain_outputs
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
@@ -24,7 +23,6 @@ from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
-from ..families import TOKEN_FIELDS, family_of
 from ..rollout.stream import EncodedRow
 from .setup import check_takes_media
 
@@ -64,8 +62,7 @@ class SupervisedCollator:
 
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
-            aren't learned; and `plain`, which returns the media tensors of one of the rows by a processor that it
-            loads.
+            aren't learned; and `plain`, which returns what a processor that it loads makes of one of the rows.
         """
         sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
@@ -79,12 +76,7 @@ class SupervisedCollator:
         return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
 
     def _plain(self, rows: Sequence[Row], load: Callable[[], Any], i: int) -> dict[str, torch.Tensor]:
-        encoder, processor = self._encoder_of(rows[i]), load()
-        options = {**encoder.template_kwargs, "add_generation_prompt": False}
-        options["chat_template"] = options["chat_template"] or getattr(self.processing_class, "chat_template", None)
-        outputs = plain_outputs(encoder.shown(rows[i]), processor, self.args.audio_overlong, options)
-        known = ("input_ids", *TOKEN_FIELDS, *family_of(self.model).token_masks)
-        return {name: value for name, value in outputs.items() if name not in known}
+        return self._encoder_of(rows[i]).plain_outputs(rows[i], load())
 
     def encode(self, row: Row) -> SupervisedSequence:
         """A row as a sequence of at most `max_length` tokens."""

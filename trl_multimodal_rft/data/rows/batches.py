@@ -165,8 +165,7 @@ class EpochBatches:
 class StreamBatches:
     """
     Batches of a stream, whose rows are numbered as they come. With `shards`, a rank reads no rows of other ranks where
-    the stream has shards enough; ranks may then get different numbers of batches. Rows that `keeps` doesn't keep are
-    left out.
+    the stream has shards enough; ranks may then get different numbers of batches.
     """
 
     def __init__(
@@ -176,10 +175,9 @@ class StreamBatches:
         read: Callable,
         columns: Collection[str] | None = None,
         shards: bool = True,
-        keeps: Callable[[Row], bool] | None = None,
     ):
-        self._keeps = keeps
         self.left_out: Collection[int] = ()
+        self._fewest = int(shards)  # in an evaluation, which doesn't shard, none
         self._row_indices = 0, 1
         if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
@@ -192,9 +190,8 @@ class StreamBatches:
 
     def rows(self) -> Iterator[Row]:
         for row_index, row in zip(count(*self._row_indices), self._dataset, strict=False):
-            kept = Row(row_index, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
-            if row_index not in self.left_out and (self._keeps is None or self._keeps(kept)):
-                yield kept
+            if row_index not in self.left_out:
+                yield Row(row_index, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
 
     def __iter__(self) -> Iterator[RowBatch]:
         shape, rows, first = self._shape, self.rows(), []
@@ -203,8 +200,7 @@ class StreamBatches:
             batch = RowBatch(shape.keys(chunk, first), self._read)
             for _ in range(shape.repeats if len(batch) else 0):
                 yield batch
-        fewest = shape.n_rows if shape.drop_last else int(self._keeps is not None)
-        if len(first) < fewest:
+        if len(first) < (shape.n_rows if shape.drop_last else self._fewest):
             raise shape.too_few_rows(len(first))
 
     def set_epoch(self, epoch: int) -> None:

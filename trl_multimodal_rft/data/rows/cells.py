@@ -7,36 +7,30 @@ from numbers import Real
 from typing import Any
 
 
-def plain_scalar(cell: Any) -> Any:
-    """A cell whose array or tensor without a dimension is a number of Python."""
-    return cell.item() if hasattr(cell, "item") and getattr(cell, "ndim", None) == 0 else cell
-
-
-def is_missing(cell: Any) -> bool:
-    """Whether a cell is `None`, or NaN, which tables of numbers hold in its place."""
-    cell = plain_scalar(cell)
-    nothing = cell is None or type(cell).__name__ in ("NAType", "NaTType")  # those of pandas
-    return nothing or (isinstance(cell, (Real, Decimal)) and cell != cell)
+def filled(cell: Any) -> Any:
+    """A cell, of an array without dimensions its number; `None` in place of NaN, by which tables say it is missing."""
+    cell = cell.item() if getattr(cell, "ndim", None) == 0 and hasattr(cell, "item") else cell
+    is_nan = isinstance(cell, (Real, Decimal)) and cell != cell
+    return None if is_nan or type(cell).__name__ in ("NAType", "NaTType") else cell
 
 
 def finite_number(cell: Any, column: str, row: int) -> float | None:
-    """The finite number in a cell, `None` in a missing one. Raises a `ValueError` for all else."""
-    cell = plain_scalar(cell)
-    if is_missing(cell):
+    """The number in a cell, `None` in a missing one. Raises a `ValueError` for all but finite numbers."""
+    value = filled(cell)
+    if value is None:
         return None
-    if isinstance(cell, bool) or not isinstance(cell, (Real, Decimal)) or not math.isfinite(cell):
-        raise _wrong(cell, column, row, "a finite number")
-    return float(cell)
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not math.isfinite(value):
+        found = f"{value!r:.40} of type {type(value).__name__}"
+        raise ValueError(
+            f"row {row}, column '{column}': is {found}; give a finite number, or None where it is missing."
+        )
+    return float(value)
 
 
 def truth_value(cell: Any, column: str, row: int) -> bool:
-    """Whether a cell is true, or 1; false, 0 and missing ones aren't. Raises a `ValueError` for all else."""
-    cell = plain_scalar(cell)
-    if not is_missing(cell) and not (isinstance(cell, (Real, Decimal)) and cell in (0, 1)):
-        raise _wrong(cell, column, row, "True or False")
-    return not is_missing(cell) and bool(cell)
-
-
-def _wrong(cell: Any, column: str, row: int, wanted: str) -> ValueError:
-    found = f"{cell!r:.40} of type {type(cell).__name__}"
-    return ValueError(f"row {row}, column '{column}': is {found}; give {wanted}, or None where it is missing.")
+    """Whether a cell is true, which a missing one isn't. Raises a `ValueError` for all but truth values, 0 and 1."""
+    value = filled(cell)
+    if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):
+        return bool(value)
+    found = f"{value!r:.40} of type {type(value).__name__}"
+    raise ValueError(f"row {row}, column '{column}': is {found}; give True or False, or None where it is missing.")

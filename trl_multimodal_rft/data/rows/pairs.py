@@ -2,7 +2,7 @@
 """Turns pairs of completions into rows for a judge, which sees each pair in both orders."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 
 from ...families import MODALITIES
 from ..reading.refs import MediaError, iter_refs
-from .cells import is_missing, truth_value
+from .cells import truth_value
 from .columns import as_text, further_keys, read_messages, strip_media
 
 
@@ -71,11 +71,10 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     columns: dict[str, list] = {"prompt": [], "solution": []}
     texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
     for index, row in enumerate(texts):
-        check_pair(row, index)
-        _check_keys(read_messages(row["prompt"], "prompt", index), "prompt", index)
-        read = [read_text(row[name], name, index) for name in COMPLETIONS]
+        read = [read_answer(row[name], name, index) for name in COMPLETIONS]
+        check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=())
         for messages, name in zip(read, COMPLETIONS, strict=True):
-            _check_keys(messages, name, index, "tool_calls")
+            check_read(messages, name, index, keys=("tool_calls",))
         # A tag in an answer stands for no medium
         answers, tie = [_TAG.sub(r"< \1>", as_text(strip_media(each))) for each in read], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
@@ -103,16 +102,6 @@ def check_pairs(dataset: Dataset) -> None:
         raise ValueError("The dataset has no pairs; pass at least one row.")
 
 
-def check_pair(row: Mapping[str, Any], index: int) -> None:
-    """Raises a `ValueError` unless both completions of a row are texts or messages."""
-    for column in COMPLETIONS:
-        if is_missing(row.get(column)) or row[column] == []:  # an empty text is an answer
-            raise ValueError(
-                f"row {index} has no `{column}`; give `prompt`, `chosen` and `rejected`, or remove the row."
-            )
-        read_messages(row[column], column, index)
-
-
 def read_answer(completion: Any, column: str, row: int) -> list[dict[str, Any]]:
     """The messages of a completion, which must begin with the assistant's, and hold no media."""
     messages = read_messages(completion, column, row)
@@ -130,26 +119,16 @@ def check_text_only(messages: list[dict[str, Any]]) -> None:
         raise medium.error("assistant messages are text; only prompts hold media, so move it into those before them")
 
 
-def read_text(completion: Any, column: str, row: int) -> list[dict[str, Any]]:
-    """Those of [`read_answer`], of whose blocks judges and reward functions read all, as they read text."""
-    messages = read_answer(completion, column, row)
+def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
+    """Raises for what nobody reads of a text: blocks of other types in answers, and keys besides these, if given."""
     for m, message in enumerate(messages):
-        for b, block in enumerate(message["content"]) if isinstance(message["content"], list) else ():
-            if block["type"] != "text":
-                raise MediaError(
-                    f"row {row}, column '{column}[{m}].content[{b}]': is a block of type {block['type']!r}, which "
-                    "nobody would read; write it as text, or remove it"
-                )
-    return messages
-
-
-def _check_keys(messages: list[dict[str, Any]], column: str, row: int, *read: str) -> None:
-    """Raises for keys of messages, besides those that are read, that a judge would not get."""
-    for m, message in enumerate(messages):
-        if lost := [key for key in further_keys(message) if key not in read]:
+        lost = [repr(key) for key in further_keys(message) if keys is not None and key not in keys]
+        blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
+        lost += [f"the block of type {block['type']!r}" for block in blocks if block["type"] != "text"]
+        if lost:
             raise MediaError(
-                f"row {row}, column '{column}[{m}]': a judge would not get {lost[0]!r} of the message; write it into "
-                "the text, or remove it"
+                f"row {row}, column '{column}[{m}]': nobody would read {lost[0]} of the message; write it as text, or "
+                "remove it"
             )
 
 
