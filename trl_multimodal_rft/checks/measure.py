@@ -157,6 +157,10 @@ class Measure:
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
         return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
 
+    def row_logits(self, row: EncodedPrompt) -> torch.Tensor:
+        """The logits `(1, P, vocabulary)` of a row's tokens."""
+        return self._logits(self.model_inputs(outputs_of(row), row), len(row))
+
     def row_reward(self, row: EncodedPrompt) -> torch.Tensor:
         """The score `(1, 1)` that a reward model's own forward gives a row."""
         scores = self._logits(self.model_inputs(outputs_of(row), row), 1).float()
@@ -180,8 +184,12 @@ class Measure:
     ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
         """
         Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks; `plain`
-        returns what the processor as loaded makes of one of this rank's.
+        returns what the processor as loaded makes of one of this rank's that has media.
         """
+
+        def reread(i: int) -> dict[str, torch.Tensor]:  # only the run's template knows the tools of a prompt
+            return plain(i) if prompts[i].media else outputs_of(prompts[i])
+
         process = self.accelerator.process_index
         traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
         targets, donors, partners = choose(traits)
@@ -190,7 +198,7 @@ class Measure:
             is_own = each.process == process
             outputs = self.require(
                 "its processor, as `AutoProcessor.from_pretrained` loads it,",
-                lambda each=each, wanted=is_own and each in targets: plain(each.index) if wanted else {},
+                lambda each=each, wanted=is_own and each in targets: reread(each.index) if wanted else {},
             )
             case = Case(prompts[each.index], outputs) if is_own else None
             cases[each] = broadcast_object_list([case], from_process=each.process)[0]
@@ -219,7 +227,7 @@ class Measure:
         kind: str,
         prompt: EncodedPrompt,
         donor: EncodedPrompt | None,
-        score: Callable[[list[Any]], torch.Tensor],
+        score: Callable[[Any], torch.Tensor],
         scores: torch.Tensor,
         mask: torch.Tensor,
     ) -> float:
@@ -227,7 +235,7 @@ class Measure:
         swapped = with_other_media(prompt, kind, donor)
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
             return math.nan
-        moved = self.difference(self.require(f"scoring another {kind}", lambda: score([swapped])), scores, mask)
+        moved = self.difference(self.require(f"scoring another {kind}", lambda: score(swapped)), scores, mask)
         if moved <= _MOVES * self.tolerance:
             raise RuntimeError(
                 f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "

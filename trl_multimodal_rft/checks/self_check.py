@@ -217,8 +217,11 @@ class _Check(Measure):
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
         local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
-        given = [prompt for prompt, _ in local], lambda i: self._plain_outputs(*local[i])
-        targets, donors, partners = self.cases(*given)
+        load, options = functools.cache(self.settings.load_processor), self.settings
+        given = options.audio_overlong, options.template_kwargs
+        targets, donors, partners = self.cases(
+            [prompt for prompt, _ in local], lambda i: plain_outputs(local[i][1], load(), *given)
+        )
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
@@ -232,10 +235,10 @@ class _Check(Measure):
             self.scored = target.prompt, completions, scores
             worst["padded"].append(padded)
             worst["packed"] += [] if packed is None else [packed]
+            ids, mask, *_ = completions
             for kind in sorted(target.prompt.modalities - self.media.keys()):
-                other = functools.partial(self.score, ids=completions.ids, mask=completions.mask, packed=False)
-                given = target.prompt, donors.get(kind), other, scores, completions.mask
-                self.media[kind] = self.effect(kind, *given)
+                swap = functools.partial(self._score_one, ids, mask)
+                self.media[kind] = self.effect(kind, target.prompt, donors.get(kind), swap, scores, mask)
         rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
         # The shortest, with media if any
         self.shortest = min(
@@ -258,6 +261,9 @@ class _Check(Measure):
             engine_positions=any(self.at_engine_positions(target.prompt) for target in targets),
             rounding=self.rounding,
         )
+
+    def _score_one(self, ids: torch.Tensor, mask: torch.Tensor, prompt: EncodedPrompt) -> torch.Tensor:
+        return self.score([prompt], ids, mask, packed=False)
 
     def _keep_noise(self, completions: _Completions) -> None:
         """Keeps the largest noise, and warns where it is so large that errors could hide behind it."""
@@ -327,16 +333,6 @@ class _Check(Measure):
             f"self-check: {self.model_type} can't be trained: its backward pass fails ({self.failure}). Install what "
             "its kernels need, or load it with another `attn_implementation`."
         )
-
-    @functools.cached_property
-    def processor(self):
-        return self.settings.load_processor()
-
-    def _plain_outputs(self, prompt: EncodedPrompt, messages: Messages) -> dict[str, torch.Tensor]:
-        """The outputs of the processor as loaded for a prompt's messages."""
-        if not prompt.media:
-            return outputs_of(prompt)  # only the run's template knows the tools of a prompt
-        return plain_outputs(messages, self.processor, self.settings.audio_overlong, self.settings.template_kwargs)
 
     # Sampling
 

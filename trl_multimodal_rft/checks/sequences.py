@@ -14,12 +14,13 @@ from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..models.modes import measuring
 from ..policy import PolicyForward
-from .measure import Measure
+from .measure import Case, Measure
 from .self_check import SelfCheck
 
 
 _LAST = 256  # tokens of a row that are compared, for whose logits there is memory
 
+# Returns what the processor as loaded makes of a row with media, by its index
 Plain = Callable[[int], dict[str, torch.Tensor]]
 
 
@@ -44,31 +45,31 @@ def check_sequences(
         packs (`bool`):
             Whether rows are packed.
         plain (`Callable[[int], dict[str, torch.Tensor]]`):
-            Returns what the processor as loaded makes of one of these rows.
+            Returns what the processor as loaded makes of one of these rows, by its index.
         media (`dict[str, float]`):
-            Effects that were measured before.
+            Effects of other media that were measured before.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
 
     Raises:
-        `RuntimeError`: If scores aren't exact with any fallback, if media tensors aren't the processor's, or if
-            another medium doesn't move scores.
+        `RuntimeError`: If scores aren't exact with any fallback, media tensors aren't the processor's, or another
+            medium changes nothing.
     """
     measure = Measure(policy, model, engine_positions=False)
+    cases = measure.cases(sequences, plain)
+    rows = _chosen(*cases)
+    ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
+    mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
 
-    def mask(rows: list[Any]) -> torch.Tensor:
-        return pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
-
-    def by_model(rows: list[Any]) -> torch.Tensor:
+    def by_model() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
         options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
-        return policy.score(model, rows, ids, mask(rows).long(), **options).logps
+        return policy.score(model, rows, ids, mask.long(), **options).logps
 
-    return _compare(measure, sequences, plain, media, mask, by_model, score, packs)
+    return _compare(measure, cases, by_model, score, mask, packs, media)
 
 
 def check_pairs(
@@ -86,74 +87,64 @@ def check_pairs(
     of a reward model stand in the place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
+    cases = measure.cases(pairs, plain)
+    rows = [row for pair in _chosen(*cases) for row in pair.sequences(measure.model)]
+    completions = [row.input_ids[row.learned] for row in rows]
+    ids, mask = (each.to(measure.device) for each in padded(completions))
+    last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
 
-    def sequences(chosen: list[Any]) -> list[SupervisedSequence]:
-        return [row for pair in chosen for row in pair.sequences(measure.model)]
-
-    def completions(chosen: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, mask = padded([row.input_ids[row.learned] for row in sequences(chosen)])
-        return ids.to(measure.device), mask.to(measure.device)
-
-    def mask(chosen: list[Any]) -> torch.Tensor:
-        ids, mask = completions(chosen)
-        last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
-        return mask[:, :1] > 0 if rewards else mask.bool() & last
-
-    def by_model(chosen: list[Any]) -> torch.Tensor:
-        rows = sequences(chosen)
+    def by_model() -> torch.Tensor:
         if rewards:
             return torch.cat([measure.row_reward(row) for row in rows])
-        each = [measure.row_logps(row, _LAST)[0][-int(row.learned.sum()) :] for row in rows]
+        each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
         return pad_sequence(each, batch_first=True)
 
     def score(chosen: list[Any], packed: bool) -> torch.Tensor:
         prompts = [pair for pair in chosen for _ in range(2)]
         options = {"packed": packed, "fallbacks": measure.fallbacks}
         if rewards:
-            return policy.rewards(model, (prompts, *completions(chosen)), **options).values
-        return policy.score(model, prompts, *completions(chosen), **options).logps
+            return policy.rewards(model, (prompts, ids, mask), **options).values
+        return policy.score(model, prompts, ids, mask, **options).logps
 
-    return _compare(measure, pairs, plain, media, mask, by_model, score, packs)
+    compared = mask[:, :1] > 0 if rewards else mask.bool() & last
+    return _compare(measure, cases, by_model, score, compared, packs, media)
 
 
 def _compare(
     measure: Measure,
-    rows: Sequence[EncodedPrompt],
-    plain: Plain,
-    media: dict[str, float],
-    mask: Callable[[list[Any]], torch.Tensor],
-    by_model: Callable[[list[Any]], torch.Tensor],
+    cases: tuple[list[Case], dict[str, EncodedPrompt], list[Any]],
+    by_model: Callable[[], torch.Tensor],
     score: Callable[[list[Any], bool], torch.Tensor],
+    mask: torch.Tensor,
     packs: bool,
+    media: dict[str, float],
 ) -> SelfCheck:
     """
-    Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, media
-    tensors with the processor's, and scores with those of other media.
+    Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, and
+    with those of other media, and media tensors with those of the processor.
     """
-    targets, donors, partners = measure.cases(rows, lambda i: plain(i) if rows[i].media else {})
-    chosen = list({id(each): each for each in [*(case.prompt for case in targets), *partners]}.values())
-    compared, media, features = mask(chosen), dict(media), list[float]()
-    for ours, outputs in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
-        features.append(measure.features(ours, {name: outputs[name] for name in ours.keys() & outputs.keys()}))
+    (targets, donors, _), rows, features, media = cases, _chosen(*cases), list[float](), dict(media)
+    for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
+        features.append(measure.features(ours, {name: plain[name] for name in ours.keys() & plain.keys()}))
     with measuring(measure.prepared, measure.device):
-        truth = measure.require("the model's forward", lambda: by_model(chosen))
-        noise = functools.cache(lambda: measure.noise(lambda: by_model(chosen), compared))
-        _, padded, packed = measure.settle(
-            lambda packed: score(chosen, packed), truth, compared, noise, packs=packs, isolates=True
-        )
-        for row in [case.prompt for case in targets]:
+        truth = measure.require("the model's forward", by_model)
+        noise = functools.cache(lambda: measure.noise(by_model, mask))
+        own = functools.partial(score, rows)
+        scores, padded, packed = measure.settle(own, truth, mask, noise, packs=packs, isolates=True)
+        for row in (case.prompt for case in targets):
+
+            def swap(other: Any, row: Any = row) -> torch.Tensor:
+                return score([other if each is row else each for each in rows], False)
+
             for kind in sorted(row.modalities - media.keys()):
-                scores = measure.require(f"scoring {kind}", lambda row=row: score([row], False))
-                given = donors.get(kind), lambda rows: score(rows, False), scores, mask([row])
-                media[kind] = measure.effect(kind, row, *given)
-    return SelfCheck(
-        features=max(features, default=None),
-        padded=padded,
-        packed=packed,
-        media=media,
-        tolerance=measure.tolerance,
-        fallbacks=measure.fallbacks,
-    )
+                media[kind] = measure.effect(kind, row, donors.get(kind), swap, scores, mask)
+    facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": media}
+    return SelfCheck(features=max(features, default=None), padded=padded, packed=packed, **facts)
+
+
+def _chosen(targets: list[Case], donors: dict[str, EncodedPrompt], partners: list[Any]) -> list[Any]:
+    """The rows to measure, of all ranks."""
+    return list(dict.fromkeys([*(case.prompt for case in targets), *partners]))
 
 
 def _compared(row: SupervisedSequence) -> torch.Tensor:

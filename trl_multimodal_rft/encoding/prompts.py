@@ -524,9 +524,10 @@ def plain_outputs(
         logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
         return outputs
     # Its frames may be less exact, but must have the same sizes and times
-    shapes = [{name: each.shape for name, each in found.items()} for found in (outputs, read or {})]
-    same = read is None or shapes[0] == shapes[1] and torch.equal(read["input_ids"], outputs["input_ids"])
-    return outputs if same else read
+    shapes = [{name: each.shape for name, each in found.items()} for found in (outputs, read or outputs)]
+    if read is None or shapes[0] == shapes[1] and torch.equal(read["input_ids"], outputs["input_ids"]):
+        return outputs
+    return read
 
 
 def prompt_position_ids(

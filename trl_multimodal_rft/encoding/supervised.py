@@ -248,27 +248,15 @@ class SupervisedEncoder:
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
     def plain_outputs(self, row: Row, processor: Processor) -> dict[str, torch.Tensor]:
-        """
-        Returns what a processor makes of the conversation or the prompt of a row, see [`plain_outputs`].
-
-        Args:
-            row ([`~data.rows.row.Row`]):
-                Row.
-            processor ([`~transformers.ProcessorMixin`]):
-                Processor.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Its outputs.
-        """
+        """What a processor makes of the conversation of a row, or of its prompt, see [`~encoding.prompts`]."""
         if row.get("chosen") is not None:
             messages = self.preference_prompt(row)
         else:
             chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, "")
             messages = self._messages(row, chat, completion)[: len(chat)]
-        template = self.template_kwargs.get("chat_template") or getattr(self.processing_class, "chat_template", None)
-        return plain_outputs(
-            messages, processor, self.audio_overlong, {**self.template_kwargs, "chat_template": template}
-        )
+        own = {"chat_template": getattr(self.processing_class, "chat_template", None)}
+        given = {**own, **{name: value for name, value in self.template_kwargs.items() if value is not None}}
+        return plain_outputs(messages, processor, self.audio_overlong, given)
 
     def preference_prompt(self, row: Row) -> str | list:
         """

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Direct preference optimization with media."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,18 +10,22 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import pad
-from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, ProcessorMixin, TrainerCallback
 from trl import DPOTrainer
 
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
+from ..checks.measure import Measure
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.unread import lists_columns
+from ..encoding.processors import tokenizer_of
 from ..forward.scores import Scores
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import common_lines
+from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
@@ -64,9 +69,12 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.DPOTrainer`]: its predictions are logits of the rows with the chosen completions, then of those
+            with the rejected ones, from a further forward of each, and its labels their tokens.
 
     Raises:
-        `TypeError`: If `args` is a config of TRL's own.
+        `TypeError`: If `args` is a config of TRL's own, or `ref_model` no model.
         `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
             parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
     """
@@ -85,7 +93,9 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: Adapter = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
     ):
+        check_arguments(ref_model=ref_model)
         args = resolve_config(MultimodalDPOConfig, args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
@@ -119,6 +129,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
                 optimizers=optimizers,
+                compute_metrics=compute_metrics,
                 **objects,
             )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -205,6 +216,21 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         view = torch.full_like(chosen, torch.nan)
         view[inputs["viewed"]] = after_view[0]
         return chosen, rejected, view
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        inputs = self._prepare_inputs(inputs)
+        loss, *_ = super().prediction_step(model, inputs, True, ignore_keys)
+        if prediction_loss_only:
+            return loss, None, None
+        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
+        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
+        with evaluation_mode(self.model), torch.no_grad():
+            logits = [measure.row_logits(row)[0] for row in rows]
+        ids, options = [row.input_ids.to(loss.device) for row in rows], {"batch_first": True}
+        labels = pad_sequence(ids, padding_value=tokenizer_of(self.processing_class).pad_token_id, **options)
+        return loss, pad_sequence(logits, **options), labels
 
     # Update
 

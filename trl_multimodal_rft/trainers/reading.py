@@ -2,7 +2,7 @@
 """What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -138,7 +138,7 @@ class CompletionTrainer(CheckpointMixin):
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
-            plain = partial(inputs["plain"], self._load_processor)
+            plain = partial(inputs["plain"], cache(self._load_processor))
             check = partial(self._check_rows, packs=self._packs, plain=plain)
             self.checks.on_rows(check, model, inputs["sequences"])
         loss, scores = self._loss(model, inputs, num_items_in_batch)

@@ -21,9 +21,7 @@ def finite_number(cell: Any, column: str, row: int) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not math.isfinite(value):
         found = f"{value!r:.40} of type {type(value).__name__}"
-        raise ValueError(
-            f"row {row}, column '{column}': is {found}; give a finite number, or None where it is missing."
-        )
+        raise ValueError(f"row {row}, column '{column}': is {found}; give a finite number, or None if it is missing.")
     return float(value)
 
 
@@ -33,4 +31,4 @@ def truth_value(cell: Any, column: str, row: int) -> bool:
     if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):
         return bool(value)
     found = f"{value!r:.40} of type {type(value).__name__}"
-    raise ValueError(f"row {row}, column '{column}': is {found}; give True or False, or None where it is missing.")
+    raise ValueError(f"row {row}, column '{column}': is {found}; give True or False, or None if it is missing.")

@@ -72,7 +72,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
     for index, row in enumerate(texts):
         read = [read_answer(row[name], name, index) for name in COMPLETIONS]
-        check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=())
+        check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=("content",))
         for messages, name in zip(read, COMPLETIONS, strict=True):
             check_read(messages, name, index, keys=("tool_calls",))
         # A tag in an answer stands for no medium
@@ -122,14 +122,12 @@ def check_text_only(messages: list[dict[str, Any]]) -> None:
 def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
     """Raises for what nobody reads of a text: blocks of other types in answers, and keys besides these, if given."""
     for m, message in enumerate(messages):
-        lost = [repr(key) for key in further_keys(message) if keys is not None and key not in keys]
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
-        lost += [f"the block of type {block['type']!r}" for block in blocks if block["type"] != "text"]
+        lost = [block["type"] for block in blocks if block["type"] != "text"]
+        lost += [key for key in further_keys(message) if key not in (keys or [key])]
         if lost:
-            raise MediaError(
-                f"row {row}, column '{column}[{m}]': nobody would read {lost[0]} of the message; write it as text, or "
-                "remove it"
-            )
+            problem = f"nobody would read {lost[0]!r} of the message; write it as text, or remove it"
+            raise MediaError(f"row {row}, column '{column}[{m}]': {problem}")
 
 
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

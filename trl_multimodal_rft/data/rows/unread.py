@@ -105,6 +105,12 @@ def check_columns(
     unread = [found for found in looked if found is not None]
     if not unread:
         return None
+    of_answers = [found.path for found in unread if re.search("chosen|rejected", found.column)]
+    if of_answers and {"chosen", "rejected"} <= {*columns}:
+        raise MediaError(
+            f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about the media of a "
+            "prompt, or name the columns in `ignored_media_columns`"
+        )
     every_row = dataset if isinstance(dataset, Sequence) else rows
     has_media = has_media or any(_has_media(row, reads, ignored) for row in every_row)
     if extent == "first":
