@@ -68,13 +68,7 @@ OVERRIDDEN = {
     "RLOO": _overridden(RLOO, _REWARDS),
     "PPO": _overridden(GRPO, _REWARDS, create_scheduler="self num_training_steps optimizer"),
     "SFT": _overridden(SFT, {}),
-    "DPO": _overridden(
-        DPO,
-        {
-            "compute_ref_log_probs": "self model inputs",
-            "prediction_step": "self model inputs prediction_loss_only ignore_keys",
-        },
-    ),
+    "DPO": _overridden(DPO, {"compute_ref_log_probs": "self model inputs"}),
     "Reward": _overridden(REWARD, {"_prepare_dataset": "self dataset processing_class args dataset_name"}),
     "Distillation": _overridden(
         DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}

@@ -51,7 +51,7 @@ class Checks:
 
     def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
         """Runs a self-check of [`~checks.sequences`] on rows with completions, as [`on_prompts`] does."""
-        self._measure(model, rows, lambda media: check(self.policy, model, rows, media=media))
+        self._measure(model, rows, lambda media: check(self.policy, model, rows))
 
     def _measure(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], measure: Callable[[dict[str, float]], SelfCheck]
@@ -62,7 +62,9 @@ class Checks:
             unmeasured &= set(self.policy.unwrapped(model).input_modalities)
             if not unmeasured or not any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured)):
                 return
-        self.self_check = measure({} if check is None else check.media)
+        media = {} if check is None else check.media
+        self.self_check = measure(media)
+        self.self_check.media = {**media, **self.self_check.media}
         self.policy.fallbacks = self.self_check.fallbacks
         self._show()
 

@@ -30,7 +30,6 @@ def check_sequences(
     sequences: Sequence[SupervisedSequence],
     packs: bool,
     plain: Plain,
-    media: dict[str, float],
 ) -> SelfCheck:
     """
     Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
@@ -46,8 +45,6 @@ def check_sequences(
             Whether rows are packed.
         plain (`Callable[[int], dict[str, torch.Tensor]]`):
             Returns what the processor as loaded makes of one of these rows, by its index.
-        media (`dict[str, float]`):
-            Effects of other media that were measured before.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
@@ -69,7 +66,7 @@ def check_sequences(
         options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
         return policy.score(model, rows, ids, mask.long(), **options).logps
 
-    return _compare(measure, cases, by_model, score, mask, packs, media)
+    return _compare(measure, cases, by_model, score, mask, packs)
 
 
 def check_pairs(
@@ -78,7 +75,6 @@ def check_pairs(
     pairs: Sequence[PreferencePair],
     packs: bool,
     plain: Plain,
-    media: dict[str, float],
     rewards: bool = False,
 ) -> SelfCheck:
     """
@@ -107,7 +103,7 @@ def check_pairs(
         return policy.score(model, prompts, ids, mask, **options).logps
 
     compared = mask[:, :1] > 0 if rewards else mask.bool() & last
-    return _compare(measure, cases, by_model, score, compared, packs, media)
+    return _compare(measure, cases, by_model, score, compared, packs)
 
 
 def _compare(
@@ -117,13 +113,12 @@ def _compare(
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
-    media: dict[str, float],
 ) -> SelfCheck:
     """
     Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, and
     with those of other media, and media tensors with those of the processor.
     """
-    (targets, donors, _), rows, features, media = cases, _chosen(*cases), list[float](), dict(media)
+    (targets, donors, _), rows, features, media = cases, _chosen(*cases), list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
         features.append(measure.features(ours, {name: plain[name] for name in ours.keys() & plain.keys()}))
     with measuring(measure.prepared, measure.device):

@@ -97,13 +97,19 @@ def check_written(
     first of a `column`. Each is rendered as the last one, as templates may leave out earlier thoughts.
     """
 
-    def render(chat: list[dict[str, Any]]) -> str:
-        return write_chat(chat, processor, "", **template_kwargs)
+    def written(chat: list[dict[str, Any]]) -> str | None:  # a template that raises knows its types
+        with suppress(MediaError):
+            return write_chat(chat, processor, "", **template_kwargs)
 
     for m, message in enumerate(messages[first:], first):
-        found = (part for part in _parts_of(message) if not _is_written(messages, m, part[-1], render))
-        for place, problem, _ in [*found, *_problems_of_thoughts(messages[: m + 1], render)][:1]:
-            raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{place}': the chat template {problem}")
+        problems = [*_problems_of_thoughts(messages[: m + 1], written)]
+        for where, problem, other in _parts_of(message):
+            # By the whole chat where the template allows no other end
+            after = [] if written(messages[: m + 1]) is not None else messages[m + 1 :]
+            if None is not written([*messages[: m + 1], *after]) == written([*messages[:m], other, *after]):
+                problems.append((where, problem))
+        for where, problem in problems[:1]:
+            raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{where}': the chat template {problem}")
 
 
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -121,26 +127,18 @@ def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
         yield "", problem, {name: each for name, each in message.items() if name != key}
 
 
-def _is_written(messages: list, m: int, other: dict[str, Any], render: Callable[[list], str]) -> bool:
-    """Whether a chat is another one with `other` in the place of a message."""
-    for after in ([], messages[m + 1 :]):
-        with suppress(MediaError):  # a template that raises knows its types
-            return render([*messages[: m + 1], *after]) != render([*messages[:m], other, *after])
-    return True
-
-
-def _problems_of_thoughts(messages: list, render: Callable[[list], str]) -> Iterator[tuple[str, str, None]]:
+def _problems_of_thoughts(messages: list, written: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
     """What a template changes about thoughts in the texts of the last message, if that is the assistant's."""
     content = messages[-1].get("content") or ()
-    texts = [content] if isinstance(content, str) else [block.get("text") or "" for block in content]
-    for text in texts if messages[-1]["role"] == "assistant" else ():
-        tags, remedy = [tag for tag in THOUGHTS if tag in text], "; give them as 'reasoning_content' of the message"
-        with suppress(MediaError):
-            written = render(messages) if tags else ""
-            if tags and any(part.strip() not in written for part in re.split("|".join(THOUGHTS), text)):
-                yield "", f"leaves out a part of a text with thoughts{remedy}, if it writes that, or remove them", None
-            if any(re.search(rf"{tag}\s*{re.escape(text.strip())}", written) for tag in tags):
-                yield "", f"writes thoughts of its own before a text with thoughts{remedy}", None
+    for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
+        tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
+        if not tags or (chat := written(messages)) is None:
+            continue
+        remedy = "a text with thoughts; give these as 'reasoning_content' of the message, or remove them"
+        if any(part.strip() not in chat for part in re.split("|".join(THOUGHTS), text)):
+            yield "", f"leaves out a part of {remedy}"
+        if any(re.search(rf"{tag}\s*{re.escape(text.strip())}", chat) for tag in tags):
+            yield "", f"writes thoughts of its own before {remedy}"
 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:

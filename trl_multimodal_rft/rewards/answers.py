@@ -137,12 +137,7 @@ def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list
 vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
 
 
-def boxed_format_reward(
-    completions: Sequence[Completion],
-    think: bool = True,
-    completion_ids: Sequence[Sequence[int]] | None = None,
-    **kwargs: Argument,
-) -> list[float]:
+def boxed_format_reward(completions: Sequence[Completion], think: bool = True, **kwargs: Argument) -> list[float]:
     """
     Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts in
     `<think>...</think>` and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
@@ -151,10 +146,8 @@ def boxed_format_reward(
 
     Args:
         think (`bool`, *optional*, defaults to `True`):
-            Whether the completion must begin with thoughts; else only the box is required.
-        completion_ids (`list[list[int]]`):
-            Their tokens, as trainers pass them, whose completions begin with `<think>` where the prompt ends with it.
-            Without them, a completion may lack this tag.
+            Whether the completion must begin with thoughts; else only the box is required. Trainers, which pass
+            `completion_ids`, begin it with the tag where the prompt opens it; in other calls it may be missing.
 
     Example:
     ```python
@@ -164,7 +157,7 @@ def boxed_format_reward(
     """
     rewards = []
     for text in map(completion_text, completions):
-        begins = text.lstrip().startswith("<think>") or (completion_ids is None and "<think>" not in text)
+        begins = text.lstrip().startswith("<think>") or not ("<think>" in text or "completion_ids" in kwargs)
         has_thoughts = begins and "</think>" in text
         answer = text.rpartition("</think>")[2] if think else text
         rewards.append(float((has_thoughts or not think) and _last_box(answer) is not None))

@@ -6,7 +6,6 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -274,8 +273,7 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips = self._left_out(rows) if training else ()
-        n_failed, self._n_dropped = self._n_dropped, 0
+        skips, n_failed = self._left_out(rows) if training else (), 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -293,7 +291,8 @@ class RowStream:
             if not failed:
                 break
         if training and (skips or self._drops):
-            self._metrics["train"]["media/skipped"].append(float(n_failed))
+            self._metrics["train"]["media/skipped"].append(float(n_failed + self._n_dropped))
+            self._n_dropped = 0
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
 
@@ -360,13 +359,14 @@ class RowStream:
 
     def _is_kept(self, row: dict[str, Any], index: int) -> bool:
         """Whether something of a row of a stream is learned, as far as it can be read."""
-        with suppress(MediaError):  # which the batch of the row says
-            try:
-                self._encoded(Row(index, row))
-            except OverlongRow:
-                logger.warning_once(_DROPPED)
-                self._n_dropped += 1
-                return False
+        try:
+            self._encoded(Row(index, row))
+        except OverlongRow:
+            logger.warning_once(_DROPPED)
+            self._n_dropped += 1
+            return False
+        except MediaError:  # which the batch of the row says
+            pass
         return True
 
     def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:

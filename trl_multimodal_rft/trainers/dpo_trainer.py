@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, ProcessorMixin, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import DPOTrainer
 
 from ..algorithms.metrics import log_metrics, scored_mean
@@ -80,6 +81,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     """
 
     _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
+    _keeps_outputs = True
 
     def __init__(
         self,
@@ -217,21 +219,6 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         view[inputs["viewed"]] = after_view[0]
         return chosen, rejected, view
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        inputs = self._prepare_inputs(inputs)
-        loss, *_ = super().prediction_step(model, inputs, True, ignore_keys)
-        if prediction_loss_only:
-            return loss, None, None
-        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
-        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
-        with evaluation_mode(self.model), torch.no_grad():
-            logits = [measure.row_logits(row)[0] for row in rows]
-        ids, options = [row.input_ids.to(loss.device) for row in rows], {"batch_first": True}
-        labels = pad_sequence(ids, padding_value=tokenizer_of(self.processing_class).pad_token_id, **options)
-        return loss, pad_sequence(logits, **options), labels
-
     # Update
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
@@ -264,6 +251,13 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         if self._rejected.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
+
+    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
+        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
+        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
+        ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
+        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
+        return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """

@@ -4,7 +4,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ class PreferenceCollator(SupervisedCollator):
             "lengths": list(map(len, completions)),
             "viewed": viewed,
             "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + sum(map(len, both))),
-            "plain": partial(self._plain, stored),
+            "plain": lambda load, i: self._encoder_of(stored[i]).plain_outputs(stored[i], load()),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
             **self._columns(stored),
         }

@@ -146,7 +146,11 @@ class CompletionTrainer(CheckpointMixin):
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
             divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
             loss = self._backward_by_parts(model, loss, scores.deferred, divisor)
-        return (loss, SequenceClassifierOutput(logits=scores.values)) if return_outputs else loss
+        return (loss, self._outputs(model, inputs, scores)) if return_outputs else loss
+
+    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
+        """What `compute_metrics` gets as predictions, where outputs are kept."""
+        return SequenceClassifierOutput(logits=scores.values)
 
     def _loss_of_trl(self, outputs: Any, rows: Batch) -> torch.Tensor:
         """TRL's loss, and metrics, of what a model would return for padded rows."""

@@ -4,11 +4,10 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
-import torch
 from datasets import Dataset
 from jinja2 import Environment
 from torch.nn.utils.rnn import pad_sequence
@@ -66,17 +65,17 @@ class SupervisedCollator:
         """
         sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
-        padded = pad_sequence(labels, batch_first=True, padding_value=-100)
-        return {"sequences": sequences, "labels": padded, "plain": partial(self._plain, stored)}
+        return {
+            "sequences": sequences,
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+            "plain": lambda load, i: self._encoder_of(stored[i]).plain_outputs(stored[i], load()),
+        }
 
     def _encoded(self, rows: Sequence[Any]) -> list[Any]:
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
 
     def _stored(self, rows: Sequence[Any]) -> list[Row]:
         return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
-
-    def _plain(self, rows: Sequence[Row], load: Callable[[], Any], i: int) -> dict[str, torch.Tensor]:
-        return self._encoder_of(rows[i]).plain_outputs(rows[i], load())
 
     def encode(self, row: Row) -> SupervisedSequence:
         """A row as a sequence of at most `max_length` tokens."""
