@@ -42,7 +42,6 @@ _OF_TRL = {
     "compute_loss": "self model inputs return_outputs num_items_in_batch",
     "_save_checkpoint": "self model trial",
     "create_model_card": "self model_name dataset_name tags",
-    "log": "self logs start_time",
 }
 # By those that sample, and of these by those with rewards
 _SAMPLING = {"_generate_and_score_completions": "self inputs", "_prepare_inputs": "self generation_batch"}

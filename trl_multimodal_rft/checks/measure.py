@@ -37,7 +37,7 @@ _MOVES = 1e-2
 class Case(NamedTuple):
     """A prompt of any rank, checked on all of them."""
 
-    prompt: Any  # an `EncodedPrompt`
+    prompt: EncodedPrompt
     plain: dict[str, torch.Tensor]  # outputs of the processor as loaded, for prompts that are compared with it
 
 

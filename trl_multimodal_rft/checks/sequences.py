@@ -128,7 +128,7 @@ def _compare(
         scores, padded, packed = measure.settle(own, truth, mask, noise, packs=packs, isolates=True)
         for row in (case.prompt for case in targets):
 
-            def swap(other: Any, row: Any = row) -> torch.Tensor:
+            def swap(other: EncodedPrompt, row: EncodedPrompt = row) -> torch.Tensor:
                 return score([other if each is row else each for each in rows], False)
 
             for kind in sorted(row.modalities - media.keys()):

@@ -508,8 +508,8 @@ def outputs_of_files(
 
 
 def plain_outputs(
-    messages: Any,
-    processor: Any,
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin,
     audio_overlong: Literal["raise", "truncate"],
     template_kwargs: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
@@ -518,7 +518,7 @@ def plain_outputs(
     media = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
     try:
-        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)
+        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
     except Exception as error:  # it may support fewer formats
         name = type(processor).__name__
         logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")

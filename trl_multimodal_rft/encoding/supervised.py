@@ -21,7 +21,7 @@ from .control_tokens import checked_prompt
 from .join import common_start, continued_field, padded
 from .messages import check_written, write_chat
 from .processors import Processor, tokenizer_of
-from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt, plain_outputs
+from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 
 
 @dataclass(eq=False)
@@ -247,20 +247,9 @@ class SupervisedEncoder:
                 prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
-    def plain_outputs(self, row: Row, processor: Processor) -> dict[str, torch.Tensor]:
-        """What a processor makes of the conversation of a row, or of its prompt, see [`~encoding.prompts`]."""
-        if row.get("chosen") is not None:
-            messages = self.preference_prompt(row)
-        else:
-            chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, "")
-            messages = self._messages(row, chat, completion)[: len(chat)]
-        own = {"chat_template": getattr(self.processing_class, "chat_template", None)}
-        given = {**own, **{name: value for name, value in self.template_kwargs.items() if value is not None}}
-        return plain_outputs(messages, processor, self.audio_overlong, given)
-
-    def preference_prompt(self, row: Row) -> str | list:
+    def conversation(self, row: Row) -> str | list:
         """
-        Returns the prompt of a row with preferences.
+        Returns the prompt of a row, or its whole `messages`, with its media.
 
         Args:
             row ([`~data.rows.row.Row`]):
@@ -269,8 +258,11 @@ class SupervisedEncoder:
         Returns:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
-        pair, messages, n = self._preference(row, "chosen")
-        return _prompt_of(pair, messages[:n])
+        if row.get("chosen") is not None:
+            pair, messages, n = self._preference(row, "chosen")
+            return _prompt_of(pair, messages[:n])
+        chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
+        return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
 
     def encode_view(self, row: Row, view: View) -> EncodedPrompt:
         """
@@ -285,7 +277,7 @@ class SupervisedEncoder:
         Returns:
             [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
         """
-        return self._encode(self.preference_prompt(row), row, view)
+        return self._encode(self.conversation(row), row, view)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
         """A row with one of its completions, the messages of both, and how many of them are the prompt's."""

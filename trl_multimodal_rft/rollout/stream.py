@@ -351,7 +351,7 @@ class RowStream:
             raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
         return self._last_row
 
-    def _left_out(self, rows: Any) -> type[MediaError] | tuple[()]:
+    def _left_out(self, rows: DatasetRows | Iterable[Row] | None) -> type[MediaError] | tuple[()]:
         """Errors of rows that are left out; `rows` is `None` for a stream, whose overlong ones are filtered."""
         if unreadable_rows(self._args.on_media_error).action == "skip":
             return MediaError

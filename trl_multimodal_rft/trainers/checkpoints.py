@@ -498,12 +498,6 @@ class CheckpointMixin(Trainer):
         metrics["token_budget/extra_time"].append(parts.seconds)
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name in [name for name, values in metrics.items() if not values]:
-            del metrics[name]  # of which TRL would take a mean
-        super().log(logs, start_time)
-
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)

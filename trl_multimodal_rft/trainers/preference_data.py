@@ -58,7 +58,7 @@ class PreferenceCollator(SupervisedCollator):
         """
         pairs, stored = self._encoded(rows), self._stored(rows)
         if self.view is not None and self.view.type.needs_other:
-            messages = [self.encoder.preference_prompt(row) for row in stored]
+            messages = [self.encoder.conversation(row) for row in stored]
             for i, pair in enumerate(pairs):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
@@ -73,7 +73,7 @@ class PreferenceCollator(SupervisedCollator):
             "lengths": list(map(len, completions)),
             "viewed": viewed,
             "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + sum(map(len, both))),
-            "plain": lambda load, i: self._encoder_of(stored[i]).plain_outputs(stored[i], load()),
+            "plain": lambda load, i: self._plain(stored[i], load()),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
             **self._columns(stored),
         }

@@ -192,6 +192,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, total in (("accuracy", correct), ("margin", difference)) if n_ties else ():
             metrics[name][-1:] = [total / n] if n else []
+            if not metrics[name]:
+                del metrics[name]  # of which TRL would log a mean
 
     # Card
 

@@ -20,7 +20,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
-from ..encoding.prompts import placeholder_tokens
+from ..encoding.prompts import placeholder_tokens, plain_outputs
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ..rollout.stream import EncodedRow
 from .setup import check_takes_media
@@ -68,7 +68,7 @@ class SupervisedCollator:
         return {
             "sequences": sequences,
             "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-            "plain": lambda load, i: self._encoder_of(stored[i]).plain_outputs(stored[i], load()),
+            "plain": lambda load, i: self._plain(stored[i], load()),
         }
 
     def _encoded(self, rows: Sequence[Any]) -> list[Any]:
@@ -76,6 +76,12 @@ class SupervisedCollator:
 
     def _stored(self, rows: Sequence[Any]) -> list[Row]:
         return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
+
+    def _plain(self, row: Row, processor: ProcessorMixin) -> dict[str, Any]:
+        """What a processor makes of the conversation of a row by the template of the run."""
+        own, encoder = {"chat_template": getattr(self.processing_class, "chat_template", None)}, self._encoder_of(row)
+        given = own | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
+        return plain_outputs(encoder.conversation(row), processor, self.args.audio_overlong, given)
 
     def encode(self, row: Row) -> SupervisedSequence:
         """A row as a sequence of at most `max_length` tokens."""
@@ -103,13 +109,14 @@ class SupervisedCollator:
                 f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows out "
                 "with `on_media_error='skip'`"
             )
-        cut = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
-        if not cut.learned[1:].any():
+        n_tokens = len(sequence)
+        sequence = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        if not sequence.learned[1:].any():
             raise OverlongRow(
-                f"row {row.row_index} has {len(sequence)} tokens, of which `max_length` ({args.max_length}) leaves "
-                "none to learn; raise it, or make the prompt shorter"
+                f"row {row.row_index} has {n_tokens} tokens, of which `max_length` ({args.max_length}) leaves none to "
+                "learn; raise it, or make the prompt shorter"
             )
-        return cut
+        return sequence
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
         template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}

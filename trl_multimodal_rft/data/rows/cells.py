@@ -4,17 +4,26 @@
 import math
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import TypeVar
+
+import numpy as np
+import torch
 
 
-def filled(cell: Any) -> Any:
+T = TypeVar("T")
+
+_ARRAYS = (np.generic, np.ndarray, torch.Tensor)
+Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.generic | None
+
+
+def filled(cell: T) -> T | None:
     """A cell, of an array without dimensions its number; `None` in place of NaN, by which tables say it is missing."""
-    cell = cell.item() if getattr(cell, "ndim", None) == 0 and hasattr(cell, "item") else cell
-    is_nan = isinstance(cell, (Real, Decimal)) and cell != cell
-    return None if is_nan or type(cell).__name__ in ("NAType", "NaTType") else cell
+    value = cell.item() if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
+    is_nan = isinstance(value, (Real, Decimal)) and value != value
+    return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
 
-def finite_number(cell: Any, column: str, row: int) -> float | None:
+def finite_number(cell: Cell, column: str, row: int) -> float | None:
     """The number in a cell, `None` in a missing one. Raises a `ValueError` for all but finite numbers."""
     value = filled(cell)
     if value is None:
@@ -25,7 +34,7 @@ def finite_number(cell: Any, column: str, row: int) -> float | None:
     return float(value)
 
 
-def truth_value(cell: Any, column: str, row: int) -> bool:
+def truth_value(cell: Cell, column: str, row: int) -> bool:
     """Whether a cell is true, which a missing one isn't. Raises a `ValueError` for all but truth values, 0 and 1."""
     value = filled(cell)
     if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):

@@ -154,12 +154,12 @@ def rows_to_messages(
     ]
 
 
-def read_messages(messages: Any, column: str, row: int) -> list[dict[str, Any]]:
+def read_messages(messages: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
     """The messages of a column, or of the text in it, as [`rows_to_messages`] reads them, without other columns."""
     reader = _RowReader(row, DEFAULT_RULES)
     reader.check_prompt(messages, column)
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return [reader.parse_message(message, f"{column}[{m}]") for m, message in enumerate(messages)]
+    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages or ())
+    return [reader.parse_message(message, f"{column}[{m}]") for m, message in enumerate(chat)]
 
 
 def blocks_to_refs(

@@ -102,7 +102,7 @@ def check_pairs(dataset: Dataset) -> None:
         raise ValueError("The dataset has no pairs; pass at least one row.")
 
 
-def read_answer(completion: Any, column: str, row: int) -> list[dict[str, Any]]:
+def read_answer(completion: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
     """The messages of a completion, which must begin with the assistant's, and hold no media."""
     messages = read_messages(completion, column, row)
     if isinstance(completion, str):
