@@ -333,6 +333,8 @@ class SupervisedEncoder:
         Returns:
             [`SupervisedSequence`]: The sequence.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
         ids = self.processing_class(text=_ended(text, self._end))["input_ids"]
         ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))

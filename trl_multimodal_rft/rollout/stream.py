@@ -209,6 +209,10 @@ class RowStream:
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
+    def left_out(self, dataset: Dataset) -> dict[int, str]:
+        """Rows that the last loader of a dataset to evaluate leaves out, and why."""
+        return self._unreadable.get(dataset, {})
+
     def draw(self, n: int) -> RowBatch:
         """This rank's next `n` rows for additional completions, whose endless order is independent of the batches."""
         assert self._extra is not None
@@ -273,7 +277,7 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, n_failed = self._left_out(rows) if training else (), 0
+        skips, n_failed = self._skipped_errors(rows) if training else (), 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -351,7 +355,7 @@ class RowStream:
             raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
         return self._last_row
 
-    def _left_out(self, rows: DatasetRows | Iterable[Row] | None) -> type[MediaError] | tuple[()]:
+    def _skipped_errors(self, rows: DatasetRows | Iterable[Row] | None) -> type[MediaError] | tuple[()]:
         """Errors of rows that are left out; `rows` is `None` for a stream, whose overlong ones are filtered."""
         if unreadable_rows(self._args.on_media_error).action == "skip":
             return MediaError
@@ -392,7 +396,7 @@ class RowStream:
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        if not (skips := self._left_out(rows)) or self._encode is None:
+        if not (skips := self._skipped_errors(rows)) or self._encode is None:
             return {}
         if dataset not in self._unreadable:
             failed: dict[int, str] = {}

@@ -174,12 +174,14 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             for batch in self.get_eval_dataloader(dataset):
                 pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
                 found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        logps = torch.cat(found)
-        if len(logps) != len(dataset):
+        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        logps, known = torch.full((len(dataset), len(self._reference)), torch.nan), torch.cat(found)
+        if len(known) != len(scored):
             raise ValueError(
-                f"The reference scored {len(logps)} of {len(dataset)} rows; with `precompute_ref_log_probs=True`, "
-                "remove rows that can't be read, and don't set `dataloader_drop_last`."
+                f"The reference scored {len(known)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
+                "don't set `dataloader_drop_last`."
             )
+        logps[scored] = known
         for name, values in zip(self._reference, logps.T.tolist(), strict=True):
             dataset = dataset.add_column(name, values)
         if not lists_columns(dataset) and self._reference[0] not in dataset[0]:

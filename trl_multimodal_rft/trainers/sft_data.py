@@ -8,6 +8,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from jinja2 import Environment
 from torch.nn.utils.rnn import pad_sequence
@@ -25,6 +26,8 @@ from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_lab
 from ..rollout.stream import EncodedRow
 from .setup import check_takes_media
 
+
+logger = get_logger(__name__)
 
 # Arguments of `apply_chat_template`, and the variable it sets; `documents` are data
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
@@ -224,9 +227,15 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
             f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
             "only completions are learned."
         )
-    known = not isinstance(dataset, Dataset) or lists_columns(dataset)
+    known = isinstance(dataset, Dataset) and lists_columns(dataset)  # others are dropped as they are read
     if not known or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
         return dataset
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     only = args.completion_only_loss
-    return dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))
+    left = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))
+    dropped = f"{len(dataset) - len(left)} of {len(dataset)} rows of the {name} dataset"
+    if not len(left):
+        raise ValueError(f"`max_length` ({args.max_length}) leaves nothing to learn of {dropped}; raise it.")
+    if len(left) < len(dataset):
+        logger.warning(f"{dropped} are dropped, of which `max_length` leaves nothing to learn.")
+    return left

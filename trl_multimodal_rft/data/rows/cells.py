@@ -4,7 +4,7 @@
 import math
 from decimal import Decimal
 from numbers import Real
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.gene
 
 def filled(cell: T) -> T | None:
     """A cell, of an array without dimensions its number; `None` in place of NaN, by which tables say it is missing."""
-    value = cell.item() if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
+    value = cast(T, cell.tolist()) if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
     is_nan = isinstance(value, (Real, Decimal)) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
