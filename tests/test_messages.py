@@ -243,6 +243,12 @@ def test_arguments_of_another_type(kind, refused, rows):
             assert refused(kind, TypeError, reward_funcs=value).startswith(message)
 
 
+def test_references_that_are_no_models(refused):
+    for value, remedy in (("models/a", "pass a model, as `from_pretrained` "), (config("dpo"), "pass it as `args`.")):
+        message = f"`ref_model` is of type {type(value).__name__}; {remedy}"
+        assert all(message in refused(kind, TypeError, ref_model=value) for kind in ("dpo", "grpo", "ppo"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_of_another_trainer_and_a_folder_that_is_a_file(kind, refused, tmp_path):
     for other in CONFIGS.keys() - {kind}:

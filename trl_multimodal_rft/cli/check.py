@@ -275,9 +275,10 @@ class Report:
             parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
         parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
         if self.thinks:
-            parts.append(
-                f"The prompt opens `<think>`, and rewards and logs begin with it: {self._share(self.thinks)}."
+            share = (
+                f"{in_code('<think>')}), with which completions begin in rewards and logs: {self._share(self.thinks)}"
             )
+            parts.append(f"The prompt opens thoughts ({share}.")
         return "\n\n".join(parts) + "\n"
 
     def _share(self, count: int) -> str:
