@@ -274,11 +274,8 @@ class Report:
             parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
             parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
         parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
-        if self.thinks:
-            share = (
-                f"{in_code('<think>')}), with which completions begin in rewards and logs: {self._share(self.thinks)}"
-            )
-            parts.append(f"The prompt opens thoughts ({share}.")
+        opened = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs"
+        parts += [f"{opened}: {self._share(self.thinks)}."] * bool(self.thinks)
         return "\n\n".join(parts) + "\n"
 
     def _share(self, count: int) -> str:

@@ -1,8 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loads and checks the processor of a model."""
 
-from typing import Any
-
 from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..families import AUDIO_EXTRACTORS
@@ -24,11 +22,6 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
     check_processor(processor)
     adopt_template(processor)
     return processor
-
-
-def processor_from(source: dict[str, Any] | None, processor: Processor) -> Processor:
-    """A processor as transformers loads it from its source; itself without one."""
-    return processor if source is None else AutoProcessor.from_pretrained(**source)
 
 
 def adopt_template(processor: Processor) -> None:

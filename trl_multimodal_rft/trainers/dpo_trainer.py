@@ -141,7 +141,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             columns=COLUMNS if args.remove_unused_columns else None,
             packs=args.packing == "prefix",
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
-            processor_source=loaded.processor_source,
+            load_processor=loaded.load_processor,
         )
         self._reference = REFERENCE[: 2 if self._rejected.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs

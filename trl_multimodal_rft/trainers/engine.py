@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from trl.models import unwrap_model_for_generation
 
 from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
-from ..encoding.processors import processor_from
+from ..encoding.processors import Processor
 from ..encoding.prompts import EncodedPrompt
 from ..forward.contexts import by_context
 from ..generation.transformers import Branches
@@ -171,19 +170,16 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
 
 
 def check_settings(
-    run: Run, sampler: Sampler, transformers: TransformersSampler, processor_source: dict[str, Any] | None
+    run: Run, sampler: Sampler, transformers: TransformersSampler, load_processor: Callable[[], Processor]
 ) -> RunSettings:
-    """
-    What the self-check compares the policy with: a processor, from its source as transformers loads it, and samples of
-    transformers.
-    """
+    """What the self-check compares the policy with: a processor as transformers loads it, and its samples."""
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> torch.Tensor:
         options: dict[str, Any] = {"shared_prefill": shared_prefill, "generating": transformers.generating}
         return run.policy.sample(run.wrapped(), prompts, config, transformers.pad_token_id, **options)
 
     return RunSettings(
-        load_processor=partial(processor_from, processor_source, run.prompts.processor),
+        load_processor=load_processor,
         template_kwargs=run.prompts.template_kwargs,
         generation_config=transformers.config,
         eos_token_ids=run.ends,

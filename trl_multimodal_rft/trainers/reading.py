@@ -18,7 +18,6 @@ from ..checks.sequences import check_pairs
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
-from ..encoding.processors import processor_from
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
@@ -70,15 +69,15 @@ class CompletionTrainer(CheckpointMixin):
         columns: Sequence[str] | None,
         packs: bool,
         outputs: tuple[str, ...],
-        processor_source: dict[str, Any] | None,
+        load_processor: Callable[[], Processor],
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
         Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
         if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
-        reward models have none. `check` is that of the first rows, which compares with the processor from its source.
+        reward models have none. `check` is that of the first rows, which compares with the processor as loaded.
         """
-        self._load_processor = partial(processor_from, processor_source, self.processing_class)
+        self._load_processor = load_processor
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
         self._stream = RowStream(

@@ -139,8 +139,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
         columns = [*COLUMNS, *COMPARISON] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
-        packs, source = args.packing == "prefix", loaded.processor_source
-        self._start_reading(datasets, columns, packs=packs, outputs=(), processor_source=source, check=check)
+        packs, load = args.packing == "prefix", loaded.load_processor
+        self._start_reading(datasets, columns, packs=packs, outputs=(), load_processor=load, check=check)
         self._check_adapter()
         self._complete_parts()
 
