@@ -22,6 +22,7 @@ _LAST = 256  # tokens of a row that are compared, for whose logits there is memo
 
 # Returns what the processor as loaded makes of a row with media, by its index
 Plain = Callable[[int], dict[str, torch.Tensor]]
+Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
 def check_sequences(
@@ -54,7 +55,7 @@ def check_sequences(
             medium changes nothing.
     """
     measure = Measure(policy, model, engine_positions=False)
-    cases = measure.cases(sequences, plain)
+    cases = _cases(measure, sequences, plain)
     rows = _chosen(*cases)
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
@@ -83,7 +84,7 @@ def check_pairs(
     of a reward model stand in the place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
-    cases = measure.cases(pairs, plain)
+    cases = _cases(measure, pairs, plain)
     rows = [row for pair in _chosen(*cases) for row in pair.sequences(measure.model)]
     completions = [row.input_ids[row.learned] for row in rows]
     ids, mask = (each.to(measure.device) for each in padded(completions))
@@ -108,7 +109,7 @@ def check_pairs(
 
 def _compare(
     measure: Measure,
-    cases: tuple[list[Case], dict[str, EncodedPrompt], list[Any]],
+    cases: Cases,
     by_model: Callable[[], torch.Tensor],
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
@@ -135,6 +136,10 @@ def _compare(
                 media[kind] = measure.effect(kind, row, donors.get(kind), swap, scores, mask)
     facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": media}
     return SelfCheck(features=max(features, default=None), padded=padded, packed=packed, **facts)
+
+
+def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
+    return measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)  # which may be blank
 
 
 def _chosen(targets: list[Case], donors: dict[str, EncodedPrompt], partners: list[Any]) -> list[Any]:

@@ -91,10 +91,12 @@ def check_written(
     row: int | None = None,
     column: str = "prompt",
     first: int = 0,
+    sampled: bool = False,
 ) -> None:
     """
     Refuses what the chat template silently leaves out of messages, from the one with index `first` on, which is the
-    first of a `column`. Each is rendered as the last one, as templates may leave out earlier thoughts.
+    first of a `column`; but for what the assistant `sampled`, if so. Each is rendered as the last one, as templates
+    may leave out earlier thoughts.
     """
 
     def written(chat: list[dict[str, Any]]) -> str | None:  # a template that raises knows its types
@@ -102,6 +104,8 @@ def check_written(
             return write_chat(chat, processor, "", **template_kwargs)
 
     for m, message in enumerate(messages[first:], first):
+        if sampled and message["role"] == "assistant":
+            continue
         problems = [*_problems_of_thoughts(messages[: m + 1], written)]
         for where, problem, other in _parts_of(message):
             # By the whole chat where the template allows no other end

@@ -225,6 +225,7 @@ def encode_prompt(
     engine_positions: bool = False,
     view: View | None = None,
     row: int | None = None,
+    sampled: bool = False,
 ) -> EncodedPrompt:
     """
     Decodes a prompt's media and runs the processor over it, once.
@@ -248,6 +249,8 @@ def encode_prompt(
             What the model sees or hears instead of the media.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
+        sampled (`bool`, *optional*, defaults to `False`):
+            Whether messages of the assistant were sampled, whose thoughts the template may leave out.
 
     Returns:
         [`EncodedPrompt`]: The encoded prompt.
@@ -258,7 +261,7 @@ def encode_prompt(
             and the column.
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
-        check_written(messages, processor, template_kwargs or {}, row)
+        check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)
     if (needed := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
         raise MediaError(
             f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "

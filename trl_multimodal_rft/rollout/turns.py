@@ -204,7 +204,7 @@ class ToolLoop:
         messages = self._rewritten(trajectory, results)
         if messages is not None:
             tools = [*trajectory.tools.values()] or None
-            return messages, self.encoder.encode(messages, trajectory.row, tools=tools)
+            return messages, self.encoder.encode(messages, trajectory.row, sampled=True, tools=tools)
         tokenizer = tokenizer_of(self.encoder.processor)
         ends = tokenizer.convert_ids_to_tokens(sorted({*self.ends, tokenizer.eos_token_id}))
         turn = encode_turn(

@@ -233,9 +233,6 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     only = args.completion_only_loss
     left = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))
-    dropped = f"{len(dataset) - len(left)} of {len(dataset)} rows of the {name} dataset"
-    if not len(left):
-        raise ValueError(f"`max_length` ({args.max_length}) leaves nothing to learn of {dropped}; raise it.")
-    if len(left) < len(dataset):
-        logger.warning(f"{dropped} are dropped, of which `max_length` leaves nothing to learn.")
+    if n_dropped := len(dataset) - len(left):
+        logger.warning(f"{n_dropped} rows of the {name} dataset are dropped: `max_length` leaves nothing to learn.")
     return left

@@ -106,7 +106,7 @@ def check_columns(
     if not unread:
         return None
     of_answers = [found.path for found in unread if re.search("chosen|rejected", found.column)]
-    if of_answers and {"chosen", "rejected"} <= {*columns}:
+    if of_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
         raise MediaError(
             f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about the media of a "
             "prompt, or name the columns in `ignored_media_columns`"
