@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -273,6 +274,16 @@ def test_files_silence_and_repeated_rows(tmp_path, said):
     assert "Rows: 3 (bad.wav)" in report
     assert "Silence, nowhere above -60 dB: 1 of 6 rows (16.7 %). Rows: 1 (mute.wav)" in report
     assert "The prompt and media of an earlier row: 2 of 6 rows (33.3 %). Rows: 2 (as 0), 4 (as 0)" in report
+
+
+def test_prompts_that_open_thoughts(tmp_path, said):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "Is there a cat?"}]}\n' * 2)
+    shutil.copytree(saved("qwen3_5"), tmp_path / "model")
+    words = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs: 2 of 2 rows"
+    assert words not in said("qwen3_5", tmp_path / "rows.jsonl")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    assert words in said(str(tmp_path / "model"), tmp_path / "rows.jsonl")
 
 
 def test_sizes(tmp_path, said):

@@ -13,7 +13,16 @@ from helpers.chats import RATE, image
 from helpers.chats import turn as chat
 from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
-from helpers.trainer_utils import PLAIN, assert_equal, relative_difference, run, shifted, sound, with_media
+from helpers.trainer_utils import (
+    PLAIN,
+    assert_equal,
+    make_trainer,
+    relative_difference,
+    run,
+    shifted,
+    sound,
+    with_media,
+)
 from helpers.trainer_utils import load as load_model
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import logsigmoid
@@ -21,7 +30,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import dpo_trainer
 
-from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer
+from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer, MultimodalRewardTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
 
@@ -461,12 +470,44 @@ def test_texts_are_encoded_as_by_trl(form, tmp_path):
     assert (pair.chosen, pair.rejected) == (theirs["chosen_ids"], theirs["rejected_ids"])
 
 
+# Answers that the template writes in part: their message, and the error behind its place
+LOST = {
+    "unknown block": (
+        {"content": [{"type": "document", "document": "Important"}, {"type": "text", "text": "A cat."}]},
+        r".content\[0\]': the chat template leaves out blocks of type 'document'",
+    ),
+    "thinking block": (
+        {"content": [{"type": "thinking", "thinking": "Fur."}, {"type": "text", "text": "A cat."}]},
+        r".content\[0\]': the chat template leaves out blocks of type 'thinking'",
+    ),
+    "no content": ({"name": "x"}, "': the message has no content"),
+    "None as content": ({"content": None, "tool_calls": []}, "': the message has no content"),
+    "thoughts": (
+        {"content": "A cat.", "reasoning_content": "Fur."},
+        "': the chat template leaves out 'reasoning",
+    ),
+    "calls": ({"content": None, "tool_calls": [{"type": "function"}]}, "': the chat template leaves out 'tool_calls'"),
+}
+
 REFUSED = {
     "medium in an answer": (
         {**pairs(1)[0], "rejected": chat("assistant", [{"type": "image"}]), "image": image(56, 56)["image"]},
-        "row 0, .*assistant messages are text",
+        r"row 0, column 'rejected\[0\].content\[0\]': assistant messages are text; only prompts hold media",
     ),
-    "no answer": ({**pairs(1)[0], "rejected": []}, "row 0 has no `rejected`"),
+    "no answer": ({**pairs(1)[0], "rejected": []}, "row 0, column 'rejected': is an empty list; give a text or a l"),
+    "missing answer": ({**pairs(1)[0], "chosen": None}, "row 0, column 'chosen': is None; give a text or a list of m"),
+    "NaN": ({**pairs(1)[0], "chosen": math.nan}, "row 0, column 'chosen': is of type float; give a text or a list"),
+    "number": (
+        {"prompt": "Which?", "chosen": 1, "rejected": 2},
+        "row 0, column 'chosen': is of type int; give a",
+    ),
+    "numbers": ({**pairs(1)[0], "rejected": [1, 2]}, r"row 0, column 'rejected\[0\]': a message must be a dictionary"),
+    "message": ({**pairs(1)[0], "chosen": chat("assistant", "A")[0]}, "row 0, column 'chosen': is of type dict; give"),
+    "prompt": ({**pairs(1)[0], "prompt": 3}, "row 0, column 'prompt': is of type int"),
+    **{
+        name: ({**pairs(1)[0], "chosen": [{"role": "assistant", **answer}]}, rf"row 0, column 'chosen\[0\]{message}")
+        for name, (answer, message) in LOST.items()
+    },
     "role": ({**pairs(1)[0], "chosen": chat("user", "A cat.")}, "row 0, column 'chosen': .* must be the assistant's"),
     "encoded": (
         {**pairs(1)[0], "chosen": '[{"role": "assistant", "content": "A"}]'},
@@ -514,5 +555,75 @@ def test_completions_end_at_max_length(tmp_path):
     pair = trainer.data_collator([text_pairs(2)[0]])["sequences"][0]
     n = 20 - len(pair)
     assert 0 < n < len(whole.chosen) and (pair.chosen, pair.rejected) == (whole.chosen[:n], whole.rejected[:n])
-    with pytest.raises(MediaError, match=r"row 0 has a prompt of \d+ tokens .* none of `max_length` \(10\)"):
+    with pytest.raises(MediaError, match=r"row \d has a prompt of \d+ tokens .* none of `max_length` \(10\)"):
         run_ours(text_pairs(2), tmp_path, max_length=10).train()
+
+
+@pytest.mark.parametrize("rows, precomputes", [(text_pairs, False), (image_pairs, True)])
+def test_rows_whose_prompt_fills_max_length_are_dropped(rows, precomputes, tmp_path):
+    """In the run, in evaluations, and where the reference is scored before."""
+    sizes = [len(run_ours(rows(6), tmp_path).data_collator([row])["sequences"][0]) for row in rows(6)]
+    most = sorted(sizes)[3]
+    kept = [i for i, size in enumerate(sizes) if size < most]
+    options = {"max_length": most, "per_device_train_batch_size": 2, "max_steps": 3, "self_check": False}
+    objects = {"eval_dataset": {"all": rows(6), "kept": rows(6).select(kept)}}
+    trainer = run_ours(rows(6), tmp_path, objects=objects, precompute_ref_log_probs=precomputes, **options)
+    trainer.train()
+    assert 0 < len(kept) < 6 and trainer._stream.skipped.keys() == {*range(6)} - {*kept}
+    assert sum(entry.get("media/skipped", 0) for entry in trainer.state.log_history) > 0
+    assert all(entry["loss"] > 0 and entry["grad_norm"] > 0 for entry in trainer.state.log_history[:3])
+    found = trainer.evaluate()
+    assert found["eval_all_loss"] == pytest.approx(found["eval_kept_loss"]) and found["eval_all_loss"] != math.log(2)
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.parametrize("rows", [text_pairs, image_pairs], ids=["texts", "images"])
+def test_metrics_of_the_user_get_trls_logits(rows, tmp_path):
+    found = []
+    for trainer_class, config in ((DPOTrainer, DPOConfig), (MultimodalDPOTrainer, MultimodalDPOConfig)):
+        model, processor = load_model("qwen2_5_vl")
+        args = config(str(tmp_path), **PLAIN, max_length=None, per_device_eval_batch_size=4)
+        objects = {"train_dataset": rows(4), "eval_dataset": rows(4), "processing_class": processor}
+        seen = {"compute_metrics": lambda each: found.append(each) or {"n": len(each.predictions)}}
+        assert trainer_class(model, args=args, **objects, **seen).evaluate()["eval_n"] == 8
+    (theirs, labels), (ours, own) = ((each.predictions, each.label_ids) for each in found)
+    tokens = (own != processor.tokenizer.pad_token_id) & (own >= 0)
+    assert theirs.shape == ours.shape and (labels == own)[tokens].all() and tokens.sum() > 100
+    assert abs(theirs - ours)[tokens].max() < 1e-5
+
+
+@pytest.mark.parametrize("column", ["chosen_image", "images_rejected"])
+@pytest.mark.parametrize("trainer", [MultimodalDPOTrainer, MultimodalRewardTrainer])
+def test_media_of_answers_are_refused_at_construction(trainer, column, tmp_path):
+    picture = image(56, 56)["image"]
+    rows = Dataset.from_list([{**pairs(1)[0], "image": picture, column: [picture] if "s_" in column else picture}])
+    with pytest.raises(MediaError, match=rf"only prompts hold media, and \['{column}'\] those of answers"):
+        make_trainer(trainer, "qwen2_5_vl", rows, tmp_path, reward=None)
+
+
+# Cells
+
+MISSING = "row 1 has no `ref_rejected_logps`, as other rows have; add it, or remove the column"
+CELLS = [
+    ({"ref_chosen_logps": [-9.0, -8.0], "ref_rejected_logps": [-7.0, math.nan]}, MISSING),
+    ({"ref_chosen_logps": [-9.0, -8.0], "ref_rejected_logps": [-7.0, None]}, MISSING),
+    (
+        {"ref_chosen_logps": ["-9", "-8"]},
+        "row 0, column 'ref_chosen_logps': is '-9' of type str; give a finite",
+    ),
+    ({"ref_chosen_logps": [-9.0, math.inf]}, "row 1, column 'ref_chosen_logps': is inf of type float; give a finite"),
+]
+
+
+@pytest.mark.parametrize("columns, message", CELLS)
+def test_log_probabilities_of_a_reference_are_numbers_of_all_rows(columns, message, tmp_path):
+    rows = Dataset.from_list([{**row, **{k: v[i] for k, v in columns.items()}} for i, row in enumerate(pairs(2))])
+    trainer = run_ours(rows, tmp_path, per_device_train_batch_size=2, train_sampling_strategy="sequential")
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_column_of_missing_log_probabilities_is_none(tmp_path):
+    names = ("ref_chosen_logps", "ref_rejected_logps")
+    rows = Dataset.from_list([{**row, **dict.fromkeys(names, math.nan)} for row in pairs(4)])
+    assert torch.equal(*(weights(run_ours(each, tmp_path)) for each in (rows, text_pairs(4))))

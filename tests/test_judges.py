@@ -4,6 +4,7 @@
 import functools
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from helpers.chats import image
 from helpers.chats import turn as chat
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import Recording, load, make_trainer, saved
+from test_dpo import REFUSED
 from test_reward_models import alone, classifier
 from test_reward_models import saved as saved_classifier
 from torch import nn
@@ -154,6 +156,27 @@ def test_pairs_of_other_forms():
 def test_what_is_no_pair_is_refused(rows, template, message):
     with pytest.raises(ValueError, match=message):
         judge_rows(Dataset.from_list(rows), template)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"calls"}))  # which a judge is shown
+def test_pairs_are_checked_as_those_of_dpo(name):
+    readers = [judge_rows] + [functools.partial(score_pairs, lambda **kwargs: [0.0] * 2)] * (name != "thoughts")
+    for read in readers:
+        with pytest.raises(ValueError, match="^row 0, column '(prompt|chosen|rejected)"):
+            read(Dataset.from_list([REFUSED[name][0]]))
+
+
+@pytest.mark.parametrize("tie", [None, False, 0, 0.0, float("nan"), True, 1, "False", "no", 2, b"1"], ids=repr)
+def test_ties_are_truth_values(tie):
+    rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "tie": tie}])
+    readers = [lambda rows: judge_rows(rows)["solution"][0] == "tie"]
+    readers += [lambda rows: score_pairs(lambda **kwargs: [1.0, 0.0], rows).rows[0]["tie"]]
+    for read in readers:
+        if isinstance(tie, (str, bytes)) or tie == 2:
+            with pytest.raises(ValueError, match=re.escape(f"row 0, column 'tie': is {tie!r} of type ")):
+                read(rows)
+        else:
+            assert read(rows) == (tie in (True, 1))
 
 
 class Judges(Wrapped):

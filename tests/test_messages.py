@@ -263,6 +263,12 @@ def test_arguments_of_another_type(kind, refused, rows):
             assert refused(kind, TypeError, reward_funcs=value).startswith(message)
 
 
+def test_references_that_are_no_models(refused):
+    for value, remedy in (("models/a", "pass a model, as `from_pretrained` "), (config("dpo"), "pass it as `args`.")):
+        message = f"`ref_model` is of type {type(value).__name__}; {remedy}"
+        assert all(message in refused(kind, TypeError, ref_model=value) for kind in ("dpo", "grpo", "ppo"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_without_an_end_and_options_without_tools(kind, refused, rows):
     message = refused(kind, ValueError, train_dataset=rows.to_iterable_dataset())

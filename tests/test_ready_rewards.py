@@ -252,6 +252,7 @@ def test_missing_jiwer_is_named(monkeypatch):
     ("completion", "reward", "without_thoughts"),
     [
         ("<think>3 + 4</think> So \\boxed{7}.", 1.0, 1.0),
+        ("3 + 4</think> So \\boxed{7}.", 1.0, 1.0),  # behind a prompt that may have opened the tag
         ("\n<think>\n</think>\\boxed{\\frac{1}{2}}", 1.0, 1.0),
         ("So \\boxed{7}.", 0.0, 1.0),
         ("<think>\\boxed{7}</think> 7", 0.0, 1.0),
@@ -263,6 +264,8 @@ def test_missing_jiwer_is_named(monkeypatch):
 def test_boxed_format(completion, reward, without_thoughts):
     for each in (completion, [{"role": "assistant", "content": completion}]):
         assert rewards.boxed_format_reward([each]) == [reward]
+        in_a_run = rewards.boxed_format_reward([each], completion_ids=[[1]])  # which says what the prompt opened
+        assert in_a_run == [reward * ("<think>" in completion)]
         assert rewards.boxed_format_reward([each], think=False) == [without_thoughts]
 
 
@@ -368,7 +371,8 @@ def test_rows_without_a_reference_have_no_reward(name):
     if name in ("cer_reward", "wer_reward"):
         pytest.importorskip("jiwer")
     reward, ids = getattr(rewards, name), [[1], [1]]
-    assert reward(completions=["a", "b"], completion_ids=ids, solution=[None, []]) == [None, None]
+    missing = [None, [], float("nan"), np.float32("nan")]
+    assert reward(completions=["a"] * 4, completion_ids=ids * 2, solution=missing) == [None] * 4
     with pytest.raises(ValueError, match=r"column `solution`, which is missing.*'question'\]"):
         reward(completions=["a", "b"], completion_ids=ids, question=["?"])
 

@@ -6,14 +6,17 @@ import re
 import traceback
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
+import trl
 from datasets import Dataset
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import audio_rows, load, make_trainer
 from trl.rewards import reasoning_accuracy_reward, think_format_reward
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward, apply_recipe, format_reward
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
 from trl_multimodal_rft.trainers import run as shared
@@ -68,6 +71,34 @@ def test_evaluation_takes_names(tmp_path):
     config = EvaluationConfig(max_completion_length=2)
     result = evaluate(*load("qwen2_5_vl"), rows(), ["accuracy_reward", "think_format_reward"], config)
     assert result.settings["reward_funcs"] == ["accuracy_reward", "think_format_reward"]
+
+
+class Thinks(Wrapped):
+    def __call__(self, model, prompts, **options):
+        return [self.encoded("2 + 2.\n</think>\n\nIt is \\boxed{4}.") for _ in prompts], None
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_completions_begin_with_the_thoughts_that_their_prompt_opens(opens, tmp_path):
+    """In rewards of TRL, of this package and of a user, in logs, and in evaluations."""
+
+    def starts(completions, **kwargs):
+        return [float(completion[0]["content"].startswith("<think>\n2 + 2.\n</think>")) for completion in completions]
+
+    model, processor = load("qwen3_5")
+    processor.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3_5_think.jinja").read_text()
+    objects = {"model": model, "processing_class": processor}
+    options = {"max_steps": 1, "log_completions": True, "chat_template_kwargs": {"enable_thinking": opens}}
+    rewards = ["think_format_reward", "boxed_format_reward", starts]
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "", rows(), tmp_path, reward=rewards, objects=objects, sampler=Thinks, **options
+    )
+    trainer.train()
+    means = [value for name, value in trainer.state.log_history[0].items() if re.fullmatch("rewards/.*/mean", name)]
+    assert means == [float(opens)] * 3
+    written = [completion[0]["content"] for completion in trainer._logs["completion"]]
+    written += evaluate_trainer(trainer, rows()).rows[0]["completions"]
+    assert {text.startswith("<think>\n2") for text in written} == {opens}
 
 
 # Arguments

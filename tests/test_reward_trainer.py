@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -170,6 +171,32 @@ def test_ties_pull_scores_together_and_are_no_right_or_wrong(tmp_path):
     trainer._metrics["train"].clear()
     trainer.compute_loss(trainer.model, trainer.data_collator([{**row, "tie": True} for row in rows]))
     assert trainer._metrics["train"]["accuracy"] == [] and len(trainer._metrics["train"]["mean_reward"]) == 1
+
+
+@pytest.mark.parametrize("of_rows", [{"tie": "False"}, {"margin": "1.5"}, {"margin": True}, {"margin": math.inf}])
+def test_cells_of_another_type_are_refused(of_rows, tmp_path):
+    ((name, cell),) = of_rows.items()
+    trainer = run_ours(Dataset.from_list([{**row, **of_rows} for row in pairs(4)]), tmp_path)
+    with pytest.raises(ValueError, match=rf"row \d, column '{name}': is {cell!r} of type {type(cell).__name__}"):
+        trainer.train()
+
+
+def test_missing_cells_are_none(tmp_path):
+    found = []
+    for cells in ({}, {"margin": math.nan, "tie": math.nan}):
+        trainer = run_ours(Dataset.from_list([{**row, **cells} for row in pairs(4)]), tmp_path, self_check=False)
+        trainer.train()
+        found.append((trainer.state.log_history[0]["loss"], *map(torch.Tensor.sum, trainer.model.parameters())))
+    assert found[0] == found[1]
+
+
+def test_windows_and_evaluations_of_ties_alone_have_no_accuracy(tmp_path):
+    rows = Dataset.from_list([{**row, "tie": i == 1} for i, row in enumerate(pairs(4))])
+    options = {"per_device_train_batch_size": 1, "max_steps": 4, "self_check": False}
+    trainer = run_ours(rows, tmp_path, objects={"eval_dataset": rows.select([1])}, **options)
+    trainer.train()
+    assert ["accuracy" in entry for entry in trainer.state.log_history[:4]] == [True, False, True, True]
+    assert trainer.state.log_history[1]["mean_reward"] and "eval_accuracy" not in trainer.evaluate()
 
 
 def test_the_score_is_where_transformers_reads_it():

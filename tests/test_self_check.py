@@ -18,6 +18,7 @@ from helpers.checks import subject
 from helpers.families import ALL_FAMILIES
 from helpers.files import write_film
 from helpers.trainer_utils import (
+    TRAINERS,
     audio_rows,
     forget_isolation,
     image_rows,
@@ -28,6 +29,7 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
+from test_dpo import image_pairs, text_pairs
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, policy
 from trl_multimodal_rft.checks.self_check import SelfCheck
@@ -558,6 +560,31 @@ def test_trainer_applies_fallbacks(tmp_path, monkeypatch, capsys):
     history = train("gemma3", image_rows(), tmp_path).state.log_history
     assert "falls back to padded rows" in capsys.readouterr().out
     assert history[0]["packing/shared_frac"] == 0
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_rows_with_answers_are_checked_on_their_media(kind, tmp_path, capsys):
+    """Also by a model's name, whose processor is loaded again, and when media come after text."""
+    rows = concatenate_datasets(
+        [text_pairs(2).add_column("image", [None] * 2).cast(image_pairs(4).features), image_pairs(4)]
+    )
+    rows = rows.rename_column("chosen", "completion") if kind == "sft" else rows
+    options = {"reward": None, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+
+    def trainer():
+        objects = {"model": str(saved("qwen2_5_vl"))}
+        return make_trainer(TRAINERS[kind], "", rows, tmp_path, objects=objects, **options)
+
+    trainer().train()
+    printed = capsys.readouterr().out
+    assert len(re.findall("features vs. processor +0e|effect of another image +0.[0-9]", printed)) == 2
+    blind, other = trainer(), trainer()
+    for parameter in blind.model.get_encoder(modality="image").merger.parameters():
+        torch.nn.init.zeros_(parameter)
+    other.processing_class.image_processor.image_mean = [0.1] * 3
+    for each, message in ((blind, "the same with another image"), (other, "its media tensors differ by .* as `Auto")):
+        with pytest.raises(RuntimeError, match=message):
+            each.train()
 
 
 def test_media_of_a_new_kind_are_checked_when_they_come(tmp_path, capsys):

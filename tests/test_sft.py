@@ -2,10 +2,12 @@
 """Supervised training with media: the loss equals the model's and TRL's, and rows don't affect each other."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import trl
 from datasets import Dataset
 from helpers.chats import RATE, image
 from helpers.families import ALL_FAMILIES
@@ -13,6 +15,7 @@ from helpers.resumed_runs import logged
 from helpers.trainer_utils import CONFIGS, PLAIN, TRAINERS, load, norm, relative_difference, saved, sound, with_media
 from packaging.version import Version
 from peft import LoraConfig
+from test_dpo import LOST
 from trl import SFTConfig, SFTTrainer
 
 from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
@@ -450,6 +453,107 @@ def test_errors_name_the_row(name, tmp_path):
         make(
             "qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path, train_sampling_strategy="sequential", **options
         ).train()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("form, options", [("text", {}), ("chat", {"packing": True}), ("labels", {})])
+def test_rows_that_max_length_cuts_off_are_dropped_and_counted(form, options, streams, tmp_path):
+    """Also the first of a stream, and rows whose transform shows only then what is learned of them."""
+    rows = [*text_rows(6, form="text" if form == "labels" else form)]
+    if form == "chat":
+        rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
+    sequences = make("qwen2_5_vl", Dataset.from_list(rows), tmp_path).data_collator(rows)["sequences"]
+    starts = [int(each.learned.int().argmax()) for each in sequences]
+    if form == "labels":
+        labels = [each.input_ids.where(each.learned, -100).tolist() for each in sequences]
+        rows = [{"input_ids": e.input_ids.tolist(), "labels": own} for e, own in zip(sequences, labels, strict=True)]
+    data = Dataset.from_list([rows[i] for i in sorted(range(6), key=lambda i: -starts[i])])  # those to drop first
+    n_dropped = starts.count(max(starts))
+    given = {"max_length": max(starts), "max_steps": 3, "per_device_train_batch_size": 1, "self_check": False}
+    given |= {"train_sampling_strategy": "sequential", **options}
+    given_rows = data.to_iterable_dataset() if streams else data.with_transform(dict)
+    trainer = make("qwen2_5_vl", given_rows, tmp_path, **given)
+    trainer.train()
+    logs = trainer.state.log_history[:-1]
+    assert len(logs) == 3 and all(entry["loss"] > 0 and entry["grad_norm"] > 0 for entry in logs)
+    assert sum(entry["media/skipped"] for entry in logs) > 0 < n_dropped < 6
+    if not streams:
+        assert trainer._stream.skipped.keys() == {*range(n_dropped)}
+        assert (tmp_path / "skipped_rows.jsonl").read_text().count("leaves none to learn") == n_dropped
+    found, kept = trainer.evaluate(data), trainer.evaluate(data.select(range(n_dropped, 6)))
+    assert found["eval_loss"] == pytest.approx(kept["eval_loss"]) and kept["eval_media/skipped"] == 0
+    assert found["eval_media/skipped"] == (0 if form == "labels" else n_dropped)  # which are filtered before
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_row_that_max_length_leaves_something_of_is_an_error(streams, tmp_path):
+    rows = text_rows(4)
+    trainer = make("qwen2_5_vl", rows.to_iterable_dataset() if streams else rows, tmp_path, max_length=4)
+    message = "has 0 rows, fewer than a" if streams else r"row \d has \d+ tokens, of which `max_length` \(4\) leave"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    with pytest.raises(ValueError, match="No row to evaluate can be read"):
+        trainer.evaluate(rows)
+
+
+def trl_template(name):
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+# An answer by a template that TRL has: what is learned of it, or why it is refused
+THOUGHT, WRITTEN = {"reasoning_content": "Fur.", "content": "A cat"}, {"content": "<think>\nFur.\n</think>\n\nA cat"}
+SAMPLED = {"content": "Fur.\n</think>\n\nA cat"}  # behind a prompt that opens thoughts
+WHOLE = "Fur.\n</think>\n\nA cat<|im_end|>\n"
+THOUGHTS = {
+    "unknown": ("qwen3_vl", THOUGHT, "leaves out 'reasoning_content' of a message"),
+    "doubled": ("qwen3_8", SAMPLED, "writes thoughts of its own before a text with thoughts; give these as 'reas"),
+    "doubled tag": ("qwen3_8", WRITTEN, "writes thoughts of its own before a text with thoughts"),
+    "cut": ("deepseek_r1_distill", WRITTEN, "leaves out a part of a text with thoughts"),
+    "field": ("qwen3_8", THOUGHT, WHOLE),
+    "split": ("qwen3_5_think", SAMPLED, WHOLE),
+    "split tag": ("qwen3_5_think", WRITTEN, WHOLE),
+    "as it is": ("qwen3_vl", WRITTEN, f"<think>\n{WHOLE}"),
+}
+
+
+@pytest.mark.parametrize("form", ["completion", "messages"])
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts_are_learned_once_or_refused(name, form, tmp_path):
+    template, answer, expected = THOUGHTS[name]
+    asked, answer = {"role": "user", "content": "What is it?"}, {"role": "assistant", **answer}
+    row = {"prompt": [asked], "completion": [answer]} if form == "completion" else {"messages": [asked, answer]}
+    trainer = make("qwen3_5", Dataset.from_list([row] * 4), tmp_path, trl_template(template), max_steps=1)
+    if "<|im_end|>" not in expected:
+        place = r"completion\[0\]" if form == "completion" else r"messages\[1\]"
+        with pytest.raises(ValueError, match=rf"row \d, column '{place}': the chat template {expected}"):
+            trainer.train()
+        return
+    (sequence,) = trainer.data_collator([row])["sequences"]
+    learned = trainer.processing_class.tokenizer.decode(sequence.input_ids[sequence.learned])
+    assert learned.lstrip("\n").endswith(expected) and learned.count("</think>") == 1
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_the_template_leaves_out_of_answers_is_refused(name, tmp_path):
+    answer, message = LOST[name]
+    rows = Dataset.from_list([{"prompt": [say("user", "Hm?")], "completion": [{"role": "assistant", **answer}]}])
+    with pytest.raises(ValueError, match=rf"row 0, column 'completion\[0\]{message}"):
+        make("qwen2_5_vl", rows, tmp_path, per_device_train_batch_size=1).train()
+
+
+NUMBERS = [{"text": 3}, {"text": None}, {"prompt": "a", "completion": 3}, {"prompt": 3, "completion": "a"}]
+
+
+@pytest.mark.parametrize("row", [*NUMBERS, {"messages": 3}, {"prompt": "a", "completion": float("nan")}], ids=str)
+def test_numbers_for_texts_are_refused(row, tmp_path):
+    with pytest.raises(ValueError, match=r"row \d.*(of type int; give|needs `prompt` and|(int|NoneType) and no text)"):
+        make("qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path).train()
+
+
+def test_masks_hold_truth_values(tmp_path):
+    row = {"input_ids": [60, 61, 62], "completion_mask": ["0", "1", "1"]}
+    with pytest.raises(ValueError, match="row \\d, column 'completion_mask': is '0' of type str; give True or False"):
+        make("qwen2_5_vl", Dataset.from_list([row] * 4), tmp_path, completion_only_loss=True).train()
 
 
 def test_rows_that_are_too_long_are_skipped(tmp_path):

@@ -231,11 +231,11 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
         ({"messages": [{"role": "assistant", "content": "No"}]}, r"row 1 of `ptx_dataset` has \['messages'\]"),
         (
             {"messages": [{"role": "user", "content": "A cat?"}, {"role": "user", "content": "A dog?"}]},
-            "column 'messages': the answer to learn must be the assistant's, got one of 'user'",
+            "row 1, column 'messages': an answer must be the assistant's, got one of 'user'",
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": [{"role": "user", "content": "No"}]},
-            "row 1 of `ptx_dataset`, column 'completion': the answer to learn must be the assistant's",
+            "row 1, column 'completion': an answer must be the assistant's",
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "<|image_pad|>"},

@@ -537,8 +537,37 @@ def test_block_that_the_template_leaves_out_raises():
     (row,) = rows_to_messages([{"prompt": prompt}])
     ids = encode_prompt(row["prompt"], processor, model).input_ids
     assert "Look.(A book.)" in processor.tokenizer.decode(ids)
+
+
+KEYS = {
+    "reasoning_content": "It sings.",
+    "thinking": "It sings.",
+    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}],
+    "function_call": {"name": "look"},
+    "weight": 0,
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("place", [1, 3])
+def test_keys_that_the_template_leaves_out_raise(key, place):
+    """Of an earlier turn, too, though a template that knows thoughts may leave out those of earlier turns."""
+    turns = [*user(text("Hm?")), {"role": "assistant", "content": [text("A bird.")], "name": "bot", "id": ""}] * 2
+    turns[place] = {**turns[place], key: KEYS[key]}
+    model, processor = load("qwen2_audio")
+    message = rf"^row 4, column 'prompt\[{place}\]': the chat template leaves out '{key}' of a message, so the model w"
+    with pytest.raises(MediaError, match=message):
+        encode_prompt(turns, processor, model, row=4)
+    known = f"{{% if loop.last and message.{key} is defined %}}{{{{ message.{key} }}}}{{% endif %}}{{% endfor %}}"
+    processor.chat_template = processor.chat_template.rsplit("{% endfor %}", 1)
+    processor.chat_template = known.join(processor.chat_template)
+    assert len(encode_prompt(turns, processor, model)) > 0
+
+
+def test_thoughts_in_blocks_that_the_template_leaves_out_raise():
     thought = [{"role": "assistant", "content": [{"type": "thinking", "thinking": "A bird in a.wav?"}, text("Yes.")]}]
-    assert len(encoded("qwen2_audio", [*user(text("?")), *thought])) > 0
+    with pytest.raises(MediaError, match=r"'prompt\[1\].content\[0\]': .* leaves out blocks of type 'thinking'"):
+        encoded("qwen2_audio", [*user(text("?")), *thought])
 
 
 # Tags

@@ -147,7 +147,8 @@ def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     """
     Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, a number, or a number within
-    an interval as `Annotated[float, "[0, 1)"]`, each of which may be `None`, too. Others allow any value.
+    an interval as `Annotated[float, "[0, 1)"]`, each of which may be `None`, too; or `list[float]`, whose numbers must
+    be finite. Others allow any value.
     """
     interval = None
     if get_origin(annotation) is Annotated:
@@ -168,6 +169,10 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
             raise ValueError(f"{name} must be a number, got {value}; {remedy}.")
         if interval is not None:
             check_interval(name, value, interval, remedy)
+    elif kinds == (list[float],):
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, (bool, str)) or not math.isfinite(each):
+                raise ValueError(f"{name} must be a list of finite numbers, got {each!r}; {remedy}.")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

@@ -4,12 +4,13 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
@@ -22,17 +23,32 @@ from ..forward.logprobs import takes_logits_to_keep
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
 from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps
+from .targets import choose, traits_of, with_other_media
 
 
 logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
+# A model ignores a medium that moves log-probabilities by less than this share of the tolerance
+_MOVES = 1e-2
+
+
+class Case(NamedTuple):
+    """A prompt of any rank, checked on all of them."""
+
+    prompt: EncodedPrompt
+    plain: dict[str, torch.Tensor]  # outputs of the processor as loaded, for prompts that are compared with it
+
 
 def outputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
     """A prompt as a processor returns it."""
     fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
     return {**prompt.media, **{name: value[None] for name, value in fields.items()}}
+
+
+def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in outputs.items()}
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -141,6 +157,10 @@ class Measure:
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
         return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
 
+    def row_logits(self, row: EncodedPrompt) -> torch.Tensor:
+        """The logits `(1, P, vocabulary)` of a row's tokens."""
+        return self._logits(self.model_inputs(outputs_of(row), row), len(row))
+
     def row_reward(self, row: EncodedPrompt) -> torch.Tensor:
         """The score `(1, 1)` that a reward model's own forward gives a row."""
         scores = self._logits(self.model_inputs(outputs_of(row), row), 1).float()
@@ -156,6 +176,73 @@ class Measure:
         self.largest_logit = max(self.largest_logit, ends.abs().max().item() * self.policy.temperature)
         logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
         return nn.functional.pad(logps, (0, ids.size(1) - logits.size(1)))
+
+    # Media
+
+    def cases(
+        self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]
+    ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
+        """
+        Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks; `plain`
+        returns what the processor as loaded makes of one of this rank's that has media.
+        """
+
+        def reread(i: int) -> dict[str, torch.Tensor]:  # only the run's template knows the tools of a prompt
+            return plain(i) if prompts[i].media else outputs_of(prompts[i])
+
+        process = self.accelerator.process_index
+        traits = gather_object([traits_of(process, i, prompt) for i, prompt in enumerate(prompts)])
+        targets, donors, partners = choose(traits)
+        cases: dict[Any, Case] = {}
+        for each in dict.fromkeys([*targets, *donors.values(), *partners]):
+            is_own = each.process == process
+            outputs = self.require(
+                "its processor, as `AutoProcessor.from_pretrained` loads it,",
+                lambda each=each, wanted=is_own and each in targets: reread(each.index) if wanted else {},
+            )
+            case = Case(prompts[each.index], outputs) if is_own else None
+            cases[each] = broadcast_object_list([case], from_process=each.process)[0]
+        others = {kind: cases[each].prompt for kind, each in donors.items()}
+        return [cases[each] for each in targets], others, [cases[each].prompt for each in partners]
+
+    def features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
+        """The largest difference of outputs from those of the processor as loaded, relative to the largest value."""
+        worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
+        for name, value in plain.items() if worst == 0 else ():
+            if value.numel():
+                expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
+                gap = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
+                worst = max(worst, gap.item())
+        worst = self.worst(worst)
+        steps = [torch.finfo(value.dtype).eps for value in ours.values() if value.is_floating_point()]
+        if not worst <= max([STRICT, *steps]):  # whatever dtype the model has
+            raise self.inexact(
+                f"its media tensors differ by {worst:.0e} from those of its processor as "
+                "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
+            )
+        return worst
+
+    def effect(
+        self,
+        kind: str,
+        prompt: EncodedPrompt,
+        donor: EncodedPrompt | None,
+        score: Callable[[Any], torch.Tensor],
+        scores: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> float:
+        """How far another medium of a kind moves the scores of a prompt; NaN if there is no other."""
+        swapped = with_other_media(prompt, kind, donor)
+        if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
+            return math.nan
+        moved = self.difference(self.require(f"scoring another {kind}", lambda: score(swapped)), scores, mask)
+        if moved <= _MOVES * self.tolerance:
+            raise RuntimeError(
+                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "
+                f"so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
+                "that the model is the one the processor belongs to, and that its weights are loaded."
+            )
+        return moved
 
     # Decisions common to all ranks
 

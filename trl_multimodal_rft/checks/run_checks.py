@@ -19,7 +19,6 @@ from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, require
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
-from .sequences import Encoded
 
 
 logger = get_logger(__name__)
@@ -46,6 +45,17 @@ class Checks:
         settings: Callable[[], RunSettings],
     ) -> None:
         """Runs the self-check on the first prompts, and on the first with a kind of media that wasn't measured."""
+        self._measure(
+            model, prompts, lambda media: run_self_check(self.policy, model, prompts, messages, settings(), media)
+        )
+
+    def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
+        """Runs a self-check of [`~checks.sequences`] on rows with completions, as [`on_prompts`] does."""
+        self._measure(model, rows, lambda media: check(self.policy, model, rows))
+
+    def _measure(
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], measure: Callable[[dict[str, float]], SelfCheck]
+    ) -> None:
         check = self.self_check
         if check is not None:
             unmeasured = {kind for kind in MODALITIES if kind not in check.media}
@@ -53,16 +63,10 @@ class Checks:
             if not unmeasured or not any_rank(self.accelerator, bool(kinds_of(prompts) & unmeasured)):
                 return
         media = {} if check is None else check.media
-        self.self_check = run_self_check(self.policy, model, prompts, messages, settings(), media)
+        self.self_check = measure(media)
+        self.self_check.media = {**media, **self.self_check.media}
         self.policy.fallbacks = self.self_check.fallbacks
         self._show()
-
-    def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[Encoded], packs: bool) -> None:
-        """Runs a self-check of [`~checks.sequences`] on the first rows with completions."""
-        if self.self_check is None:
-            self.self_check = check(self.policy, model, rows, packs)
-            self.policy.fallbacks = self.self_check.fallbacks
-            self._show()
 
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool

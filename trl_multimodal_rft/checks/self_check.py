@@ -18,20 +18,17 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
-from ..data.reading.refs import iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
-from ..encoding.media import decode_media
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, outputs_of_files, processor_outputs
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from .measure import Measure, outputs_of
+from .measure import Case, Measure, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
-from .targets import choose, traits_of, with_other_media
 
 
 logger = get_logger(__name__)
@@ -39,9 +36,6 @@ logger = get_logger(__name__)
 Messages = str | list[dict[str, Any]]  # of a prompt
 
 _NEW_TOKENS = 4
-
-# A model ignores a medium that moves log-probabilities by less than this share of the tolerance
-_MOVES = 1e-2
 
 # Errors of as many nats must show in any dtype
 _HIDES = 1.0
@@ -203,13 +197,6 @@ def check_conversation(
     return padded if packed is None or not measure.fallbacks.packing else packed, measure.fallbacks
 
 
-class _Case(NamedTuple):
-    """A prompt of any rank, checked on all of them."""
-
-    prompt: EncodedPrompt
-    plain: dict[str, torch.Tensor]  # outputs of the processor as loaded, for prompts that are compared with it
-
-
 class _Completions(NamedTuple):
     """Short completions of a prompt, and the truth about them, of which `noise` is that of `logps`."""
 
@@ -229,11 +216,16 @@ class _Check(Measure):
         self.rounding: float | None = None
 
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
-        targets, donors, partners = self._cases(messages, prompts)
+        local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
+        load, options = functools.cache(self.settings.load_processor), self.settings
+        given = options.audio_overlong, options.template_kwargs
+        targets, donors, partners = self.cases(
+            [prompt for prompt, _ in local], lambda i: plain_outputs(local[i][1], load(), *given)
+        )
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
-                worst["features"].append(self._features(target))
+                worst["features"].append(self.features(outputs_of(target.prompt), target.plain))
             completions, sampled = self._sample_and_recompute(target)
             if sampled is not None and self.settings.samples_rollouts:
                 worst["sampled"].append(sampled)
@@ -243,8 +235,10 @@ class _Check(Measure):
             self.scored = target.prompt, completions, scores
             worst["padded"].append(padded)
             worst["packed"] += [] if packed is None else [packed]
+            ids, mask, *_ = completions
             for kind in sorted(target.prompt.modalities - self.media.keys()):
-                self._swap(kind, target.prompt, donors.get(kind), completions, scores)
+                swap = functools.partial(self._score_one, ids, mask)
+                self.media[kind] = self.effect(kind, target.prompt, donors.get(kind), swap, scores, mask)
         rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
         # The shortest, with media if any
         self.shortest = min(
@@ -267,6 +261,9 @@ class _Check(Measure):
             engine_positions=any(self.at_engine_positions(target.prompt) for target in targets),
             rounding=self.rounding,
         )
+
+    def _score_one(self, ids: torch.Tensor, mask: torch.Tensor, prompt: EncodedPrompt) -> torch.Tensor:
+        return self.score([prompt], ids, mask, packed=False)
 
     def _keep_noise(self, completions: _Completions) -> None:
         """Keeps the largest noise, and warns where it is so large that errors could hide behind it."""
@@ -337,77 +334,9 @@ class _Check(Measure):
             "its kernels need, or load it with another `attn_implementation`."
         )
 
-    # Cases
-
-    def _cases(
-        self, messages: Sequence[Messages], prompts: list[EncodedPrompt]
-    ) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
-        """Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks."""
-        local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
-        process = self.accelerator.process_index
-        targets, donors, partners = choose(
-            gather_object([traits_of(process, i, prompt) for i, (prompt, _) in enumerate(local)])
-        )
-        cases = {}
-        for each in dict.fromkeys([*targets, *donors.values(), *partners]):
-            own = local[each.index] if each.process == process else None
-            plain = self.require(
-                "its processor, as `AutoProcessor.from_pretrained` loads it,",
-                lambda own=own, wanted=each in targets: self._plain_outputs(*own) if own and wanted else {},
-            )
-            case = None if own is None else _Case(own[0], plain)
-            cases[each] = broadcast_object_list([case], from_process=each.process)[0]
-        return (
-            [cases[each] for each in targets],
-            {kind: cases[each].prompt for kind, each in donors.items()},
-            [cases[each].prompt for each in partners],
-        )
-
-    @functools.cached_property
-    def processor(self):
-        return self.settings.load_processor()
-
-    def _plain_outputs(self, prompt: EncodedPrompt, messages: Messages) -> dict[str, torch.Tensor]:
-        """The outputs of the processor as loaded for a prompt's messages."""
-        if not prompt.media:
-            return outputs_of(prompt)  # only the run's template knows the tools of a prompt
-        overlong, template = self.settings.audio_overlong, self.settings.template_kwargs
-        refs = list(iter_refs(messages))
-        media = decode_media(refs, self.processor, overlong)
-        outputs = processor_outputs(messages, refs, self.processor, *media, template)
-        try:
-            read = outputs_of_files(messages, self.processor, overlong, template)  # pyrefly: ignore[bad-argument-type]
-        except Exception as error:  # it may support fewer formats
-            logger.warning(
-                f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos, so that "
-                f"its frames weren't compared ({error})"
-            )
-            return outputs
-        # Its frames may be less exact, but must have the same sizes and times
-        if read is None or _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"]):
-            return outputs
-        return read
-
-    def _features(self, target: _Case) -> float:
-        prompt, plain, ours = target.prompt, target.plain, outputs_of(target.prompt)
-        worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
-        for name, value in plain.items() if worst == 0 else ():
-            if value.numel():
-                expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
-                gap = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
-                worst = max(worst, gap.item())
-        worst = self.worst(worst)
-        steps = [torch.finfo(value.dtype).eps for value in prompt.media.values() if value.is_floating_point()]
-        if not worst <= max([STRICT, *steps]):  # whatever dtype the model has
-            raise self.inexact(
-                f"its media tensors differ by {worst:.0e} from those of its processor as "
-                "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
-            )
-        return worst
-
     # Sampling
 
-    def _sample_and_recompute(self, target: _Case) -> tuple[_Completions, float | None]:
+    def _sample_and_recompute(self, target: Case) -> tuple[_Completions, float | None]:
         """Completions of a prompt, and how far the log-probabilities that sampling returned are from the truth."""
         ids, mask, sampled = self._sample(target.prompt)
         completions = self._truth(target, ids, mask, sampled)
@@ -483,7 +412,7 @@ class _Check(Measure):
     # The truth
 
     def _truth(
-        self, target: _Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
+        self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
         inputs = self.model_inputs(target.plain, target.prompt)
         own = functools.partial(self.model_logps, inputs, target.prompt, ids)
@@ -519,28 +448,6 @@ class _Check(Measure):
         return torch.cat(results)
 
     # Comparisons with the truth
-
-    def _swap(
-        self,
-        kind: str,
-        prompt: EncodedPrompt,
-        donor: EncodedPrompt | None,
-        completions: _Completions,
-        scores: torch.Tensor,
-    ) -> None:
-        ids, mask, *_ = completions
-        swapped = with_other_media(prompt, kind, donor)
-        if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
-            self.media[kind] = math.nan
-            return
-        other = self.require(f"scoring another {kind}", lambda: self.score([swapped], ids, mask, packed=False))
-        moved = self.media[kind] = self.difference(other, scores, mask)
-        if moved <= _MOVES * self.tolerance:
-            raise RuntimeError(
-                f"self-check: {self.model_type} answers the same with another {kind} (log-probs move by {moved:.0e}), "
-                f"so training would ignore it. Check that the chat template writes a placeholder for each {kind}, "
-                "that the model is the one the processor belongs to, and that its weights are loaded."
-            )
 
     def _independent_rows(
         self, first: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
@@ -601,7 +508,3 @@ class _Force(LogitsProcessor):
 
 def _logps(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-
-
-def _shapes(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in outputs.items()}

@@ -3,10 +3,9 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,18 +14,23 @@ from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..models.modes import measuring
 from ..policy import PolicyForward
-from .measure import Measure
+from .measure import Case, Measure
 from .self_check import SelfCheck
-from .targets import choose, traits_of
 
 
 _LAST = 256  # tokens of a row that are compared, for whose logits there is memory
 
-Encoded = TypeVar("Encoded", bound=EncodedPrompt)
+# Returns what the processor as loaded makes of a row with media, by its index
+Plain = Callable[[int], dict[str, torch.Tensor]]
+Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
 def check_sequences(
-    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool
+    policy: PolicyForward,
+    model: nn.Module,
+    sequences: Sequence[SupervisedSequence],
+    packs: bool,
+    plain: Plain,
 ) -> SelfCheck:
     """
     Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
@@ -40,30 +44,39 @@ def check_sequences(
             This rank's rows.
         packs (`bool`):
             Whether rows are packed.
+        plain (`Callable[[int], dict[str, torch.Tensor]]`):
+            Returns what the processor as loaded makes of one of these rows, by its index.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
 
     Raises:
-        `RuntimeError`: If scores aren't exact with any fallback.
+        `RuntimeError`: If scores aren't exact with any fallback, media tensors aren't the processor's, or another
+            medium changes nothing.
     """
     measure = Measure(policy, model, engine_positions=False)
-    rows = _chosen(measure, sequences)
+    cases = _cases(measure, sequences, plain)
+    rows = _chosen(*cases)
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
 
     def by_model() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
-    def score(packed: bool) -> torch.Tensor:
+    def score(rows: list[Any], packed: bool) -> torch.Tensor:
         options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
         return policy.score(model, rows, ids, mask.long(), **options).logps
 
-    return _compare(measure, by_model, score, mask, packs)
+    return _compare(measure, cases, by_model, score, mask, packs)
 
 
 def check_pairs(
-    policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool, rewards: bool = False
+    policy: PolicyForward,
+    model: nn.Module,
+    pairs: Sequence[PreferencePair],
+    packs: bool,
+    plain: Plain,
+    rewards: bool = False,
 ) -> SelfCheck:
     """
     Measures a policy on the completions of the pairs with the longest and the shortest prompts, like
@@ -71,9 +84,8 @@ def check_pairs(
     of a reward model stand in the place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
-    chosen = _chosen(measure, pairs)
-    prompts = [pair for pair in chosen for _ in range(2)]
-    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
+    cases = _cases(measure, pairs, plain)
+    rows = [row for pair in _chosen(*cases) for row in pair.sequences(measure.model)]
     completions = [row.input_ids[row.learned] for row in rows]
     ids, mask = (each.to(measure.device) for each in padded(completions))
     last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
@@ -84,40 +96,55 @@ def check_pairs(
         each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
         return pad_sequence(each, batch_first=True)
 
-    def score(packed: bool) -> torch.Tensor:
+    def score(chosen: list[Any], packed: bool) -> torch.Tensor:
+        prompts = [pair for pair in chosen for _ in range(2)]
         options = {"packed": packed, "fallbacks": measure.fallbacks}
         if rewards:
             return policy.rewards(model, (prompts, ids, mask), **options).values
         return policy.score(model, prompts, ids, mask, **options).logps
 
-    return _compare(measure, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)
+    compared = mask[:, :1] > 0 if rewards else mask.bool() & last
+    return _compare(measure, cases, by_model, score, compared, packs)
 
 
 def _compare(
     measure: Measure,
+    cases: Cases,
     by_model: Callable[[], torch.Tensor],
-    score: Callable[[bool], torch.Tensor],
+    score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
 ) -> SelfCheck:
-    """Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true."""
+    """
+    Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, and
+    with those of other media, and media tensors with those of the processor.
+    """
+    (targets, donors, _), rows, features, media = cases, _chosen(*cases), list[float](), dict[str, float]()
+    for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
+        features.append(measure.features(ours, {name: plain[name] for name in ours.keys() & plain.keys()}))
     with measuring(measure.prepared, measure.device):
         truth = measure.require("the model's forward", by_model)
         noise = functools.cache(lambda: measure.noise(by_model, mask))
-        _, padded, packed = measure.settle(score, truth, mask, noise, packs=packs, isolates=True)
-    return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=measure.fallbacks)
+        own = functools.partial(score, rows)
+        scores, padded, packed = measure.settle(own, truth, mask, noise, packs=packs, isolates=True)
+        for row in (case.prompt for case in targets):
+
+            def swap(other: EncodedPrompt, row: EncodedPrompt = row) -> torch.Tensor:
+                return score([other if each is row else each for each in rows], False)
+
+            for kind in sorted(row.modalities - media.keys()):
+                media[kind] = measure.effect(kind, row, donors.get(kind), swap, scores, mask)
+    facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": media}
+    return SelfCheck(features=max(features, default=None), padded=padded, packed=packed, **facts)
 
 
-def _chosen(measure: Measure, sequences: Sequence[Encoded]) -> list[Encoded]:
+def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
+    return measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)  # which may be blank
+
+
+def _chosen(targets: list[Case], donors: dict[str, EncodedPrompt], partners: list[Any]) -> list[Any]:
     """The rows to measure, of all ranks."""
-    process = measure.accelerator.process_index
-    traits = gather_object([traits_of(process, i, each) for i, each in enumerate(sequences)])
-    targets, _, partners = choose(traits)
-    rows = []
-    for each in dict.fromkeys([*targets, *partners]):
-        own = [sequences[each.index] if each.process == process else None]
-        rows += broadcast_object_list(own, from_process=each.process)
-    return rows
+    return list(dict.fromkeys([*(case.prompt for case in targets), *partners]))
 
 
 def _compared(row: SupervisedSequence) -> torch.Tensor:

@@ -29,7 +29,8 @@ from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
-from ..encoding.processors import load_processor
+from ..encoding.messages import opened_thoughts
+from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES, input_modalities
 from ..models.pretrained import read_config
@@ -54,6 +55,7 @@ class CheckedRow:
     index: int  # in the dataset
     media: dict[str, int] = field(default_factory=dict)  # number of media, by kind
     tokens: int | None = None  # of its prompt; `None` if it can't be encoded
+    thinks: bool = False  # whether it opens thoughts
     media_tokens: dict[str, int] = field(default_factory=dict)  # those that stand for media, by kind
     sizes: dict[str, list[float]] = field(default_factory=dict)  # of its media, by what is measured
     is_cut: bool = False  # whether it has audio longer than the model's window
@@ -131,6 +133,7 @@ class RowChecker(torch.utils.data.Dataset):
             if self.raises_overlong:
                 raise
         checked.tokens = len(encoded)
+        checked.thinks = bool(opened_thoughts(encoded.input_ids, tokenizer_of(self.encoder.processor)))
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
         columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:
@@ -214,6 +217,7 @@ class Report:
     cut: Rows = field(default_factory=Rows)
     silent: Rows = field(default_factory=Rows)
     repeated: Rows = field(default_factory=Rows)
+    thinks: int = 0  # rows whose prompt opens thoughts
     first_rows: dict[bytes, int] = field(default_factory=dict)  # indices, by digests
     tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _TOKENS})
     media: dict[str, array] = field(default_factory=lambda: {kind: array("q") for kind in MODALITIES})
@@ -240,6 +244,7 @@ class Report:
             self.causes.setdefault((column, key), Rows(row.error)).add(row)
         if row.tokens is None:
             return
+        self.thinks += row.thinks
         if row.silent is not None:
             self.silent.add(row)
         first = self.first_rows.setdefault(row.digest, row.index)
@@ -273,6 +278,8 @@ class Report:
             parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
             parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
         parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
+        opened = "The prompt opens thoughts (`<think>`), with which completions begin in rewards and logs"
+        parts += [f"{opened}: {self._share(self.thinks)}."] * bool(self.thinks)
         return "\n\n".join(parts) + "\n"
 
     def _share(self, count: int) -> str:

@@ -12,7 +12,7 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.reading.refs import MediaError, iter_refs
 from ..families import family_of
 from .join import continued_field, join_media
-from .messages import check_blocks
+from .messages import check_written
 from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
 
@@ -112,7 +112,7 @@ def encode_turn(
             "the sampled completion can't be continued. Use a template that preserves its prefix."
         )
     continuation = longer[cut:]
-    check_blocks([*before, *messages], processor, template_kwargs, row)
+    check_written([*before, *messages], processor, template_kwargs, row, first=len(before))
     if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
         ids = torch.tensor(processor(continuation, add_special_tokens=False)["input_ids"], dtype=torch.long)
         return EncodedPrompt(ids, {}, {}, ids.new_empty(1, 0), row=row)

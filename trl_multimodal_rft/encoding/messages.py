@@ -1,14 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks of messages, media and placeholders of a prompt, whose errors name the row and the column."""
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..data.reading.refs import MediaError, MediaRef
-from ..data.rows.columns import KNOWN_TYPES, THOUGHT_TYPES, block_modality
+from ..data.rows.columns import KNOWN_TYPES, block_modality, further_keys
 from ..families import family_of_processor
 from .processors import Processor
+
+
+THOUGHTS = ("<think>", "</think>")
+_TAIL = 16  # tokens of a prompt that may spell the tag
 
 
 def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str, **template_kwargs: Any) -> str:
@@ -76,28 +84,71 @@ def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], token
         )
 
 
-def check_blocks(
-    messages: list[dict[str, Any]], processor: Processor, template_kwargs: dict[str, Any], row: int | None = None
+def check_written(
+    messages: list[dict[str, Any]],
+    processor: Processor,
+    template_kwargs: dict[str, Any],
+    row: int | None = None,
+    column: str = "prompt",
+    first: int = 0,
+    sampled: bool = False,
 ) -> None:
-    """Refuses blocks of types that the chat template silently ignores: it renders them like an unknown type."""
-    for m, message in enumerate(messages):
-        content = message.get("content")
-        if not isinstance(content, list):
+    """
+    Refuses what the chat template silently leaves out of messages, from the one with index `first` on, which is the
+    first of a `column`; but for what the assistant `sampled`, if so. Each is rendered as the last one, as templates
+    may leave out earlier thoughts.
+    """
+
+    def written(chat: list[dict[str, Any]]) -> str | None:  # a template that raises knows its types
+        with suppress(MediaError):
+            return write_chat(chat, processor, "", **template_kwargs)
+
+    for m, message in enumerate(messages[first:], first):
+        if sampled and message["role"] == "assistant":
             continue
-        for b, block in enumerate(content):
-            if block["type"] in ("text", *THOUGHT_TYPES) or block_modality(block["type"]) is not None:
-                continue
-            unknown = [*content[:b], {"type": "-"}, *content[b + 1 :]]
-            others = [*messages[:m], {**message, "content": unknown}, *messages[m + 1 :]]
-            try:
-                written, other = (write_chat(chat, processor, "", **template_kwargs) for chat in (messages, others))
-            except MediaError:  # a template that raises knows its types
-                continue
-            if written == other:
-                raise MediaError(
-                    f"{of_row(row)}column 'prompt[{m}].content[{b}]': the chat template leaves out blocks of type "
-                    f"{block['type']!r}, so the model would not get it; known types are {KNOWN_TYPES}"
-                )
+        problems = [*_problems_of_thoughts(messages[: m + 1], written)]
+        for where, problem, other in _parts_of(message):
+            # By the whole chat where the template allows no other end
+            after = [] if written(messages[: m + 1]) is not None else messages[m + 1 :]
+            if None is not written([*messages[: m + 1], *after]) == written([*messages[:m], other, *after]):
+                problems.append((where, problem))
+        for where, problem in problems[:1]:
+            raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{where}': the chat template {problem}")
+
+
+def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What a template may not know in a message: its place, the problem if so, and the message without it."""
+    content = message.get("content") or ()
+    for b, block in enumerate(content) if not isinstance(content, str) else ():
+        if block["type"] != "text" and block_modality(block["type"]) is None:
+            problem = f"leaves out blocks of type {block['type']!r}, so the model would not get it; known types are "
+            # An ignored block is rendered like one of an unknown type
+            others = {**message, "content": [*content[:b], {"type": "-"}, *content[b + 1 :]]}
+            yield f".content[{b}]", problem + KNOWN_TYPES, others
+    for key in further_keys(message):
+        problem = f"leaves out {key!r} of a message, so the model would not get it; remove it, or set a template that "
+        problem += "writes it (`processing_class.chat_template`)"
+        yield "", problem, {name: each for name, each in message.items() if name != key}
+
+
+def _problems_of_thoughts(messages: list, written: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
+    """What a template changes about thoughts in the texts of the last message, if that is the assistant's."""
+    content = messages[-1].get("content") or ()
+    for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
+        tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
+        if not tags or (chat := written(messages)) is None:
+            continue
+        remedy = "a text with thoughts; give these as 'reasoning_content' of the message, or remove them"
+        if any(part.strip() not in chat for part in re.split("|".join(THOUGHTS), text)):
+            yield "", f"leaves out a part of {remedy}"
+        if any(re.search(rf"{tag}\s*{re.escape(text.strip())}", chat) for tag in tags):
+            yield "", f"writes thoughts of its own before {remedy}"
+
+
+def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tag, with the space behind it, by which a prompt `(P,)` opens thoughts at its end; else an empty text."""
+    opened = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL:].tolist())))
+    return "" if opened is None else opened[0]
 
 
 def of_row(row: int | None) -> str:

@@ -27,7 +27,7 @@ from ..versions import is_torchcodec_usable
 from ..views import View
 from .budgets import with_budgets
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
-from .messages import check_blocks, check_media, check_placeholders, check_text, has_template, of_row, template_error
+from .messages import check_media, check_placeholders, check_text, check_written, has_template, of_row, template_error
 from .processors import Processor, tokenizer_of
 
 
@@ -225,6 +225,7 @@ def encode_prompt(
     engine_positions: bool = False,
     view: View | None = None,
     row: int | None = None,
+    sampled: bool = False,
 ) -> EncodedPrompt:
     """
     Decodes a prompt's media and runs the processor over it, once.
@@ -248,6 +249,8 @@ def encode_prompt(
             What the model sees or hears instead of the media.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
+        sampled (`bool`, *optional*, defaults to `False`):
+            Whether messages of the assistant were sampled, whose thoughts the template may leave out.
 
     Returns:
         [`EncodedPrompt`]: The encoded prompt.
@@ -258,7 +261,7 @@ def encode_prompt(
             and the column.
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
-        check_blocks(messages, processor, template_kwargs or {}, row)
+        check_written(messages, processor, template_kwargs or {}, row, sampled=sampled)
     if (needed := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
         raise MediaError(
             f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "
@@ -505,6 +508,29 @@ def outputs_of_files(
     sampling = frame_sampling(processor)
     kwargs["videos_kwargs"] = {"do_sample_frames": sampling is not None, **(sampling or {})}
     return processor_outputs(messages, refs, processor, decoded, kwargs, template_kwargs)
+
+
+def plain_outputs(
+    messages: str | list[dict[str, Any]],
+    processor: ProcessorMixin,
+    audio_overlong: Literal["raise", "truncate"],
+    template_kwargs: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    """What a processor returns for messages with media; for videos that it reads in other shapes itself, that."""
+    refs = list(iter_refs(messages))
+    media = decode_media(refs, processor, audio_overlong)
+    outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
+    try:
+        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
+    except Exception as error:  # it may support fewer formats
+        name = type(processor).__name__
+        logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
+        return outputs
+    # Its frames may be less exact, but must have the same sizes and times
+    shapes = [{name: each.shape for name, each in found.items()} for found in (outputs, read or outputs)]
+    if read is None or shapes[0] == shapes[1] and torch.equal(read["input_ids"], outputs["input_ids"]):
+        return outputs
+    return read
 
 
 def prompt_position_ids(

@@ -11,13 +11,15 @@ from trl.data_utils import extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import check_decoded, rows_to_messages
+from ..data.rows.cells import filled, truth_value
+from ..data.rows.columns import read_messages, rows_to_messages
+from ..data.rows.pairs import COMPLETIONS, check_text_only, read_answer
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views import View
 from .control_tokens import checked_prompt
 from .join import common_start, continued_field, padded
-from .messages import write_chat
+from .messages import check_written, write_chat
 from .processors import Processor, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 
@@ -143,12 +145,12 @@ class SupervisedEncoder:
                 f"{name}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
                 "`assistant_only_loss=True` to learn the assistant's turns."
             )
-        for column in ("prompt", "completion", "messages"):
-            check_decoded(row.get(column), column, row.row_index)
+        if whole:
+            read_messages(row["messages"], "messages", row.row_index)
         chat, completion = (list(row["messages"]), []) if whole else _chat(row, name)
         try:
             messages = self._messages(row, chat, completion)
-            _check_text_only([message for message in messages if message["role"] == "assistant"])
+            check_text_only([message for message in messages if message["role"] == "assistant"])
             if whole:
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
             else:
@@ -200,7 +202,6 @@ class SupervisedEncoder:
             name = f"row {row.row_index} of `ptx_dataset`"
             chat, completion = _chat(row, name)
             messages = self._messages(row, chat, completion)
-            _check_text_only(messages[len(chat) :])
             before = self._encode(_prompt_of(row, messages[: len(chat)]), row)
             ids = self._completion_ids(row, messages, len(chat), name)
             encoded.append(before)
@@ -234,14 +235,9 @@ class SupervisedEncoder:
             return _with_common_start(*map(self.encode_tokens, tokenized))
         name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
         whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
-        for column in ("chosen", "rejected"):
-            check_decoded(row.get(column), column, row.row_index)
-            if row.get(column) in (None, []):  # an empty text is an answer
-                raise ValueError(
-                    f"{name} has no `{column}`; give `prompt`, `chosen` and `rejected`, or remove the row."
-                )
-        check_decoded(row.get("prompt"), "prompt", row.row_index)
-        for column in ("chosen", "rejected"):
+        for column in COMPLETIONS:
+            read_messages(row.get(column), column, row.row_index)
+        for column in COMPLETIONS:
             pair, messages, n = self._preference(row, column)
             if whole and next(iter_refs(messages), None) is None:
                 texts.append(self._encode_text(pair, messages))
@@ -251,9 +247,9 @@ class SupervisedEncoder:
                 prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
-    def preference_prompt(self, row: Row) -> str | list:
+    def conversation(self, row: Row) -> str | list:
         """
-        Returns the prompt of a row with preferences.
+        Returns the prompt of a row, or its whole `messages`, with its media.
 
         Args:
             row ([`~data.rows.row.Row`]):
@@ -262,8 +258,11 @@ class SupervisedEncoder:
         Returns:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
-        pair, messages, n = self._preference(row, "chosen")
-        return _prompt_of(pair, messages[:n])
+        if row.get("chosen") is not None:
+            pair, messages, n = self._preference(row, "chosen")
+            return _prompt_of(pair, messages[:n])
+        chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
+        return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
 
     def encode_view(self, row: Row, view: View) -> EncodedPrompt:
         """
@@ -278,7 +277,7 @@ class SupervisedEncoder:
         Returns:
             [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
         """
-        return self._encode(self.preference_prompt(row), row, view)
+        return self._encode(self.conversation(row), row, view)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
         """A row with one of its completions, the messages of both, and how many of them are the prompt's."""
@@ -288,7 +287,6 @@ class SupervisedEncoder:
         pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
         chat, completion = _chat(pair, f"row {row.row_index}", column)
         messages = self._messages(pair, chat, completion, column)
-        _check_text_only(messages[len(chat) :])
         return pair, messages, len(chat)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
@@ -335,6 +333,8 @@ class SupervisedEncoder:
         Returns:
             [`SupervisedSequence`]: The sequence.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
         ids = self.processing_class(text=_ended(text, self._end))["input_ids"]
         ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
@@ -351,7 +351,12 @@ class SupervisedEncoder:
         options = self.processing_class, self.special_tokens_in_text, row.row_index
         names = {"prompt": "prompt", "completion": column}
         texts = {part: checked_prompt(text, *options, names[part]) for part, text in texts.items()}
-        return messages if is_text else [*texts["prompt"], *texts["completion"]]
+        if is_text:
+            return messages
+        messages = [*texts["prompt"], *texts["completion"]]
+        template = self.processing_class, self.template_kwargs
+        check_written(messages, *template, row.row_index, column, first=len(chat))
+        return messages
 
     def _encode(
         self, messages: str | list, row: Row, view: View | None = None, **template_kwargs: bool
@@ -447,7 +452,8 @@ def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> l
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
-    masks = [row[name] for name in names if row.get(name) is not None]
+    index = getattr(row, "row_index", 0)
+    masks = [[truth_value(bit, name, index) for bit in row[name]] for name in names if row.get(name) is not None]
     return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
 
 
@@ -487,12 +493,6 @@ def _no_prompt(name: str) -> ValueError:
     )
 
 
-def _check_text_only(messages: list[dict[str, Any]]) -> None:
-    """Raises for media in messages to learn."""
-    if (medium := next(iter_refs(messages), None)) is not None:
-        raise medium.error("assistant messages are text; move media into the messages before them")
-
-
 def _check_learned(sequence: SupervisedSequence, name: str) -> None:
     if not sequence.learned[1:].any():
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
@@ -511,22 +511,20 @@ def _prompt_of(row: Mapping[str, Any], messages: list) -> str | list:
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
-def _chat(row: Mapping[str, Any], name: str, column: str = "completion") -> tuple[list, list]:
+def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
     """The messages of the prompt, and those of the completion, which errors say is in a `column`."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
+        read_messages(row["messages"], "messages", row.row_index)
         (*prompt, last), column = row["messages"], "messages"
         completion = [last]
-    if not prompt or completion is None or completion == []:
+    if not prompt or filled(completion) is None or completion == []:
         raise ValueError(
             f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
             "`messages` with the assistant's answer at the end."
         )
+    read_messages(prompt, "prompt", row.row_index)
+    read_answer(completion, column, row.row_index)
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    if isinstance(completion[0], dict) and completion[0].get("role") != "assistant":
-        raise ValueError(
-            f"{name}, column '{column}': the answer to learn must be the assistant's, got one of "
-            f"{completion[0].get('role')!r}."
-        )
     return prompt, completion

@@ -39,7 +39,7 @@ from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Samples
 from ..rollout.stream import EncodedRow
-from ..rollout.turns import ENDS, ToolLoop, Trajectory, run_turns
+from ..rollout.turns import ENDS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, mean
@@ -280,7 +280,7 @@ class Evaluation:
         trajectories = [trajectory for part in parts for trajectory in self._sample(part)]
         rollout.source.ids = [trajectory.ids for trajectory in trajectories]
         rollout.source.failures = [trajectory.failure for trajectory in trajectories]
-        answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
+        answers = texts = texts_of(rollout, rollout.source.ids, self.tokenizer)
         rollout.source.completions = texts
         if self.policy.tool_loop is not None:
             rollout.source.completions = [trajectory.messages for trajectory in trajectories]

@@ -16,9 +16,10 @@ from trl.trainer.utils import get_callable_name
 
 from ..data.reading.refs import MediaError, checksum
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
-from ..data.rows.pairs import TIE, check_pairs
+from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, read_answer
 from ..data.rows.row import DatasetRows, Row
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
@@ -32,7 +33,6 @@ from .result import GROUP, EvaluationResult, aggregate, estimate, mean
 # Entries of an evaluation's row with an item for each completion
 _LISTS = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
 _LISTS += ("tool_failures", "ended_by", "completions_without", "correct_without")
-_COMPLETIONS = ("chosen", "rejected")
 
 
 def pair_result(result: EvaluationResult) -> EvaluationResult:
@@ -149,7 +149,7 @@ def score_pairs(
     with kept_random_state(), torch.no_grad(), reward_loop([reward_func]) as loop, bar:
         for batch in (stored.__getitems__([*indices[i : i + size]]) for i in range(0, len(indices), size)):
             bar.update(len(batch))
-            rows = [row.row_index for row in batch for _ in _COMPLETIONS]
+            rows = [row.row_index for row in batch for _ in COMPLETIONS]
             try:
                 arguments = _arguments(batch, media_rules)
                 functions = {name: checked_reward(reward_func, name, media_rules, rows)}
@@ -164,7 +164,7 @@ def score_pairs(
             for i, row, fingerprint in zip(range(0, len(scores), 2), batch, media, strict=True):
                 pair: dict[str, Any] = {"index": row.row_index, "prompt": prompts[i], "fingerprint": fingerprint}
                 pair["completions"] = texts[i : i + 2]
-                pair |= _compared(scores[i], scores[i + 1], bool(row.get(TIE)), tie_margin)
+                pair |= _compared(scores[i], scores[i + 1], truth_value(row.get(TIE), TIE, row.row_index), tie_margin)
                 pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
     skipped = dict(gather_object([*skipped.items()]))
@@ -179,12 +179,15 @@ def score_pairs(
 
 def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """Arguments of a reward function, as trainers pass them: of each pair, those of both completions."""
+    for row in batch:
+        for name in COMPLETIONS:
+            check_read(read_answer(row[name], name, row.row_index), name, row.row_index)
     prompts = restore_media([row["prompt"] for row in rows_to_messages(batch, rules=media_rules)])
-    rows = [{k: v for k, v in row.items() if k not in _COMPLETIONS} for row in restore_rows(batch, media_rules)]
-    completions: list = [strip_media(row[name]) for row in batch for name in _COMPLETIONS]
+    rows = [{k: v for k, v in row.items() if k not in COMPLETIONS} for row in restore_rows(batch, media_rules)]
+    completions: list = [strip_media(row[name]) for row in batch for name in COMPLETIONS]
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
-    prompts, rows = ([each for each in values for _ in _COMPLETIONS] for values in (prompts, rows))
+    prompts, rows = ([each for each in values for _ in COMPLETIONS] for values in (prompts, rows))
     logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # which are of a run
     arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}

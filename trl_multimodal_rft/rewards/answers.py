@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ..data.rows.cells import filled
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
 from .checks import Argument, Completion, Reference, RowError, require_column
@@ -145,7 +146,8 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
 
     Args:
         think (`bool`, *optional*, defaults to `True`):
-            Whether the completion must begin with thoughts; else only the box is required.
+            Whether the completion must begin with thoughts; else only the box is required. Trainers, which pass
+            `completion_ids`, begin it with the tag where the prompt opens it; in other calls it may be missing.
 
     Example:
     ```python
@@ -155,7 +157,8 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     """
     rewards = []
     for text in map(completion_text, completions):
-        has_thoughts = text.lstrip().startswith("<think>") and "</think>" in text
+        begins = text.lstrip().startswith("<think>") or not ("<think>" in text or "completion_ids" in kwargs)
+        has_thoughts = begins and "</think>" in text
         answer = text.rpartition("</think>")[2] if think else text
         rewards.append(float((has_thoughts or not think) and _last_box(answer) is not None))
     return rewards
@@ -180,8 +183,7 @@ def compared(
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
-        reference = plain(reference)
-        if reference is None or reference in ([], [None]):
+        if (reference := filled(plain(reference))) is None or reference in ([], [None]):
             rewards.append(None)
             continue
         references = read(reference)
@@ -287,7 +289,7 @@ def references_of(solution: Reference, position: int, name: str) -> list[str]:
     """The references of a row, any of which is right. Empty where the reward doesn't apply."""
     solution = plain(solution)
     several = solution if isinstance(solution, (list, tuple)) else [solution]
-    references = [reference for reference in several if reference is not None]
+    references = [reference for reference in several if filled(reference) is not None]
     for reference in references:
         if not isinstance(reference, (str, Real, Decimal)):
             keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""

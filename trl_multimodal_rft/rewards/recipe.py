@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
-from .checks import PreparedCall, RowError, check_rewards, check_signature, wrap_reward
+from .checks import PreparedCall, RowError, check_rewards, check_signature, is_finite, wrap_reward
 
 
 def combine_rewards(
@@ -57,6 +57,8 @@ def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[
     for label, parts in recipe.items():
         for _, name, weight in parts:
             by_label = weights.setdefault(name, {})
+            if not is_finite(weight):
+                raise ValueError(f"The recipe's weight of {name!r} for {label!r} is {weight!r:.40}; give a number.")
             by_label[label] = by_label.get(label, 0.0) + weight
     return weights
 

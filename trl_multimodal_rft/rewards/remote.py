@@ -17,6 +17,7 @@ from ..data.reading.files import png, wav
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.cells import filled
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
 from .checks import Argument, check_rewards
@@ -177,7 +178,7 @@ class RemoteReward(Server):
         queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
         payload: dict[str, list] = {"prompts": prompts, "completions": texts, "queries": queries}
         if any(self.label_column in row for row in rows):
-            payload["labels"] = [row.get(self.label_column) for row in rows]
+            payload["labels"] = [filled(row.get(self.label_column)) for row in rows]
         encode = base64_encoder(self.sampling_rate)
         for modality in MODALITIES:
             refs = [[ref for ref in iter_refs(prompt) if ref.modality == modality] for prompt in messages]

@@ -7,6 +7,7 @@ from decimal import Decimal
 from numbers import Real
 
 from ..data.reading.decoding import require_module
+from ..data.rows.cells import filled
 from .answers import Json, compared, extract_answer, normal_form
 from .checks import Argument, Completion, Reference
 
@@ -112,7 +113,7 @@ def _best(
 
     def read(reference: Json) -> list[str]:
         several = reference if isinstance(reference, (list, tuple)) else [reference]
-        several = [each for each in several if each is not None]
+        several = [each for each in several if filled(each) is not None]
         texts = [normalize(extract_answer(str(each))) for each in several if isinstance(each, (str, Real, Decimal))]
         return texts if all(texts) and len(texts) == len(several) else []
 

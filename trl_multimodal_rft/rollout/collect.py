@@ -93,6 +93,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
                 shown[row],
                 rollout.source.row_indices[row],
                 view_of_row(view, shown, rollout.source.row_indices, row),
+                sampled=True,  # if it is a context
                 **rollout.source.template_tools(row),
             )
         return found[id(prompt)]

@@ -74,8 +74,10 @@ class PromptEncoder:
         (prompt,) = self.messages([row], TEACHER)
         return self.encode_row(row, prompt)
 
-    def encode(self, prompt: Any, row: int, view: View | None = None, **template_kwargs: Any) -> EncodedPrompt:
-        """The prompt of a row's messages, with its media under a view if one is given."""
+    def encode(
+        self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any
+    ) -> EncodedPrompt:
+        """The prompt of a row's messages, some `sampled`, with its media under a view if one is given."""
         encoded = encode_prompt(
             self.checked(prompt, row),
             self.processor,
@@ -86,6 +88,7 @@ class PromptEncoder:
             engine_positions=self.for_engine,
             view=view,
             row=row,
+            sampled=sampled,
         )
         if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:
             encoded.media = cast_features(encoded.media, dtype)

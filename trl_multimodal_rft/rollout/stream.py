@@ -5,7 +5,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
-from ..data.reading.refs import MediaError, iter_refs
+from ..data.reading.refs import MediaError, OverlongRow, iter_refs
 from ..data.rows.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
@@ -37,6 +37,8 @@ logger = get_logger(__name__)
 
 # In the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
+
+_DROPPED = "Rows of which `max_length` leaves nothing to learn are dropped, and counted in `media/skipped`."
 
 # `max_rows` of `on_media_error` as a share is of this many rows of a stream
 _STREAM_LENGTH = 1000
@@ -89,7 +91,8 @@ class RowStream:
 
     `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes what a teacher reads
-    of a row, if that is something else. `columns` are those to keep, by default all.
+    of a row, if that is something else. `columns` are those to keep, by default all. With `drops`, other rows take the
+    place of an [`~data.reading.refs.OverlongRow`], too, and evaluations and streams leave it out.
     """
 
     def __init__(
@@ -101,10 +104,12 @@ class RowStream:
         messages: Callable[[list[Row]], list[Any]] | None = None,
         encode_teachers: Callable[[Row], Any] | None = None,
         columns: Collection[str] | None = None,
+        drops: bool = False,
         metrics: Any,
         state: Callable[[], TrainerState],
     ):
-        self.skipped: dict[int, str] = {}  # training rows that can't be read, and why
+        self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
+        self._drops, self._n_dropped = drops, 0  # of a stream, since the last batch
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
         self._encode_teachers = encode_teachers
@@ -159,7 +164,9 @@ class RowStream:
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
             self._rows, read = None, self._read_training
-            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns)
+            stream = undecoded(dataset)
+            stream = stream.filter(self._is_kept, with_indices=True) if self._drops else stream
+            self._batches = StreamBatches(stream, shape, read, self._columns)
             return _batch_loader(self._batches, **options)
         args, left_out = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
@@ -207,6 +214,10 @@ class RowStream:
             drop_last=args.dataloader_drop_last,
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
+
+    def left_out(self, dataset: Dataset) -> dict[int, str]:
+        """Rows that the last loader of a dataset to evaluate leaves out, and why."""
+        return self._unreadable.get(dataset, {})
 
     def draw(self, n: int) -> RowBatch:
         """This rank's next `n` rows for additional completions, whose endless order is independent of the batches."""
@@ -272,7 +283,7 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, n_failed = training and unreadable_rows(self._args.on_media_error).action == "skip", 0
+        skips, n_failed = self._skipped_errors(rows) if training else (), 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -282,17 +293,16 @@ class RowStream:
                     continue
                 try:
                     read[i] = self._take(key, rows, training)
-                except MediaError as error:
-                    if not skips:
-                        raise
+                except skips as error:
                     failed[_number(key)] = str(error)
             if skips:
                 failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
                 n_failed += len(failed)
             if not failed:
                 break
-        if skips:
-            self._metrics["train"]["media/skipped"].append(float(n_failed))
+        if training and (skips or self._drops):
+            self._metrics["train"]["media/skipped"].append(float(n_failed + self._n_dropped))
+            self._n_dropped = 0
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
 
@@ -358,6 +368,24 @@ class RowStream:
             raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
         return self._last_row
 
+    def _skipped_errors(self, rows: DatasetRows | Iterable[Row] | None) -> type[MediaError] | tuple[()]:
+        """Errors of rows that are left out; `rows` is `None` for a stream, whose overlong ones are filtered."""
+        if unreadable_rows(self._args.on_media_error).action == "skip":
+            return MediaError
+        return OverlongRow if self._drops and rows is not None else ()
+
+    def _is_kept(self, row: dict[str, Any], index: int) -> bool:
+        """Whether something of a row of a stream is learned, as far as it can be read."""
+        try:
+            self._encoded(Row(index, row))
+        except OverlongRow:
+            logger.warning_once(_DROPPED)
+            self._n_dropped += 1
+            return False
+        except MediaError:  # which the batch of the row says
+            pass
+        return True
+
     def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
         """Notes rows that failed, of the so many of a split. All that did, on any rank."""
         failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
@@ -369,7 +397,10 @@ class RowStream:
                     entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         rule = unreadable_rows(self._args.on_media_error)
-        if len(skipped) > rule.limit(n_rows):
+        if rule.action == "raise":
+            if failures:
+                logger.warning_once(_DROPPED)
+        elif len(skipped) > rule.limit(n_rows):
             raise MediaError(
                 f"{len(skipped)} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
@@ -378,7 +409,7 @@ class RowStream:
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        if unreadable_rows(self._args.on_media_error).action != "skip" or self._encode is None:
+        if not (skips := self._skipped_errors(rows)) or self._encode is None:
             return {}
         if dataset not in self._unreadable:
             failed: dict[int, str] = {}
@@ -388,7 +419,7 @@ class RowStream:
                 if n_rows % self._accelerator.num_processes == self._accelerator.process_index:
                     try:
                         self._encoded(row)
-                    except MediaError as error:
+                    except skips as error:
                         failed[row.row_index] = str(error)
             self._skip(failed, unreadable, n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
@@ -452,11 +483,11 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], 
     return False
 
 
-def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int:
+def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
     """The replacement of a row, the same on all ranks that skip the same rows."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:
-        raise ValueError("None of the dataset's rows can be read.")
+        raise MediaError(f"None of the dataset's rows can be trained on. The last one: {list(skipped.values())[-1]}")
     drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(each for each in drawn if each not in skipped)

@@ -25,6 +25,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import Contexts, conversation, encode_prefix, encode_turn, normalize_tool_calls
+from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
@@ -213,7 +214,7 @@ class ToolLoop:
         messages = self._rewritten(trajectory, results)
         if messages is not None:
             tools = [*trajectory.tools.values()] or None
-            return messages, self.encoder.encode(messages, trajectory.row, tools=tools)
+            return messages, self.encoder.encode(messages, trajectory.row, sampled=True, tools=tools)
         tokenizer = tokenizer_of(self.encoder.processor)
         ends = tokenizer.convert_ids_to_tokens(sorted({*self.ends, tokenizer.eos_token_id}))
         turn = encode_turn(
@@ -345,8 +346,7 @@ def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Proces
     """First turns as messages, with their calls if the tokenizer can parse them."""
     tokenizer = tokenizer_of(processing_class)
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
-        texts = processing_class.batch_decode(ids, skip_special_tokens=True)
-        return [{"role": "assistant", "content": text} for text in texts]
+        return [{"role": "assistant", "content": text} for text in texts_of(rollout, ids, tokenizer)]
     given = zip(ids, rollout.prompts, rollout.source.tools, strict=True)
     return [parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), tools) for each, prompt, tools in given]
 
@@ -355,7 +355,14 @@ def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Proc
     """Completions as texts, or as messages where the prompts are."""
     if is_conversational({"prompt": rollout.source.messages[0]}):
         return [[each] for each in first_turns(rollout, ids, processing_class)]
-    return processing_class.batch_decode(ids, skip_special_tokens=True)
+    return texts_of(rollout, ids, tokenizer_of(processing_class))
+
+
+def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Completions as texts, which begin with the tag where their prompt has opened thoughts."""
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    opened = {id(each): opened_thoughts(each.input_ids, tokenizer) for each in rollout.prompts}
+    return [opened[id(prompt)] + text for prompt, text in zip(rollout.prompts, texts, strict=True)]
 
 
 def run_turns(

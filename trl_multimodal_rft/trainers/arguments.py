@@ -256,6 +256,10 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
     """Checks the types of a trainer's arguments, and that its config goes with them."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
+    if not isinstance(reference := arguments.get("ref_model"), (torch.nn.Module, type(None))):
+        remedy = "pass a model, as `from_pretrained` of its class loads it, or none, which takes the one to train"
+        remedy = "pass it as `args`" if isinstance(reference, TrainingArguments) else remedy
+        raise TypeError(f"`ref_model` is of type {type(reference).__name__}; {remedy}.")
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, arguments.get(name))
     of_evaluation = arguments.get("eval_dataset")

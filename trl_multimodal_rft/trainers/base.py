@@ -160,7 +160,7 @@ class MultimodalTrainer(CheckpointMixin):
                 **kwargs,
             )
         freeze_and_check(self.model, args, self.optimizer)
-        self._processor_source = loaded.processor_source
+        self._load_processor = loaded.load_processor
         self._policy = PolicyForward(
             self.accelerator,
             self.processing_class,
@@ -353,7 +353,7 @@ class MultimodalTrainer(CheckpointMixin):
         rollout = self._run.begin(inputs)
         self.environments, prompts = rollout.source.environments, rollout.prompts
         if self.args.self_check and self.model.training and prompts:
-            parts = self._run, self.sampler, self._transformers_sampler, self._processor_source
+            parts = self._run, self.sampler, self._transformers_sampler, self._load_processor
             check_prompts(self._run, rollout, functools.partial(check_settings, *parts))
         return rollout
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Direct preference optimization with media."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,18 +10,23 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import pad
-from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, ProcessorMixin, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import DPOTrainer
 
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
+from ..checks.measure import Measure
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.unread import lists_columns
+from ..encoding.processors import tokenizer_of
 from ..forward.scores import Scores
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import common_lines
+from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
@@ -64,14 +70,18 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.DPOTrainer`]: its predictions are logits of the rows with the chosen completions, then of those
+            with the rejected ones, from a further forward of each, and its labels their tokens.
 
     Raises:
-        `TypeError`: If `args` is a config of TRL's own.
+        `TypeError`: If `args` is a config of TRL's own, or `ref_model` no model.
         `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
             parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
     """
 
     _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
+    _keeps_outputs = True
 
     def __init__(
         self,
@@ -85,7 +95,9 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         optimizers: Optimizers = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: Adapter = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
     ):
+        check_arguments(ref_model=ref_model)
         args = resolve_config(MultimodalDPOConfig, args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
@@ -119,6 +131,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
                 eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
                 optimizers=optimizers,
+                compute_metrics=compute_metrics,
                 **objects,
             )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -128,6 +141,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             columns=COLUMNS if args.remove_unused_columns else None,
             packs=args.packing == "prefix",
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
+            load_processor=loaded.load_processor,
         )
         self._reference = REFERENCE[: 2 if self._rejected.view is None else 3]
         # TRL's loss reads the reference's log-probabilities from its inputs
@@ -160,12 +174,14 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             for batch in self.get_eval_dataloader(dataset):
                 pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
                 found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        logps = torch.cat(found)
-        if len(logps) != len(dataset):
+        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        logps, known = torch.full((len(dataset), len(self._reference)), torch.nan), torch.cat(found)
+        if len(known) != len(scored):
             raise ValueError(
-                f"The reference scored {len(logps)} of {len(dataset)} rows; with `precompute_ref_log_probs=True`, "
-                "remove rows that can't be read, and don't set `dataloader_drop_last`."
+                f"The reference scored {len(known)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
+                "don't set `dataloader_drop_last`."
             )
+        logps[scored] = known
         for name, values in zip(self._reference, logps.T.tolist(), strict=True):
             dataset = dataset.add_column(name, values)
         if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
@@ -237,6 +253,13 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         if self._rejected.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
+
+    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
+        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
+        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
+        ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
+        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
+        return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """

@@ -13,17 +13,15 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import (
-    AutoProcessor,
     ContinuousBatchingConfig,
     GenerationConfig,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
 from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
+from ..encoding.processors import Processor
 from ..encoding.prompts import EncodedPrompt
 from ..forward.contexts import by_context
 from ..generation.transformers import Branches
@@ -172,15 +170,9 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
 
 
 def check_settings(
-    run: Run, sampler: Sampler, transformers: TransformersSampler, processor_source: dict[str, Any] | None
+    run: Run, sampler: Sampler, transformers: TransformersSampler, load_processor: Callable[[], Processor]
 ) -> RunSettings:
-    """
-    What the self-check compares the policy with: a processor, from its source as transformers loads it, and samples of
-    transformers.
-    """
-
-    def load_processor() -> ProcessorMixin | PreTrainedTokenizerBase:
-        return run.prompts.processor if processor_source is None else AutoProcessor.from_pretrained(**processor_source)
+    """What the self-check compares the policy with: a processor as transformers loads it, and its samples."""
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> torch.Tensor:
         options: dict[str, Any] = {"shared_prefill": shared_prefill, "generating": transformers.generating}

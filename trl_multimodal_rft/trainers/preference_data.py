@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows of preferences: what a dataset must hold, and the collator that encodes it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,15 +10,16 @@ import torch
 from datasets import Dataset
 from trl.data_utils import get_dataset_column_names
 
-from ..data.reading.refs import MediaError
+from ..data.reading.refs import MediaError, OverlongRow
+from ..data.rows.cells import finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.pairs import TIE
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
 from ..encoding.supervised import PreferencePair
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
-from ..rollout.stream import EncodedRow
 from ..views import View
 from .configs import ReadingConfig
 from .sft_data import SupervisedCollator, lacking
@@ -51,13 +53,12 @@ class PreferenceCollator(SupervisedCollator):
             `completion_mask`, `(2 * B + V, C)`, and `lengths`, of all chosen completions, of the rejected ones, and of
             those chosen ones that have a view, whose pairs are `viewed`; `attention_mask`, `(1, tokens)`, which counts
             the tokens of padded rows, as TRL's does; the reference's log-probabilities, `(B,)`, if rows have them, or
-            what else the collator reads of a row; and `encode_view`, which encodes the prompt of one of the rows under
-            a view.
+            what else the collator reads of a row; `plain`, see [`~trainers.sft_data.SupervisedCollator`]; and
+            `encode_view`, which encodes the prompt of one of the rows under a view.
         """
-        pairs = self._encoded(rows)
-        stored = [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
+        pairs, stored = self._encoded(rows), self._stored(rows)
         if self.view is not None and self.view.type.needs_other:
-            messages = [self.encoder.preference_prompt(row) for row in stored]
+            messages = [self.encoder.conversation(row) for row in stored]
             for i, pair in enumerate(pairs):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
@@ -72,24 +73,29 @@ class PreferenceCollator(SupervisedCollator):
             "lengths": list(map(len, completions)),
             "viewed": viewed,
             "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + sum(map(len, both))),
+            "plain": lambda load, i: self._plain(stored[i], load()),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
             **self._columns(stored),
         }
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """The reference's log-probabilities, if rows have them."""
-        names = [name for name in REFERENCE if all(name in row for row in rows)]
-        return {name: torch.tensor([row[name] for row in rows]) for name in names}
+        """The reference's log-probabilities, if rows have them; NaN where one has no view."""
+        found = {name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in REFERENCE}
+        found = {name: values for name, values in found.items() if any(each is not None for each in values)}
+        for name, values in found.items():
+            if None in values and name != REFERENCE[2]:
+                row = rows[values.index(None)].row_index
+                raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
+        return {n: torch.tensor([math.nan if each is None else each for each in found[n]]) for n in found}
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""
         pair, longest = self._encoder_of(row).encode_preference(row), self.args.max_length
         if longest is not None:
             if len(pair) >= longest:
-                raise MediaError(
+                raise OverlongRow(
                     f"row {row.row_index} has a prompt of {len(pair)} tokens with its media, which leaves none of "
-                    f"`max_length` ({longest}) to the completions; raise it, make the media smaller, or leave such "
-                    "rows out with `on_media_error='skip'`"
+                    f"`max_length` ({longest}) to the completions; raise it, or make the prompt or the media smaller"
                 )
             n = longest - len(pair)
             pair = replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
@@ -128,8 +134,9 @@ class ComparisonCollator(PreferenceCollator):
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """`margin` and `tie`, `(B,)`, 0 and false for rows without."""
-        margins = [float(row.get("margin") or 0.0) for row in rows]
-        return {"margin": torch.tensor(margins), "tie": torch.tensor([bool(row.get("tie")) for row in rows])}
+        margins = [finite_number(row.get("margin"), "margin", row.row_index) or 0.0 for row in rows]
+        ties = [truth_value(row.get(TIE), TIE, row.row_index) for row in rows]
+        return {"margin": torch.tensor(margins), "tie": torch.tensor(ties)}
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair of at most `max_length` tokens each, the prompt included."""

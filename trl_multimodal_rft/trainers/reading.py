@@ -2,7 +2,7 @@
 """What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -70,13 +70,15 @@ class CompletionTrainer(CheckpointMixin):
         columns: Sequence[str] | None,
         packs: bool,
         outputs: tuple[str, ...],
+        load_processor: Callable[[], Processor],
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
         Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
         if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
-        reward models have none. `check` is that of the first rows.
+        reward models have none. `check` is that of the first rows, which compares with the processor as loaded.
         """
+        self._load_processor = load_processor
         freeze_and_check(self.model, self.args, self.optimizer)
         self.card_notes = CardNotes()
         self._stream = RowStream(
@@ -84,6 +86,7 @@ class CompletionTrainer(CheckpointMixin):
             self.accelerator,
             encode=self.data_collator.encode,
             columns=columns,
+            drops=self.args.max_length is not None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -135,13 +138,19 @@ class CompletionTrainer(CheckpointMixin):
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
-            self.checks.on_rows(self._check_rows, model, inputs["sequences"], self._packs)
+            plain = partial(inputs["plain"], cache(self._load_processor))
+            check = partial(self._check_rows, packs=self._packs, plain=plain)
+            self.checks.on_rows(check, model, inputs["sequences"])
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
             divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
             loss = self._backward_by_parts(model, loss, scores.deferred, divisor)
-        return (loss, SequenceClassifierOutput(logits=scores.values)) if return_outputs else loss
+        return (loss, self._outputs(model, inputs, scores)) if return_outputs else loss
+
+    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
+        """What `compute_metrics` gets as predictions, where outputs are kept."""
+        return SequenceClassifierOutput(logits=scores.values)
 
     def _loss_of_trl(self, outputs: Any, rows: Batch) -> torch.Tensor:
         """TRL's loss, and metrics, of what a model would return for padded rows."""

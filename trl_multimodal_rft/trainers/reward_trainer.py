@@ -139,7 +139,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
         columns = [*COLUMNS, *COMPARISON] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
-        self._start_reading(datasets, columns, packs=args.packing == "prefix", outputs=(), check=check)
+        packs, load = args.packing == "prefix", loaded.load_processor
+        self._start_reading(datasets, columns, packs=packs, outputs=(), load_processor=load, check=check)
         self._check_adapter()
         self._complete_parts()
 
@@ -191,6 +192,8 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, total in (("accuracy", correct), ("margin", difference)) if n_ties else ():
             metrics[name][-1:] = [total / n] if n else []
+            if not metrics[name]:
+                del metrics[name]  # of which TRL would log a mean
 
     # Card
 

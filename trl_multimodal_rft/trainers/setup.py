@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    AutoProcessor,
     BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
@@ -337,6 +338,11 @@ class Loaded:
     revision: str | None
     by_name: bool  # whether the model was loaded here
     ref_model: Any = None
+
+    def load_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase:
+        """The processor as transformers loads it; that which was passed, if any."""
+        source = self.processor_source
+        return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
 
 
 def load_parts(

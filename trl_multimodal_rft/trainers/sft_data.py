@@ -8,6 +8,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from jinja2 import Environment
 from torch.nn.utils.rnn import pad_sequence
@@ -15,16 +16,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
-from ..data.reading.refs import MediaError
+from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
-from ..encoding.prompts import placeholder_tokens
+from ..encoding.prompts import placeholder_tokens, plain_outputs
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ..rollout.stream import EncodedRow
 from .setup import check_takes_media
 
+
+logger = get_logger(__name__)
 
 # Arguments of `apply_chat_template`, and the variable it sets; `documents` are data
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
@@ -60,15 +63,28 @@ class SupervisedCollator:
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]), and `labels`, `(B, P)`, -100 on tokens
-            that aren't learned.
+            `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
+            aren't learned; and `plain`, which returns what a processor that it loads makes of one of the rows.
         """
-        sequences = self._encoded(rows)
+        sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
-        return {"sequences": sequences, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+        return {
+            "sequences": sequences,
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+            "plain": lambda load, i: self._plain(stored[i], load()),
+        }
 
     def _encoded(self, rows: Sequence[Any]) -> list[Any]:
         return [row.prompt if isinstance(row, EncodedRow) else self.encode(Row(i, row)) for i, row in enumerate(rows)]
+
+    def _stored(self, rows: Sequence[Any]) -> list[Row]:
+        return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
+
+    def _plain(self, row: Row, processor: ProcessorMixin) -> dict[str, Any]:
+        """What a processor makes of the conversation of a row by the template of the run."""
+        own, encoder = {"chat_template": getattr(self.processing_class, "chat_template", None)}, self._encoder_of(row)
+        given = own | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
+        return plain_outputs(encoder.conversation(row), processor, self.args.audio_overlong, given)
 
     def encode(self, row: Row) -> SupervisedSequence:
         """A row as a sequence of at most `max_length` tokens."""
@@ -96,7 +112,14 @@ class SupervisedCollator:
                 f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows out "
                 "with `on_media_error='skip'`"
             )
-        return sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        n_tokens = len(sequence)
+        sequence = sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+        if not sequence.learned[1:].any():
+            raise OverlongRow(
+                f"row {row.row_index} has {n_tokens} tokens, of which `max_length` ({args.max_length}) leaves none to "
+                "learn; raise it, or make the prompt shorter"
+            )
+        return sequence
 
     def _encoder_of(self, row: Row) -> SupervisedEncoder:
         template_kwargs = {"chat_template": self.chat_template, **self._template_variables(row)}
@@ -204,9 +227,12 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
             f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
             "only completions are learned."
         )
-    known = not isinstance(dataset, Dataset) or lists_columns(dataset)
+    known = isinstance(dataset, Dataset) and lists_columns(dataset)  # others are dropped as they are read
     if not known or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
         return dataset
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     only = args.completion_only_loss
-    return dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))
+    left = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))
+    if n_dropped := len(dataset) - len(left):
+        logger.warning(f"{n_dropped} rows of the {name} dataset are dropped: `max_length` leaves nothing to learn.")
+    return left

@@ -161,6 +161,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             columns=None if keeps_all else [*_COLUMNS, args.dataset_text_field],
             packs=bool(args.packing or args.eval_packing),
             outputs=("log_probs", "entropy", "is_top1"),
+            load_processor=loaded.load_processor,
             check=check_sequences,
         )
         self._complete_parts()

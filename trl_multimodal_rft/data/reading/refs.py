@@ -36,6 +36,10 @@ class MediaError(ValueError):
     """A medium that can't be placed or decoded. The message names the row, the column and the remedy."""
 
 
+class OverlongRow(MediaError):
+    """A row of which `max_length` leaves nothing to learn, so that it is dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A medium as a dataset stores it, with the feature that decodes it. It is never copied."""

@@ -177,6 +177,7 @@ class StreamBatches:
         shards: bool = True,
     ):
         self.left_out: Collection[int] = ()
+        self._fewest = int(shards)  # in an evaluation, which doesn't shard, none
         self._row_indices = 0, 1
         if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
@@ -199,7 +200,7 @@ class StreamBatches:
             batch = RowBatch(shape.keys(chunk, first), self._read)
             for _ in range(shape.repeats if len(batch) else 0):
                 yield batch
-        if shape.drop_last and len(first) < shape.n_rows:
+        if len(first) < (shape.n_rows if shape.drop_last else self._fewest):
             raise shape.too_few_rows(len(first))
 
     def set_epoch(self, epoch: int) -> None:

@@ -70,16 +70,16 @@ _TEXT_HINTS = ("annotations", "cache_control", "logprobs", "meta", "_meta")
 
 # Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
-
-# Types that a template may omit, as most omit earlier reasoning
-THOUGHT_TYPES = ("thinking", "reasoning")
+# Of these, content and what a template may leave out, as it says who speaks or which call is answered
+_LABELS = ("role", "content", "name", "tool_call_id", "id")
 
 # Types whose strings are text, even if they name a file
-_WORD_TYPES = {*_TEXT_KEYS, *THOUGHT_TYPES, "tool_use", "tool_call", "tool_result", "function", "function_call"}
+_WORD_TYPES = {*_TEXT_KEYS, "thinking", "reasoning", "tool_use", "tool_call", "tool_result", "function"}
+_WORD_TYPES |= {"function_call"}
 
 KNOWN_TYPES = (
     "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so "
-    "on), 'thinking', and those of the chat template"
+    "on), and those of the chat template"
 )
 
 _ENDINGS = {
@@ -157,6 +157,14 @@ def rows_to_messages(
         {**{key: value for key, value in row.items() if key not in MEDIA_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts, strict=True)
     ]
+
+
+def read_messages(messages: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
+    """The messages of a column, or of the text in it, as [`rows_to_messages`] reads them, without other columns."""
+    reader = _RowReader(row, DEFAULT_RULES)
+    reader.check_prompt(messages, column)
+    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages or ())
+    return [reader.parse_message(message, f"{column}[{m}]") for m, message in enumerate(chat)]
 
 
 def blocks_to_refs(
@@ -404,7 +412,9 @@ class _RowReader:
             message["content"] = [self.parse_block(block, f"{path}.content[{b}]") for b, block in enumerate(content)]
         elif not isinstance(content, str) and next(find_media(content), None) is not None:
             stray = "content"
-        elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
+        elif not isinstance(content, str) and not (
+            content is None and message["role"] == "assistant" and further_keys(message)
+        ):
             found = "no content" if content is None else f"content of type {type(content).__name__}"
             raise self.error(
                 path,
@@ -460,6 +470,12 @@ class _RowReader:
                 "the key of the text, and remove other keys",
             )
         return {"type": "text", "text": block[_TEXT_KEYS[name]]}
+
+
+def further_keys(message: Mapping[str, Any]) -> list[str]:
+    """Keys of a message, besides its content, that hold something to read, such as `tool_calls`."""
+    held = {key: value for key, value in message.items() if key not in _LABELS and not is_absent(value)}
+    return [key for key, value in held.items() if value not in ("", [], {})]
 
 
 def holds_several(modality: str, value: Any) -> bool:

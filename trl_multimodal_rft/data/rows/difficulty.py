@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from .cells import finite_number
+
 
 # Column with the share of right completions of each row
 PASS_RATE = "pass_rate"
@@ -46,8 +48,9 @@ class DifficultySampler:
         pass_rates: Sequence[float | None] | None = None,  # as far as they are known
     ):
         given = [None] * n_rows if pass_rates is None else pass_rates
+        given = [finite_number(rate, PASS_RATE, row) for row, rate in enumerate(given)]
         for row, rate in enumerate(given):
-            if rate is not None and not (isinstance(rate, (int, float)) and (0 <= rate <= 1 or math.isnan(rate))):
+            if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(
                     f"row {row}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or remove it."
                 )

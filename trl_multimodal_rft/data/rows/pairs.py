@@ -2,6 +2,7 @@
 """Turns pairs of completions into rows for a judge, which sees each pair in both orders."""
 
 import re
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
 from ...families import MODALITIES
-from .columns import as_text, strip_media
+from ..reading.refs import MediaError, iter_refs
+from .cells import truth_value
+from .columns import as_text, further_keys, read_messages, strip_media
 
 
 JUDGE_TEMPLATE = """\
@@ -28,7 +31,8 @@ Answer B:
 Think in <think> </think>, then write which answer is better in <answer> </answer>: A, B or tie."""
 _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
 _TAG = re.compile(rf"<({'|'.join(MODALITIES)})>")
-_COLUMNS = ("prompt", "chosen", "rejected")
+COMPLETIONS = ("chosen", "rejected")
+_COLUMNS = ("prompt", *COMPLETIONS)
 # Column of rows whose completions are equally good, so that which of them is `chosen` says nothing
 TIE = "tie"
 
@@ -51,7 +55,8 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         [`~datasets.Dataset`]: Rows of `prompt`, `solution` (`"A"`, `"B"` or `"tie"`), media and the other columns.
 
     Raises:
-        `ValueError`: If the dataset has no pairs, or the template doesn't show all of them.
+        `ValueError`: If the dataset has no pairs, or the template doesn't show all of them; if an answer has media, or
+            a message says something else than its text, which the judge would not get.
 
     Example:
     ```python
@@ -65,14 +70,18 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         raise ValueError("`template` must contain {question}, {answer_a} and {answer_b} once, which a judge compares.")
     columns: dict[str, list] = {"prompt": [], "solution": []}
     texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
-    for row in texts:
+    for index, row in enumerate(texts):
+        read = [read_answer(row[name], name, index) for name in COMPLETIONS]
+        check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=("content",))
+        for messages, name in zip(read, COMPLETIONS, strict=True):
+            check_read(messages, name, index, keys=("tool_calls",))
         # A tag in an answer stands for no medium
-        answers = [_TAG.sub(r"< \1>", as_text(strip_media(row[name]))) for name in ("chosen", "rejected")]
+        answers, tie = [_TAG.sub(r"< \1>", as_text(strip_media(each))) for each in read], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
             shown = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
             content = [shown[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
             columns["prompt"].append([{"role": "user", "content": _joined(sum(content, []))}])
-            columns["solution"].append("tie" if row.get(TIE) else better)
+            columns["solution"].append("tie" if truth_value(tie, TIE, index) else better)
     asks_blocks = isinstance(texts[0]["prompt"], list) and isinstance(texts[0]["prompt"][0]["content"], list)
     kept = Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if asks_blocks else None
     rows = Dataset.from_dict(columns, kept)
@@ -91,6 +100,34 @@ def check_pairs(dataset: Dataset) -> None:
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no pairs; pass at least one row.")
+
+
+def read_answer(completion: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
+    """The messages of a completion, which must begin with the assistant's, and hold no media."""
+    messages = read_messages(completion, column, row)
+    if isinstance(completion, str):
+        return [{**messages[0], "role": "assistant"}]
+    if (role := messages[0]["role"]) != "assistant":
+        raise ValueError(f"row {row}, column '{column}': an answer must be the assistant's, got one of {role!r}.")
+    check_text_only(messages)
+    return messages
+
+
+def check_text_only(messages: list[dict[str, Any]]) -> None:
+    """Raises for media in answers."""
+    if (medium := next(iter_refs(messages), None)) is not None:
+        raise medium.error("assistant messages are text; only prompts hold media, so move it into those before them")
+
+
+def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
+    """Raises for what nobody reads of a text: blocks of other types in answers, and keys besides these, if given."""
+    for m, message in enumerate(messages):
+        blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
+        lost = [block["type"] for block in blocks if block["type"] != "text"]
+        lost += [key for key in further_keys(message) if key not in (keys or [key])]
+        if lost:
+            problem = f"nobody would read {lost[0]!r} of the message; write it as text, or remove it"
+            raise MediaError(f"row {row}, column '{column}[{m}]': {problem}")
 
 
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

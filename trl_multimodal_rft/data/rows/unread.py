@@ -120,6 +120,12 @@ def check_columns(
     unread = [found for found in looked if found is not None]
     read, message = [each for each in columns if each in MEDIA_COLUMNS and each not in ignored], None
     if unread:
+        of_answers = [found.path for found in unread if re.search("chosen|rejected", found.column)]
+        if of_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
+            raise MediaError(
+                f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about the media of "
+                "a prompt, or name the columns in `ignored_media_columns`"
+            )
         takes = {*MODALITIES}.intersection(takes)
         certain = any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
         alone = certain and not (has_media or (extent == "first" and read))
