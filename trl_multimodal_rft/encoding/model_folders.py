@@ -1,12 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Errors for models and processors that can't be loaded by their names."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import is_offline_mode
+from safetensors import SafetensorError, safe_open
 
 from ..data.reading.decoding import install
 from ..paths import nearest
@@ -28,6 +30,7 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
             raise FileNotFoundError(f"The model {name!r} can't be loaded: there is no such folder.{_near(name)}")
         return
     if holds_model(folder):
+        check_weights(folder)
         return
     files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     remedy = "name a folder that `save_pretrained` wrote"
@@ -47,6 +50,26 @@ def holds_model(folder: str) -> bool:
     files = os.listdir(folder) if os.path.isdir(folder) else []
     weights = (each for each in files if each.endswith(_WEIGHTS) and not each.startswith("adapter_"))
     return "config.json" in files and any(weights)
+
+
+def check_weights(folder: str) -> None:
+    """Refuses a folder whose safetensors, or the index of these, are damaged or missing."""
+    files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    found = {name for name in files if name.endswith(".safetensors")}
+    for name in (name for name in files if name.endswith(".safetensors.index.json")):
+        try:
+            found |= {*json.loads(Path(folder, name).read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _damaged(folder, name, error) from error
+    for name in sorted(found):
+        try:
+            safe_open(os.path.join(folder, name), "pt")
+        except (OSError, SafetensorError) as error:
+            raise _damaged(folder, name, error) from error
+
+
+def _damaged(folder: str, name: str, error: Exception) -> OSError:
+    return OSError(f"The model {folder!r} can't be loaded: {name!r} is damaged or missing ({error}); copy it again.")
 
 
 @contextmanager
