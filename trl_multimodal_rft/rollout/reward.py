@@ -244,11 +244,20 @@ def join_steps(
             values = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
             state = numbers.setdefault(own[turn][1], len(numbers))
             steps.append(Step(end, turn, sum(values) if values else None, state))
-        found.append(steps)
+        # Of a completion without tokens, the outcome is compared with those of others
+        found.append(steps or [Step(-1, 0, None, numbers.setdefault(None, len(numbers)))])
     along = torch.tensor([[isinstance(each, StepwiseReward) for each in row] for row in rewards])
     outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
     return Steps(found, outcomes)
+
+
+def advantage_signal(advantages: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Whether an advantage within each completion's group isn't 0. Shapes: `advantages` `(N,)` or `(N, C)`, `group_ids`
+    `(N,)`; returns `(N,)`.
+    """
+    return torch.isin(group_ids, group_ids[advantages.view(len(group_ids), -1).any(1).to(group_ids.device)])
 
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:

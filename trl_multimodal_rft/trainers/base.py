@@ -54,6 +54,7 @@ from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
 from .checkpoints import CheckpointMixin
+from .configs import stops_of
 from .engine import (
     check_prompts,
     check_sampler,
@@ -241,7 +242,7 @@ class MultimodalTrainer(CheckpointMixin):
             wrapped=lambda: self.model_wrapped,
             state=lambda: self.state,
             profile=functools.partial(profiling_context, self),
-            ends=self.eos_token_ids,
+            ends=[*dict.fromkeys([*self.eos_token_ids, *stops_of(self.args)[0]])],
             group_sizes=(self.args.num_generations, self.num_generations_eval),
             encodes_text=self.rollout_func is None,
             unseen=unseen,

@@ -22,3 +22,14 @@ TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
     """An option that commands take as JSON, which the config has parsed; empty if it isn't set."""
     return option if isinstance(option, dict) else {}
+
+
+def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:
+    """Tokens and texts of `generation_kwargs` that end a completion, beside the model's ends of text."""
+    given = mapping(args.generation_kwargs)
+
+    def listed(*names: str) -> list[Any]:
+        found = (given[name] for name in names if given.get(name) is not None)
+        return [stop for each in found for stop in (each if isinstance(each, (list, tuple)) else [each])]
+
+    return listed("stop_token_ids", "eos_token_id"), listed("stop_strings", "stop")

@@ -445,6 +445,11 @@ class MultimodalArguments(SamplingArguments):
         return True
 
     @property
+    def reads_steps(self) -> bool:
+        """Whether advantages depend on where along a completion its rewards are, not on their sum alone."""
+        return False
+
+    @property
     def _weighs_completions(self) -> bool:
         """Whether the loss takes one weight per completion."""
         return True
