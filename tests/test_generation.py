@@ -5,12 +5,17 @@ import copy
 
 import pytest
 import torch
+import transformers as hf
+from helpers import families
 from helpers.cuda_path import Counts
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, every_family
+from helpers.trainer_utils import image_rows, length_and_sum, make_trainer
 from transformers import GenerationConfig
 
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.conversations import encode_prefix
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.inputs import left_pad, to_model
@@ -65,6 +70,26 @@ def test_shared_prefill_equals_generate(name, monkeypatch):
         completions = generate_completions(model, model, rows, *args)
         assert torch.equal(completions, expected)
         assert prefilled[-3:] == [len(rows), len(group_by_prompt(rows)), len(rows)]  # the last for ids alone
+
+
+@pytest.mark.parametrize("name", ["Exaone4_5_", "HyperCLOVAXVisionV2"])
+def test_models_that_make_their_own_positions_are_sampled_by_generate(name, tmp_path):
+    """Which the loop couldn't do, with an error in evaluations and in runs without a self-check."""
+    if not hasattr(hf, f"{name}ForConditionalGeneration"):
+        pytest.skip("a newer transformers has it")
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_key_value_heads": 2}
+    tower |= {"out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]}
+    text = {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8} if name == "Exaone4_5_" else {}
+    pixels, blocks = {"size": families.qwen_pixels(28)}, {"blocks": families.QWEN_VISION_BLOCKS}
+    parts = families.QWEN_VISION_TOKENS, hf.Qwen2VLImageProcessor(**pixels), hf.Qwen2VLVideoProcessor(**pixels)
+    ids = {f"{kind}_token_id": kind for kind in ("image", "video")}
+    model, processor = families.build(name, *parts, processor=blocks, text=text, vision_config=tower, **ids)
+    options = EvaluationConfig(max_completion_length=4, batch_size=4)
+    found = evaluate(model, processor, image_rows(4), length_and_sum, options)
+    alone = [evaluate(model, processor, image_rows(4).select([i]), length_and_sum, options) for i in range(4)]
+    assert [row["completions"] for row in found.rows] == [each.rows[0]["completions"] for each in alone]
+    objects = {"model": model, "processing_class": processor}
+    make_trainer(MultimodalGRPOTrainer, "", image_rows(), tmp_path, objects=objects, self_check=False).train()
 
 
 def test_decoding_copies_no_earlier_keys(monkeypatch):
