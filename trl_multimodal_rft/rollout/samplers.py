@@ -122,11 +122,12 @@ class TransformersSampler(Sampler):
         return [self._unpadded(each, texts) for each in ids], None
 
     def _unpadded(self, ids: list[int], texts: Sequence[str]) -> list[int]:
-        """A completion without padding, which may look like an end of text where one of the texts has ended it."""
-        n = len(ids) if texts else 0
-        while n and ids[n - 1] == self.pad_token_id:
+        """A completion that one of the texts may have ended, without the padding behind it."""
+        n = len(ids)
+        while texts and n and ids[n - 1] == self.pad_token_id:
             n -= 1
-        return ids[:n] if ends_with(ids[:n], texts, self.policy.processor) else ids
+        found = (stop for stop in range(n, len(ids)) if ends_with(ids[:stop], texts, self.policy.processor))
+        return ids[: next(found, len(ids))]
 
     def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
         for prompt in prompts:

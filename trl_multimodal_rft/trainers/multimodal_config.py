@@ -419,6 +419,18 @@ class MultimodalArguments(SamplingArguments):
     contrast_view: str | None = None
 
     def __post_init__(self):
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+                raise ValueError(
+                    f"`lr_scheduler_type={str(self.lr_scheduler_type)!r}` follows the metric of "
+                    "`load_best_model_at_end`; set `metric_for_best_model='reward'` with "
+                    "`lr_scheduler_kwargs={'mode': 'max'}`, or `metric_for_best_model='loss'`."
+                )
+            self.metric_for_best_model, self.greater_is_better = "reward", True
+            logger.warning(
+                "`load_best_model_at_end` loads the checkpoint with the highest `eval_reward`: the loss of a policy "
+                "gradient doesn't tell which is best. `metric_for_best_model` names another metric."
+            )
         super().__post_init__()
         if self.max_staleness > 0 and not (self.use_vllm and self.vllm_mode == "server"):
             raise ValueError(

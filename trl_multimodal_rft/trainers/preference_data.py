@@ -14,6 +14,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
+from ..encoding.prompts import check_ids
 from ..encoding.supervised import PreferencePair
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
@@ -81,9 +82,14 @@ class PreferenceCollator(SupervisedCollator):
         names = [name for name in REFERENCE if all(name in row for row in rows)]
         return {name: torch.tensor([row[name] for row in rows]) for name in names}
 
+    def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
+        pair = self._encoder_of(row).encode_preference(row, whole=whole)
+        check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
+        return pair
+
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""
-        pair, longest = self._encoder_of(row).encode_preference(row), self.args.max_length
+        pair, longest = self._encoded_pair(row), self.args.max_length
         if longest is not None:
             if len(pair) >= longest:
                 raise MediaError(
@@ -130,7 +136,7 @@ class ComparisonCollator(PreferenceCollator):
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair of at most `max_length` tokens each, the prompt included."""
-        pair, longest = self._encoder_of(row).encode_preference(row, whole=True), self.args.max_length
+        pair, longest = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if longest is not None and n_tokens > longest:
             raise MediaError(
