@@ -74,22 +74,21 @@ def test_shared_prefill_equals_generate(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["Exaone4_5_", "HyperCLOVAXVisionV2"])
 def test_models_that_make_their_own_positions_are_sampled_by_generate(name, tmp_path):
-    """Which the loop couldn't do, with an error in evaluations and in runs without a self-check."""
+    """In evaluations and in runs without a self-check, too."""
     if not hasattr(hf, f"{name}ForConditionalGeneration"):
         pytest.skip("a newer transformers has it")
-    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_key_value_heads": 2}
-    tower |= {"out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]}
+    vision = {**families.tower(num_key_value_heads=2), "depth": 2, "num_heads": 4, "out_hidden_size": 64}
     text = {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8} if name == "Exaone4_5_" else {}
-    pixels, blocks = {"size": families.qwen_pixels(28)}, {"blocks": families.QWEN_VISION_BLOCKS}
-    parts = families.QWEN_VISION_TOKENS, hf.Qwen2VLImageProcessor(**pixels), hf.Qwen2VLVideoProcessor(**pixels)
-    ids = {f"{kind}_token_id": kind for kind in ("image", "video")}
-    model, processor = families.build(name, *parts, processor=blocks, text=text, vision_config=tower, **ids)
-    options = EvaluationConfig(max_completion_length=4, batch_size=4)
-    found = evaluate(model, processor, image_rows(4), length_and_sum, options)
-    alone = [evaluate(model, processor, image_rows(4).select([i]), length_and_sum, options) for i in range(4)]
-    assert [row["completions"] for row in found.rows] == [each.rows[0]["completions"] for each in alone]
+    parts = (getattr(hf, f"Qwen2VL{kind}Processor")(size=families.qwen_pixels(28)) for kind in ("Image", "Video"))
+    options = {"processor": {"blocks": families.QWEN_VISION_BLOCKS}, "text": text, "vision_config": vision}
+    model, processor = families.build(
+        name, families.QWEN_VISION_TOKENS, *parts, image_token_id="image", video_token_id="video", **options
+    )
+    config = EvaluationConfig(max_completion_length=4)
+    found = [evaluate(model, processor, image_rows(n), length_and_sum, config).rows[0] for n in (1, 4)]
+    assert found[0]["completions"] == found[1]["completions"]
     objects = {"model": model, "processing_class": processor}
-    make_trainer(MultimodalGRPOTrainer, "", image_rows(), tmp_path, objects=objects, self_check=False).train()
+    make_trainer(MultimodalGRPOTrainer, "", image_rows(), tmp_path, objects=objects, max_steps=1).train()
 
 
 def test_decoding_copies_no_earlier_keys(monkeypatch):

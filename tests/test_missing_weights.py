@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers.trainer_utils import TRAINERS, load, make_trainer, saved, text_rows
+from helpers.trainer_utils import TRAINERS, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor
 
 from trl_multimodal_rft.cli import chat
 from trl_multimodal_rft.models import Critic
@@ -21,132 +22,117 @@ from trl_multimodal_rft.scripts import evaluate, filter
 from trl_multimodal_rft.scripts.arguments import parse
 
 
-FAMILY = "gemma3"  # whose LM head is tied
-WEIGHTS, ADAPTER, PT = "model.safetensors", "adapter_model.safetensors", {"format": "pt"}
-TALK = [[{"role": role, "content": "Is it?"}] for role in ("user", "assistant", "assistant")]
-PAIRS = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), TALK, strict=True))] * 4)
-
-
-def change(folder, keep, path=WEIGHTS) -> str:
-    """Keeps some weights in a folder."""
-    weights = enumerate(load_file(Path(folder, path)).items())
-    save_file({name: value for i, (name, value) in weights if keep(i, name)}, Path(folder, path), PT)
-    return str(folder)
-
-
-@pytest.fixture
-def policy(tmp_path) -> str:
-    shutil.copytree(saved(FAMILY), tmp_path / "policy")
-    return str(tmp_path / "policy")
-
-
-@pytest.fixture
-def judge(policy, tmp_path) -> str:
-    """A reward model."""
-    shutil.copytree(policy, tmp_path / "judge")
-    as_reward_model(load(FAMILY)[0]).save_pretrained(tmp_path / "judge")
-    return str(tmp_path / "judge")
-
-
-def right(completions, **kwargs):
-    return [1.0] * len(completions)
-
+FAMILY = "gemma3"  # whose LM head is tied, and so in no folder
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+QUESTION, ANSWER = ([{"role": role, "content": "Is it a zebra?"}] for role in ("user", "assistant"))
+ROWS = Dataset.from_list([{"prompt": QUESTION, "chosen": ANSWER, "rejected": ANSWER, "completion": ANSWER}] * 8)
 
 DOORS = ["grpo model", "ppo model", "sft model", "dpo model", "reward model", "distillation teacher_model"]
 DOORS += ["grpo reference", "rloo reference", "dpo reference", "ppo value_model", "evaluate", "filter", "chat"]
 JUDGES = ["grpo reward_funcs", "reward model", "ppo value_model", "RewardModel"]
 
 
-def enter(door: str, folder: str):
+def right(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def enter(door: str, folder: Path):
     """Loads a folder by a trainer's argument, or as the reference of a whole model, or by a command."""
     name, _, argument = door.partition(" ")
     if name == "RewardModel":
-        return RewardModel.from_pretrained(folder)
+        return RewardModel.from_pretrained(str(folder))
     if name == "chat":
         options = {"base": None, "dtype": "auto", "trust_remote_code": False}
-        return chat.load(argparse.Namespace(model_name_or_path=folder, **options))
+        return chat.load(argparse.Namespace(model_name_or_path=str(folder), **options))
     if name in ("evaluate", "filter"):
         script, options = (evaluate, []) if name == "evaluate" else (filter, ["--by=accuracy", "--output_dir=kept"])
-        text_rows(4).to_parquet(Path(folder).with_suffix(".parquet"))
+        ROWS.to_parquet(f"{folder}.parquet")
         options += [f"--model_name_or_path={folder}", f"--dataset_name={folder}.parquet"]
         return script.main(*parse(script.ARGUMENTS, [*options, "--reward_funcs=test_missing_weights.right"]))
     objects = {"reward_funcs": right} if name in ("grpo", "rloo", "ppo") else {}
     if argument == "reference":
         objects["model"], objects["processing_class"] = load(FAMILY)
-        objects["model"].config._name_or_path = folder
+        objects["model"].config._name_or_path = str(folder)
     else:
-        objects[argument] = folder
+        objects[argument] = str(folder)
     options = {"beta": 0.1} if name in ("grpo", "rloo", "ppo", "dpo") else {}
-    rows = PAIRS if name in ("dpo", "reward") else text_rows()
-    return make_trainer(TRAINERS[name], FAMILY, rows, "out", reward=None, objects=objects, **options)
+    return make_trainer(TRAINERS[name], FAMILY, ROWS, "out", reward=None, objects=objects, **options)
+
+
+@pytest.fixture
+def folders(tmp_path) -> dict[str, Path]:
+    """A policy and a reward model."""
+    for name in ("policy", "judge"):
+        shutil.copytree(saved(FAMILY), tmp_path / name)
+    as_reward_model(load(FAMILY)[0]).save_pretrained(tmp_path / "judge")
+    return {name: tmp_path / name for name in ("policy", "judge")}
+
+
+def refused(door, folder, match, weights=None, error=ValueError):
+    if weights is not None:
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(error, match=match):
+        enter(door, folder)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_model_without_some_weights_is_refused(door, policy):
-    change(policy, lambda i, name: i % 2)
-    match = r"policy' lacks weights of Gemma3ForC\w+, .* random: '.*' and \d+ more; name a folder"
-    with pytest.raises(ValueError, match=match):
-        enter(door, policy)
+def test_a_model_without_some_weights_is_refused(door, folders):
+    folder = folders["policy"]
+    half = dict([*load_file(folder / WEIGHTS).items()][::2])
+    refused(door, folder, r"policy' lacks weights of Gemma3ForC\w+, .* random: '.*' and \d+ more; name a folder", half)
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000])
+    refused(door, folder, "can't be loaded: 'model.safetensors' is damaged .* copy it again", error=OSError)
 
 
 @pytest.mark.parametrize("door", JUDGES)
-def test_a_reward_model_without_its_score_or_with_other_weights_is_refused(door, judge, policy):
-    whole = load_file(Path(judge, WEIGHTS))
-    with pytest.raises(ValueError, match="lacks weights of Gemma3ForSequenceC.*: 'score.weight'; name a folder"):
-        enter(door, change(judge, lambda i, name: "score" not in name))
-    renamed = {name if "score" in name else f"x.{name}": value for name, value in whole.items()}
-    save_file(renamed, Path(judge, WEIGHTS), PT)
-    with pytest.raises(ValueError, match=r"lacks weights .* and \d+ more"):
-        enter(door, judge)
-    save_file({**whole, "score.weight": whole["score.weight"].repeat(2, 1)}, Path(judge, WEIGHTS), PT)
-    with pytest.raises(ValueError, match=r"'score.weight' of shape \[2, \d+\], .* name a model with `num_labels=1`"):
-        enter(door, judge)
+def test_a_reward_model_without_its_score_or_with_other_weights_is_refused(door, folders):
+    folder, kind = folders["judge"], "lacks weights of Gemma3ForSequenceC"
+    whole = load_file(folder / WEIGHTS)
+    score = {"score.weight": whole.pop("score.weight")}
+    refused(door, folder, f"{kind}.*: 'score.weight'; name a", whole)
+    refused(
+        door, folder, rf"{kind}.* and \d+ more", {f"x.{name}": whole[name] for name in whole.keys() - score} | score
+    )
+    double = {**whole, "score.weight": score["score.weight"].repeat(2, 1)}
+    refused(door, folder, r"'score.weight' of shape \[2, \d+\], .* name a model with `num_labels=1`", double)
+    (folder / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    refused(door, folder, "'model.safetensors' is damaged", error=OSError)
     if door == "grpo reward_funcs":
-        with pytest.raises(ValueError, match="policy' lacks weights of Gemma3ForSequenceC.*'score.weight'"):
-            enter(door, policy)
+        refused(door, folders["policy"], f"policy' {kind}.*'score.weight'")
 
 
-@pytest.mark.parametrize("door", [*DOORS, "grpo reward_funcs"])
-def test_damaged_weights_are_named(door, policy, judge):
-    folder = Path(judge if "reward_funcs" in door else policy)
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000])
-    with pytest.raises(OSError, match="can't be loaded: 'model.safetensors' is damaged or missing .* copy it again"):
-        enter(door, str(folder))
-
-
-def test_an_adapter_without_some_weights_is_refused(tmp_path):
-    get_peft_model(load(FAMILY)[0], LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    assert load_trained(str(tmp_path))
-    change(tmp_path, lambda i, name: i, path=ADAPTER)
-    with pytest.raises(ValueError, match="The adapter '.*' lacks weights, .*lora_A"):
-        load_trained(str(tmp_path))
-    (tmp_path / ADAPTER).write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(OSError, match=f"'{ADAPTER}' is damaged or missing"):
-        load_trained(str(tmp_path))
-
-
-def test_a_shard_that_is_missing_or_damaged_is_named(tmp_path):
+def test_an_adapter_or_an_index_of_shards_without_its_weights_is_refused(tmp_path):
     model, processor = load(FAMILY)
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    processor.save_pretrained(tmp_path)
-    assert load_trained(str(tmp_path))
-    second = sorted(tmp_path.glob("*.safetensors"))[1]
-    second.unlink()
-    with pytest.raises(OSError, match=f"'{second.name}' is damaged or missing"):
-        load_trained(str(tmp_path))
-    (tmp_path / f"{WEIGHTS}.index.json").write_text('{"weight_map": ')
-    with pytest.raises(OSError, match=f"'{WEIGHTS}.index.json' is damaged or missing"):
-        load_trained(str(tmp_path))
+    model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    processor.save_pretrained(tmp_path / "shards")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    path, index = tmp_path / "adapter" / ADAPTER, tmp_path / "shards" / f"{WEIGHTS}.index.json"
+    assert load_trained(str(path.parent)) and load_trained(str(index.parent))
+    save_file(dict([*load_file(path).items()][1:]), path, {"format": "pt"})
+    index.write_text('{"weight_map": ')
+    with pytest.raises(ValueError, match="lacks weights of an adapter, .*lora_A"):
+        load_trained(str(path.parent))
+    with pytest.raises(OSError, match="index.json' is damaged"):
+        load_trained(str(index.parent))
 
 
-def test_heads_that_are_made_anew_may_be_missing(policy, tmp_path):
-    """Those of a critic and of a new reward model; a tied head and buffers are in no folder."""
-    model = load("qwen2_5_vl")[0]
-    critic = Critic(model)
-    critic.save_pretrained(tmp_path / "critic")  # without an LM head that is not tied
-    loaded = Critic.from_pretrained(tmp_path / "critic", type(model), dtype=torch.float32)
+def test_heads_that_are_made_anew_may_be_missing(folders, tmp_path):
+    """Those of a critic, whose LM head isn't tied here, and of a new reward model."""
+    critic = Critic(load("qwen2_5_vl")[0])
+    critic.save_pretrained(tmp_path / "critic")
+    loaded = Critic.from_pretrained(tmp_path / "critic", type(critic.model), dtype=torch.float32)
     assert all(map(torch.equal, critic.state_dict().values(), loaded.state_dict().values()))
-    with pytest.raises(ValueError, match="lacks weights"):
-        Critic.from_pretrained(change(tmp_path / "critic", lambda i, name: i), type(model))
-    assert "lm_head.weight" not in load_file(Path(policy, WEIGHTS))
-    assert enter("reward model", policy).model.score is not None
+    assert enter("reward model", folders["policy"]).model.score is not None
+
+
+@pytest.mark.parametrize("door", ["grpo model", "sft model", "dpo model", "reward model", "evaluate", "RewardModel"])
+def test_tokens_without_an_embedding_are_named(door, folders):
+    folder = folders["judge" if door == "RewardModel" else "policy"]
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.tokenizer.add_tokens(["zebra"])
+    processor.save_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"(row \d|a prompt) has token ids from \d+ to \d+, and the model has 0 to \d+;"
+    ):
+        entered = enter(door, folder)
+        entered([QUESTION], [ANSWER]) if door == "RewardModel" else entered.train()

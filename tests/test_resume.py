@@ -28,7 +28,7 @@ from helpers.resumed_runs import (
     stops_of,
     straight_runs,
 )
-from helpers.trainer_utils import TRAINERS, audio_rows, image_rows, length_and_sum, make_trainer, sound, with_media
+from helpers.trainer_utils import TRAINERS, audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
 from PIL import Image
 
@@ -261,63 +261,27 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
     assert (tmp_path / "made").exists()
 
 
-# The run
-
-
-def of_kind(kind: str, folder: Path, **options):
-    """Returns a trainer that, behind a `+`, trains an adapter of all layers."""
-    name, _, adapts = kind.partition("+")
-    reads, objects = name in ("sft", "dpo", "reward"), {}
-    if adapts:
-        objects["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    options = {"per_device_train_batch_size": 2, "optim": "adamw_torch", "max_steps": 3, **options}
-    options |= {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "self_check": False,
-        **({} if reads else {"num_generations": 2}),
-    }
-    rows, reward = (pairs(), None) if reads else (audio_rows(6), length_and_sum)
-    return make_trainer(TRAINERS[name], "qwen2_audio", rows, folder, reward=reward, objects=objects, **options)
-
-
-def pairs() -> Dataset:
-    """Returns rows to learn from, with two sounds of different lengths in a batch."""
-    talk = {"chosen": "A bird.", "rejected": "No", "completion": "A bird."}
-    answers = {name: [[{"role": "assistant", "content": text}]] * 6 for name, text in talk.items()}
-    rows = Dataset.from_dict({"prompt": [row["prompt"] for row in audio_rows(6)], **answers})
-    return with_media(rows, "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(6)])
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"), [("dpo+adapter", {}), *((kind, {"freeze": ["audio_tower"]}) for kind in ("sft", "reward"))]
-)
-def test_features_of_a_frozen_tower_are_joined_as_before(kind, options, tmp_path):
-    """A reference, without its adapter, has a frozen one, too."""
-    whole = of_kind(kind, tmp_path / "whole", **options)
-    whole.train()
-    resumed = of_kind(kind, tmp_path / "resumed", **options)
-    resumed.train(str(tmp_path / "whole" / "checkpoint-1"))
-    assert same_weights(whole, resumed)
-
-
 @pytest.mark.parametrize(
     ("saved", "resuming", "message"),
     [
-        ("grpo", "dpo", "checkpoint-1 was saved by a run of `grpo`, and this is one of `dpo`. Resume"),
-        ("sft", "reward", "saved by a run of `sft`, and this is one of `reward-trainer`. Resume"),
-        ("sft+adapter", "sft", "saved by a run that trains an adapter, and this is one that trains the model itself"),
-        (
-            "grpo",
-            "grpo+adapter",
-            "saved by one that trains the model itself, and this is a run that trains an ad",
-        ),
+        ("grpo", "dpo", "checkpoint-1 is of a run of 'grpo' without an adapter, and this one is of 'dpo' without"),
+        ("sft", "reward", "is of a run of 'sft' without an adapter, and this one is of 'reward-trainer' without"),
+        ("sft+adapter", "sft", "is of a run of 'sft' with an adapter, and this one is of 'sft' without an adapter"),
+        ("grpo", "grpo+adapter", "'grpo' without an adapter, and this one is of 'grpo' with an adapter; resume as"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(saved, resuming, message, tmp_path):
-    of_kind(saved, tmp_path / "saved", max_steps=1).train()
+    def make(kind, **options):
+        name, _, adapts = kind.partition("+")
+        objects = {"peft_config": LoraConfig(target_modules=["q_proj"])} if adapts else {}
+        options |= {"objects": objects, "reward": length_and_sum if name == "grpo" else None}
+        return make_trainer(TRAINERS[name], "qwen2_5_vl", rows, tmp_path / kind, **options)
+
+    texts = {"prompt": "Is it?", "chosen": " Yes", "rejected": " No", "completion": " Yes"}
+    rows = Dataset.from_list([texts] * 8)
+    make(saved, max_steps=1, save_strategy="steps", save_steps=1).train()
     with pytest.raises(ValueError, match=message):
-        of_kind(resuming, tmp_path / "other").train(str(tmp_path / "saved" / "checkpoint-1"))
+        make(resuming).train(str(tmp_path / saved / "checkpoint-1"))
 
 
 # The dataset

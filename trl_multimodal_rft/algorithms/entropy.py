@@ -29,8 +29,7 @@ def high_entropy_mask(
     Keeps the share of tokens with the highest entropy, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of those that equal the lowest of
-    them up to rounding, the first.
+    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal ones, the first.
 
     Args:
         entropies (`torch.Tensor`):

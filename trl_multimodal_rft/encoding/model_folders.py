@@ -53,23 +53,14 @@ def holds_model(folder: str) -> bool:
 
 
 def check_weights(folder: str) -> None:
-    """Refuses a folder whose safetensors, or the index of these, are damaged or missing."""
-    files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    found = {name for name in files if name.endswith(".safetensors")}
-    for name in (name for name in files if name.endswith(".safetensors.index.json")):
+    """Refuses a folder with safetensors, or an index of them, that are damaged."""
+    for path in (*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.safetensors.index.json")):
         try:
-            found |= {*json.loads(Path(folder, name).read_text())["weight_map"].values()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise _damaged(folder, name, error) from error
-    for name in sorted(found):
-        try:
-            safe_open(os.path.join(folder, name), "pt")
-        except (OSError, SafetensorError) as error:
-            raise _damaged(folder, name, error) from error
-
-
-def _damaged(folder: str, name: str, error: Exception) -> OSError:
-    return OSError(f"The model {folder!r} can't be loaded: {name!r} is damaged or missing ({error}); copy it again.")
+            safe_open(path, "pt") if path.suffix == ".safetensors" else json.loads(path.read_text())
+        except (OSError, ValueError, SafetensorError) as error:
+            raise OSError(
+                f"The model {folder!r} can't be loaded: {path.name!r} is damaged ({error}); copy it again."
+            ) from error
 
 
 @contextmanager

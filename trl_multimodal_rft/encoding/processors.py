@@ -1,8 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loads and checks the processor of a model."""
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -22,8 +21,8 @@ def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None)
     """Whether the last tokens of a completion hold one of the texts that end it."""
     if not texts or processor is None:
         return False
-    decode = cast(Callable[[list[int]], str], tokenizer_of(processor).decode)
-    return any(text in decode(ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
+    tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
+    return any(text in str(tokenizer_of(processor).decode(tail)) for text, tail in tails)
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:

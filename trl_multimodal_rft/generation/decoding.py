@@ -56,14 +56,10 @@ def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
     _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
     named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
     needs_media = any(each.default is each.empty for each in named) or bool(family_of(model).token_masks)
-    return neutral and draws and is_theirs and is_known and not needs_media and _takes_positions(model)
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a decoding step of a model gets positions, not makes its own."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     step = model.prepare_inputs_for_generation(ids, next_sequence_length=1, attention_mask=None, position_ids=ids)
-    return step.get("position_ids") is not None
+    takes_positions = step.get("position_ids") is not None  # it may make its own
+    return neutral and draws and is_theirs and is_known and not needs_media and takes_positions
 
 
 def decode(

@@ -252,10 +252,10 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     return cast(PolicyModule, alone)
 
 
-def _head_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
     """The weights of an LM head alone, which a critic doesn't have."""
-    head, tied = model.get_output_embeddings(), {*model.get_input_embeddings().parameters()}
-    return [] if head is None else [weight for weight in head.parameters() if weight not in tied]
+    head = model.get_output_embeddings() or nn.Identity()
+    return {*head.parameters()} - {*model.get_input_embeddings().parameters()}
 
 
 def _other_family(label: str, model_class: type[PreTrainedModel]) -> ValueError:

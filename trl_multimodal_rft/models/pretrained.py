@@ -3,23 +3,14 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from textwrap import shorten
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    integrations,
-    modeling_utils,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightRenaming
 from transformers.models.auto import modeling_auto
@@ -94,14 +85,8 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 @contextmanager
 def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: ()) -> Iterator[None]:
     """
-    Refuses models within the context whose folder lacks weights, for which transformers would draw random ones.
-
-    Args:
-        fresh (`Callable`, *optional*):
-            Returns the parameters of a model that its folder may lack, such as those of a head that goes.
-
-    Raises:
-        `ValueError`: If other parameters are missing, or have other shapes than in the folder.
+    Refuses models within the context whose folder lacks weights, for which transformers would draw random ones, or has
+    some of other shapes. `fresh` returns the parameters that may be missing, such as those of a head that goes.
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: Any) -> None:
@@ -122,10 +107,10 @@ def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = l
             )
         log_state_dict_report(model=model, loading_info=loading_info, **options)
 
-    with ExitStack() as stack:
-        for module in (modeling_utils, integrations.peft):  # of models, and of adapters in their folders
-            stack.enter_context(replaced(module, log_state_dict_report=report))
-        yield
+    of_adapters = transformers.integrations.peft  # in folders of models
+    with replaced(transformers.modeling_utils, log_state_dict_report=report):
+        with replaced(of_adapters, log_state_dict_report=report):
+            yield
 
 
 def load_model(name: str, **kwargs) -> PreTrainedModel:
@@ -169,8 +154,7 @@ def load_trained(
                 warnings.filterwarnings("error", ".*Found missing adapter keys")
                 model = peft.PeftModel.from_pretrained(model, name, **source)
         except UserWarning as error:
-            found = shorten(str(error), 200)
-            raise ValueError(f"The adapter {name!r} lacks weights, which would be random: {found}") from None
+            raise ValueError(f"{name!r} lacks weights of an adapter, which are random: {str(error)[:200]}") from None
         # An adapter may have been saved with or without the processor
         saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
         holder, source = (name, source) if saved else (base, of_base)

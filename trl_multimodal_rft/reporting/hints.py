@@ -33,10 +33,7 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
 
 
 class EqualRewardsHint(TrainerCallback):
-    """
-    Warns once if all rewards were equal for some steps, and once per function if its rewards were. Where advantages
-    depend on rewards `by_steps`, it warns if all advantages were 0: sums of rewards don't tell.
-    """
+    """Warns once if all rewards, or `by_steps` all advantages, were equal for some steps, and once per function."""
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
         self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
@@ -59,11 +56,11 @@ class EqualRewardsHint(TrainerCallback):
         constant = {name: values for name, values in found.items() if values[0] >= self.patience}
         if steps >= self.patience:
             self._named |= {None, *constant}
+            what = "an advantage of 0" if self.by_steps else "the same reward"
             mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
-                f"All completions{' of a prompt' if self.grouped else ''} have had "
-                f"{'an advantage of 0' if self.by_steps else 'the same reward'} for {steps} steps "
+                f"All completions{' of a prompt' if self.grouped else ''} have had {what} for {steps} steps "
                 f"(mean {mean:.3g}{functions}), so the model learns nothing. Look at the completions "
                 "(`log_completions=True`): whether the reward functions find the answer, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "

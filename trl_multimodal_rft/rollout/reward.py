@@ -252,14 +252,6 @@ def join_steps(
     return Steps(found, outcomes)
 
 
-def advantage_signal(advantages: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """
-    Whether an advantage within each completion's group isn't 0. Shapes: `advantages` `(N,)` or `(N, C)`, `group_ids`
-    `(N,)`; returns `(N,)`.
-    """
-    return torch.isin(group_ids, group_ids[advantages.view(len(group_ids), -1).any(1).to(group_ids.device)])
-
-
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """Whether the rewards differ within each completion's group. Shapes: both `(N,)`; returns `(N,)`."""
     statistics = group_statistics(rewards, group_ids)

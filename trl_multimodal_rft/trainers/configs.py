@@ -26,10 +26,8 @@ def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
 
 def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:
     """Tokens and texts of `generation_kwargs` that end a completion, beside the model's ends of text."""
-    given = mapping(args.generation_kwargs)
-
-    def listed(*names: str) -> list[Any]:
-        found = (given[name] for name in names if given.get(name) is not None)
-        return [stop for each in found for stop in (each if isinstance(each, (list, tuple)) else [each])]
-
-    return listed("stop_token_ids", "eos_token_id"), listed("stop_strings", "stop")
+    given: list[list] = [[], []]
+    for name, place in {"stop_token_ids": 0, "eos_token_id": 0, "stop_strings": 1, "stop": 1}.items():
+        found = mapping(args.generation_kwargs).get(name)
+        given[place] += found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    return given[0], given[1]

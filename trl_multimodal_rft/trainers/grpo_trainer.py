@@ -24,7 +24,7 @@ from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.reward import advantage_signal, has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
+from ..rollout.reward import has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
@@ -244,7 +244,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
             if args.reads_steps:  # equal sums may have advantages, and others none
-                live = advantage_signal(advantages, group_ids)
+                live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
                 zero_std = ~live & ~rewards.isnan()
         rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, live)

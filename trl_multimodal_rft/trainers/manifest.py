@@ -70,18 +70,14 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
 
 def other_run(checkpoint: str | Path, trainer: str, has_adapter: bool) -> str | None:
     """Why a run can't resume from a checkpoint: another trainer saved it, or one of both runs trains an adapter."""
-    manifest, files = _read(Path(checkpoint)), (Path(checkpoint, name) for name in (ADAPTER_CONFIG_NAME, CONFIG_NAME))
-    if manifest is not None and manifest.trainer not in (None, trainer):
-        found = f"a run of `{manifest.trainer}`", f"one of `{trainer}`"
-    elif (is_adapter := [file.exists() for file in files] == [True, False]) != has_adapter:
-        kinds = {True: "a run that trains an adapter", False: "one that trains the model itself"}
-        found = kinds[is_adapter], kinds[has_adapter]
-    else:
+    manifest, folder = _read(Path(checkpoint)), Path(checkpoint)
+    saved = trainer if manifest is None or manifest.trainer is None else manifest.trainer
+    is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
+    if saved == trainer and is_adapter == has_adapter:
         return None
-    return (
-        f"{checkpoint} was saved by {found[0]}, and this is {found[1]}. Resume from it as that run was started, or "
-        "start a new run from its weights."
-    )
+    runs = ((saved, is_adapter), (trainer, has_adapter))
+    found = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
+    return f"{checkpoint} is of a run of {found[0]}, and this one is of {found[1]}; resume as that run was started."
 
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:

@@ -289,6 +289,7 @@ class SamplingArguments(MediaArguments):
         min_p: float | None = None
 
     needs_rewards = True  # whether something must reward completions
+    reads_steps = False  # whether advantages depend on where along a completion rewards are, not on their sum alone
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # of rows, which only a teacher reads
     keeps_decoded = False  # whether something else than the sampler takes decoded media
@@ -422,9 +423,8 @@ class MultimodalArguments(SamplingArguments):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
                 raise ValueError(
-                    f"`lr_scheduler_type={str(self.lr_scheduler_type)!r}` follows the metric of "
-                    "`load_best_model_at_end`; set `metric_for_best_model='reward'` with "
-                    "`lr_scheduler_kwargs={'mode': 'max'}`, or `metric_for_best_model='loss'`."
+                    "The learning rate follows the metric of `load_best_model_at_end`; set `metric_for_best_model` to "
+                    "'reward', with `lr_scheduler_kwargs={'mode': 'max'}`, or to 'loss'."
                 )
             self.metric_for_best_model, self.greater_is_better = "reward", True
             logger.warning(
@@ -455,11 +455,6 @@ class MultimodalArguments(SamplingArguments):
     def compares_groups(self) -> bool:
         """Whether advantages compare the completions of a prompt."""
         return True
-
-    @property
-    def reads_steps(self) -> bool:
-        """Whether advantages depend on where along a completion its rewards are, not on their sum alone."""
-        return False
 
     @property
     def _weighs_completions(self) -> bool:

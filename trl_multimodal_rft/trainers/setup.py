@@ -306,10 +306,7 @@ def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> Abstract
 
 @contextmanager
 def loading_in_trl(by_name: bool):
-    """
-    What TRL's constructor loads within the context has all its weights. TRL warns that it ignores how to load a model
-    for an instance; the warning is left out where the instance was loaded that way, `by_name`.
-    """
+    """TRL loads whole weights, and doesn't warn that how to load them is ignored for an instance loaded `by_name`."""
 
     def keep(record: logging.LogRecord):
         return not (by_name and "but your model is already instantiated" in record.getMessage())
