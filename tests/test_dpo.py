@@ -377,6 +377,16 @@ def test_resuming_continues_bit_for_bit(tmp_path):
     assert logs[0] == logs[1] and [bool(entry[-1]) for entry in logs[0]] == [False, False, True, False]
 
 
+def test_an_adapter_of_the_audio_tower_resumes_bit_for_bit(tmp_path):
+    """Its reference, the tower without it, joins features of several sounds as before."""
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
+    given = sound_pairs(), tmp_path, "qwen2_audio", {"peft_config": LORA}
+    whole, resumed = (run_ours(*given, **options, optim="adamw_torch") for _ in range(2))
+    expected = weights(whole)
+    resumed.train(f"{tmp_path}/checkpoint-1")
+    assert torch.equal(torch.cat([each.detach().flatten() for each in resumed.model.parameters()]), expected)
+
+
 def mixed_pairs(n=8):
     """Every third row is text."""
     return image_pairs(n).map(lambda row, i: {**row, "image": None if i % 3 == 1 else row["image"]}, with_indices=True)

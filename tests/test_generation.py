@@ -5,12 +5,17 @@ import copy
 
 import pytest
 import torch
+import transformers as hf
+from helpers import families
 from helpers.cuda_path import Counts
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, every_family
+from helpers.trainer_utils import image_rows, length_and_sum, make_trainer
 from transformers import GenerationConfig
 
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.conversations import encode_prefix
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.inputs import left_pad, to_model
@@ -65,6 +70,25 @@ def test_shared_prefill_equals_generate(name, monkeypatch):
         completions = generate_completions(model, model, rows, *args)
         assert torch.equal(completions, expected)
         assert prefilled[-3:] == [len(rows), len(group_by_prompt(rows)), len(rows)]  # the last for ids alone
+
+
+@pytest.mark.parametrize("name", ["Exaone4_5_", "HyperCLOVAXVisionV2"])
+def test_models_that_make_their_own_positions_are_sampled_by_generate(name, tmp_path):
+    """In evaluations and in runs without a self-check, too."""
+    if not hasattr(hf, f"{name}ForConditionalGeneration"):
+        pytest.skip("a newer transformers has it")
+    vision = {**families.tower(num_key_value_heads=2), "depth": 2, "num_heads": 4, "out_hidden_size": 64}
+    text = {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8} if name == "Exaone4_5_" else {}
+    parts = (getattr(hf, f"Qwen2VL{kind}Processor")(size=families.qwen_pixels(28)) for kind in ("Image", "Video"))
+    options = {"processor": {"blocks": families.QWEN_VISION_BLOCKS}, "text": text, "vision_config": vision}
+    model, processor = families.build(
+        name, families.QWEN_VISION_TOKENS, *parts, image_token_id="image", video_token_id="video", **options
+    )
+    config = EvaluationConfig(max_completion_length=4)
+    found = [evaluate(model, processor, image_rows(n), length_and_sum, config).rows[0] for n in (1, 4)]
+    assert found[0]["completions"] == found[1]["completions"]
+    objects = {"model": model, "processing_class": processor}
+    make_trainer(MultimodalGRPOTrainer, "", image_rows(), tmp_path, objects=objects, max_steps=1).train()
 
 
 def test_decoding_copies_no_earlier_keys(monkeypatch):

@@ -14,10 +14,12 @@ from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset,
 from helpers.trainer_utils import InjectedOurs, keys, length_and_sum, load, make_trainer, norm, relative_difference
 
 from trl_multimodal_rft import (
+    MultimodalDPOConfig,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
     MultimodalRLOOConfig,
+    MultimodalSFTConfig,
 )
 from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, described
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
@@ -276,7 +278,23 @@ def test_config_accepts(options, expected):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig])
+POLICY_GRADIENTS = [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig]
+
+
+@pytest.mark.parametrize("config_class", [*POLICY_GRADIENTS, MultimodalDPOConfig, MultimodalSFTConfig])
+def test_the_best_checkpoint_of_a_policy_gradient_has_the_highest_reward(config_class, caplog):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "use_cpu": True, "bf16": False}
+    args, by_reward = config_class("out", **options), config_class in POLICY_GRADIENTS
+    expected = ("reward", True) if by_reward else ("loss", False)
+    assert (args.metric_for_best_model, args.greater_is_better) == expected
+    assert ("the highest `eval_reward`" in caplog.text) == by_reward
+    assert config_class("out", **options, metric_for_best_model="loss").greater_is_better is False
+    if by_reward:
+        with pytest.raises(ValueError, match="learning rate follows the metric of `load_best"):
+            config_class("out", **options, lr_scheduler_type="reduce_lr_on_plateau")
+
+
+@pytest.mark.parametrize("config_class", POLICY_GRADIENTS)
 def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
     """The default works without a GPU, unlike TRL's."""
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)

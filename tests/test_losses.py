@@ -262,6 +262,15 @@ def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
     assert high_entropy_mask(entropies, mask, ratio).tolist() == [expected]
 
 
+def test_entropies_that_are_equal_up_to_rounding_are_ranked_by_position():
+    """Those of first tokens, behind one prompt, of which layouts of a forward round another one up."""
+    rounded = [torch.tensor([[5.4616890, 3.0], [5.4616895, 2.0]]), torch.tensor([[5.4616895, 3.0], [5.4616890, 2.0]])]
+    for ratio, kept in ((0.25, [[1, 0], [0, 0]]), (0.5, [[1, 0], [1, 0]]), (0.75, [[1, 1], [1, 0]])):
+        assert [high_entropy_mask(each, torch.ones(2, 2), ratio).tolist() for each in rounded] == [kept] * 2
+    apart = torch.tensor([[5.4616, 3.0], [5.4618, 2.0]])
+    assert high_entropy_mask(apart, torch.ones(2, 2), 0.25).tolist() == [[0, 0], [1, 0]]
+
+
 # The critic
 
 

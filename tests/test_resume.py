@@ -28,7 +28,7 @@ from helpers.resumed_runs import (
     stops_of,
     straight_runs,
 )
-from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
+from helpers.trainer_utils import TRAINERS, audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
 from PIL import Image
 
@@ -259,6 +259,29 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
     assert not (tmp_path / "made").exists()
     torch.load(file, weights_only=False)
     assert (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "resuming", "message"),
+    [
+        ("grpo", "dpo", "checkpoint-1 is of a run of 'grpo' without an adapter, and this one is of 'dpo' without"),
+        ("sft", "reward", "is of a run of 'sft' without an adapter, and this one is of 'reward-trainer' without"),
+        ("sft+adapter", "sft", "is of a run of 'sft' with an adapter, and this one is of 'sft' without an adapter"),
+        ("grpo", "grpo+adapter", "'grpo' without an adapter, and this one is of 'grpo' with an adapter; resume as"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(saved, resuming, message, tmp_path):
+    def make(kind, **options):
+        name, _, adapts = kind.partition("+")
+        objects = {"peft_config": LoraConfig(target_modules=["q_proj"])} if adapts else {}
+        options |= {"objects": objects, "reward": length_and_sum if name == "grpo" else None}
+        return make_trainer(TRAINERS[name], "qwen2_5_vl", rows, tmp_path / kind, **options)
+
+    texts = {"prompt": "Is it?", "chosen": " Yes", "rejected": " No", "completion": " Yes"}
+    rows = Dataset.from_list([texts] * 8)
+    make(saved, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ValueError, match=message):
+        make(resuming).train(str(tmp_path / saved / "checkpoint-1"))
 
 
 # The dataset

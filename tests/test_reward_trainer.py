@@ -282,10 +282,13 @@ def test_the_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
     assert forwarded[0][0] == 1 and n_tokens <= forwarded[0][1] <= n_tokens + 8  # copies of last tokens
 
 
-def test_resuming_continues_bit_for_bit(tmp_path):
+@pytest.mark.parametrize(
+    "family, rows, frozen", [("qwen2_5_vl", image_pairs, None), ("qwen2_audio", sound_pairs, ["audio_tower"])]
+)
+def test_resuming_continues_bit_for_bit(family, rows, frozen, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
-    options |= {"optim": "adamw_torch", "learning_rate": 1e-3}
-    whole, resumed = (run_ours(image_pairs(), tmp_path, **options) for _ in range(2))
+    options |= {"optim": "adamw_torch", "learning_rate": 1e-3, "freeze": frozen}
+    whole, resumed = (run_ours(rows(), tmp_path, family, **options) for _ in range(2))
     whole.train()
     resumed.train(f"{tmp_path}/checkpoint-2")
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))

@@ -18,6 +18,7 @@ TRL's guarantees for tools and environments in its GRPO trainer, for this packag
 `test_tools.py` covers results that are too long, a limit of turns, templates without tools and `rollout_func`.
 """
 
+import asyncio
 import functools
 
 import pytest
@@ -185,6 +186,12 @@ def test_environments(trainer):
     assert all("environment" not in each.row for each in seen[4:])
     names = result.trainer.reward_func_names
     assert names == ["right", "Room", "Counter"]
+    _, rooms, counters = result.trainer.reward_funcs  # which TRL's tests call with environments alone
+    assert counters(environments=seen[3:6]) == [None, 4.0, 0.0]
+    assert asyncio.run(rooms(environments=seen[3:5])) == [1.5, None]
+    del seen[4].count
+    with pytest.raises(AttributeError, match="count"):
+        counters(environments=seen[4:])
     assert logged(result, "rewards/Room/mean") == [0.75] and logged(result, "rewards/Counter/mean") == [4.0]
     assert logged(result, "tools/call_frequency") == [11 / 8]
     assert logged(result, "tools/failure_frequency") == pytest.approx([1 / 11])

@@ -18,6 +18,7 @@ from helpers.marks import slow_but
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
     AS_SHIPPED,
+    TRAINERS,
     InjectedOurs,
     InjectedTRL,
     Recorded,
@@ -137,6 +138,25 @@ def test_groups_over_several_micro_batches(caplog):
     assert all(packed.trainer.scored_packed)
     assert 0.5 < packed.history[0]["packing/shared_frac"] < 0.75
     assert relative_difference(padded.update, packed.update) <= 1e-5
+
+
+@pytest.mark.parametrize("kwargs", [{"stop_strings": ["e", "st"]}, {"stop_strings": "e"}, {"eos_token_id": [60, 366]}])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_what_stops_completions_does_not_cut_them(name, kwargs, tmp_path):
+    """No padding follows a text that stops, and masks and critics take the completion for whole."""
+    options = {"generation_kwargs": kwargs, "max_completion_length": 6, "mask_truncated_completions": True}
+    options |= {"max_steps": 1, **({"bootstrap_truncated": True} if name == "ppo" else {})}
+    trainer = make_trainer(TRAINERS[name], "qwen2_5_vl", image_rows(), tmp_path, **options)
+    seen, reward, decode = [], trainer._reward, trainer._tokenizer.decode
+    texts, tokens = [*kwargs.get("stop_strings", [])], {2, *kwargs.get("eos_token_id", [])}
+    trainer._reward = lambda rollout: (seen.append(rollout), reward(rollout))
+    trainer.train()
+    ended = []
+    for ids, mask in zip(seen[0].source.ids, seen[0].completion_mask, strict=True):
+        ended.append(ids[-1] in tokens or any(text in decode(ids) for text in texts))
+        assert mask.sum() == ended[-1] * len(ids) and (ended[-1] or len(ids) == 6)
+        assert not any(text in decode(ids[:-1]) for text in texts) and tokens.isdisjoint(ids[:-1])
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] == 1 - sum(ended) / 8 and 0 < sum(ended)
 
 
 def test_no_completion_left():

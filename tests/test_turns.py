@@ -11,14 +11,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from helpers.samplers import PseudoRandom
 from helpers.tools import RLOO, Scripted
-from helpers.trainer_utils import image_rows, logged, make_trainer
+from helpers.trainer_utils import InjectedOurs, image_rows, logged, make_trainer
 from test_asynchronous import make as make_ahead
 from test_contexts import Album, Recorded, check_update, plain_update, train
 from torch.testing import assert_close
 
 from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
+from trl_multimodal_rft.reporting import hints
 from trl_multimodal_rft.rewards.checks import StepwiseReward, check_rewards
 from trl_multimodal_rft.rollout.reward import join_steps
 
@@ -209,6 +211,18 @@ def test_equal_trajectories_have_no_advantage(name):
     assert not estimate_advantages(name, **tensors(given)).any()
 
 
+@pytest.mark.parametrize("turns", [[[(3, "a")], [], [(2, "a")]], [[], [], []]])
+def test_a_completion_without_tokens_is_compared_by_its_outcome(turns):
+    rewards, mask = torch.tensor([[1.0], [0.0], [0.5]]), torch.zeros(3, 3)
+    for row, own in zip(mask, turns, strict=True):
+        row[: own[0][0] if own else 0] = 1
+    given = {"rewards": rewards[:, 0], "rewards_per_func": rewards, "group_ids": torch.zeros(3).long(), "mask": mask}
+    steps = join_steps(rewards.tolist(), turns, rewards, torch.ones(1))
+    expected = estimate_advantages("group_norm", **given)[:, None] * mask
+    for name in ("turn_norm", "turn_norm(norm='trajectory')", "gigpo(omega=0.0)"):
+        assert_close(estimate_advantages(name, steps=steps, **given), expected)
+
+
 def test_outcomes_are_weighted_and_take_the_bonus():
     given = [[StepwiseReward.of([(3, 1.0), (8, 2.0)]), StepwiseReward.of([(8, 0.5)]), 1.0], [None, 4.0, None]]
     per_func, turns = torch.tensor([[3.0, 0.5, 1.0], [NAN, 4.0, NAN]]), [[(4, "a"), (9, "b")], [(4, "a")]]
@@ -275,6 +289,57 @@ def test_rewards_of_turns_reach_the_update(most, estimator, formula):
     assert logged(result, "rewards/halves/turn_1") == [pytest.approx(0.4)]
     keys = [key for key in result.history[0] if "/turn_" in key]
     assert len(keys) == 6 and logged(result, "rewards/halves/mean") == [pytest.approx(0.4)]
+
+
+def always(completion_ids, **kwargs):
+    return [1.0] * len(completion_ids)
+
+
+def rising(completion_ids, **kwargs):
+    return [[(0, 0.01 * (ids[0] % 7)), (len(ids) - 1, 0.5)] for ids in completion_ids]
+
+
+def swapped(completion_ids, **kwargs):
+    """Rewards of equal sums, which fall within every other completion."""
+    return [[(0, float(i % 2)), (len(ids) - 1, float(1 - i % 2))] for i, ids in enumerate(completion_ids)]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rewards", "learns"),
+    [
+        ("turn_norm", [swapped], True),
+        ("ps_grpo", [always, swapped], True),
+        ("ps_grpo", [always, rising], False),
+        ("gigpo", [swapped], False),  # without tools, a completion is a turn
+    ],
+)
+def test_a_group_has_signal_where_an_advantage_is_not_0(estimator, rewards, learns, tmp_path, monkeypatch):
+    """For dynamic sampling, replay, hints and logs, whatever the sums of rewards are."""
+    warned, options = [], {"dynamic_sampling": 2, "replay_buffer_size": 2, "max_steps": 2, "logging_steps": 1}
+    monkeypatch.setattr(hints.logger, "warning", warned.append)
+    monkeypatch.setattr(hints.EqualRewardsHint.__init__, "__defaults__", (2,))
+    options |= {"advantage_estimator": estimator, "reward": rewards}
+    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, **options)
+    trainer.train()
+    for logs in trainer.state.log_history[:2]:
+        assert logs["sampling/kept_frac"] == 1 - logs["frac_reward_zero_std"] == learns == (logs["grad_norm"] > 0)
+        assert logs["sampling/rounds"] == 2 - learns and logs["packing/skipped_frac"] == 1 - learns
+    assert len(trainer._groups.replay) == 2 * learns and len(warned) == (not learns)
+    assert learns or "of a prompt have had an advantage of 0 for 2 steps" in warned[0]
+
+
+@pytest.mark.parametrize("every", [3, 1])
+def test_completions_without_tokens_train_nothing_and_count_as_clipped(every, tmp_path):
+    class Empties(PseudoRandom):
+        def __call__(self, *args, **options):
+            return [each if i % every else [] for i, each in enumerate(super().__call__(*args, **options)[0])], None
+
+    options = {"advantage_estimator": "turn_norm", "max_steps": 1, "sampler": Empties}
+    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, **options)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert (logs["grad_norm"] > 0) == (every == 3) and logs["completions/min_length"] == 0
+    assert logs["completions/clipped_ratio"] >= (3 / 8 if every == 3 else 1)
 
 
 def test_environments_reward_turns_and_rloo_their_sum():

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection
 
+from .encoding.processors import tokenizer_of
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
@@ -475,6 +476,7 @@ class PolicyForward:
                             in_step=is_sharded,
                             dummies=dummies,
                             branches=branches,
+                            tokenizer=None if self.processor is None else tokenizer_of(self.processor),
                         )
                         outputs.append(output)
         if len(parts) == 1:

@@ -129,6 +129,8 @@ CALLED = {
     "transformers.core_model_loading:revert_weight_conversion": "model state_dict /",
     "transformers.core_model_loading:WeightTransform.reverse_transform": "self /",
     "transformers.core_model_loading:WeightTransform.rename_source_key": "self source_key /",
+    "transformers.modeling_utils:log_state_dict_report": "model pretrained_model_name_or_path / loading_info",
+    "transformers.integrations.peft:log_state_dict_report": "model pretrained_model_name_or_path / loading_info",
     "peft.utils.integrations:dequantize_bnb_weight": "weight /",
     "trl.trainer.utils:get_config_model_id": "config /",
     "trl.trainer.utils:get_callable_name": "func /",

@@ -10,6 +10,9 @@ import torch
 # Largest weight of a token in `relevance_weights`, before they are scaled to a mean of 1
 _LARGEST_WEIGHT = 5.0
 
+# Entropies are equal up to this, relative to their size or 1: of the same tokens in forwards of another layout
+_ROUNDING = 1e-5
+
 # Spread of dependencies, in nats, below which completions weigh the same
 _SMALLEST_SPREAD = 1e-6
 
@@ -26,7 +29,7 @@ def high_entropy_mask(
     Keeps the share of tokens with the highest entropy, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of equal ones, the first.
+    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal ones, the first.
 
     Args:
         entropies (`torch.Tensor`):
@@ -48,11 +51,14 @@ def high_entropy_mask(
     rows = (1, -1) if scope == "batch" else mask.shape
     valid = mask.reshape(rows)
     ranked = torch.where(valid, entropies.detach().float().reshape(rows), -torch.inf)
-    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # 0 for the highest
     counts = valid.sum(1).tolist()
     # `round` undoes what a float adds to a product that is whole, such as 0.7 * 10
     kept = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
-    keep = valid & (rank < torch.tensor(kept, device=mask.device)[:, None])
+    n_kept = torch.tensor(kept, device=mask.device)[:, None]
+    lowest = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
+    tied = valid & ((ranked - lowest).abs() <= _ROUNDING * lowest.abs().clamp(min=1))
+    higher = valid & (ranked > lowest) & ~tied
+    keep = higher | (tied & (tied.cumsum(1) <= n_kept - higher.sum(1, keepdim=True)))
     weight = keep.float()
     if renormalize:
         factors = [count / max(k, 1) for count, k in zip(counts, kept, strict=True)]

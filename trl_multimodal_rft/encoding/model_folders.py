@@ -1,12 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Errors for models and processors that can't be loaded by their names."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import is_offline_mode
+from safetensors import SafetensorError, safe_open
 
 from ..data.reading.decoding import install
 from ..paths import nearest
@@ -28,6 +30,7 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
             raise FileNotFoundError(f"The model {name!r} can't be loaded: there is no such folder.{_near(name)}")
         return
     if holds_model(folder):
+        check_weights(folder)
         return
     files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     remedy = "name a folder that `save_pretrained` wrote"
@@ -47,6 +50,17 @@ def holds_model(folder: str) -> bool:
     files = os.listdir(folder) if os.path.isdir(folder) else []
     weights = (each for each in files if each.endswith(_WEIGHTS) and not each.startswith("adapter_"))
     return "config.json" in files and any(weights)
+
+
+def check_weights(folder: str) -> None:
+    """Refuses a folder with safetensors, or an index of them, that are damaged."""
+    for path in (*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.safetensors.index.json")):
+        try:
+            safe_open(path, "pt") if path.suffix == ".safetensors" else json.loads(path.read_text())
+        except (OSError, ValueError, SafetensorError) as error:
+            raise OSError(
+                f"The model {folder!r} can't be loaded: {path.name!r} is damaged ({error}); copy it again."
+            ) from error
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loads and checks the processor of a model."""
 
+from collections.abc import Sequence
+
 from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..families import AUDIO_EXTRACTORS
@@ -13,6 +15,14 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     """The tokenizer of a processor, or the tokenizer itself."""
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None) -> bool:
+    """Whether the last tokens of a completion hold one of the texts that end it."""
+    if not texts or processor is None:
+        return False
+    tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
+    return any(text in str(tokenizer_of(processor).decode(tail)) for text, tail in tails)
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:

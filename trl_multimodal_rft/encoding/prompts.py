@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
@@ -328,7 +328,9 @@ def encode_messages(
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
     known = torch.tensor(sorted(set().union(*placeholders.values())))
-    positions = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
+    is_placeholder = torch.isin(input_ids, known)
+    check_ids(input_ids[~is_placeholder], model.config, row)  # some of which are in no vocabulary
+    positions = is_placeholder.nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
@@ -339,6 +341,17 @@ def encode_messages(
         row=row,
         media_span=(positions[0], positions[-1] + 1) if positions else None,
     )
+
+
+def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> None:
+    """Refuses token ids without an embedding, for which a model's forward would raise an error that names no row."""
+    n_tokens = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if n_tokens is not None and len(ids) and not 0 <= ids.min() <= ids.max() < n_tokens:
+        where = "a prompt" if row is None else f"row {row}"
+        raise ValueError(
+            f"{where} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to {n_tokens - 1}; tokenize "
+            "with the model's tokenizer, or call `model.resize_token_embeddings`"
+        )
 
 
 def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

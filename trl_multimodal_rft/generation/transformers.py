@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
@@ -134,6 +134,7 @@ def generate_completions(
     in_step: bool = False,
     dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Any:
     """
     Generates a completion of each prompt, equal to that of `generate` on repeated prompts.
@@ -142,7 +143,7 @@ def generate_completions(
     So is what they start with ([`~forward.trees.Node`]), which takes one more forward, unless processes need each
     other's forwards, `in_step`. Where family or options don't allow that, `generate` gets repeated prompts. `dummies`
     are prefilled, for the collectives in their encoders, but not completed. `branches` hold a cache to continue from,
-    and get the new one.
+    and get the new one. Texts that end completions (`stop_strings`) need the `tokenizer`.
 
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
     rows of dummies at the end.
@@ -159,7 +160,7 @@ def generate_completions(
         rows = [*prompts, *dummies]
         batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
         del batch["position_ids"]
-        inputs: dict[str, Any] = {**batch, **media}
+        inputs: dict[str, Any] = {**batch, **media, **({"tokenizer": tokenizer} if config.stop_strings else {})}
         forwarded = windows_as_forwarded(unwrapped_model)
         takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
         if takes_cache and forwarded is not unwrapped_model.config:

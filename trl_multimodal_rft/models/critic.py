@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from .pretrained import SOURCE, is_adapter
+from ..encoding.model_folders import check_weights, loading_errors
+from .pretrained import SOURCE, is_adapter, whole_weights
 from .reward_model import is_reward_model, load_trained_reward_model, reward_model_class
 from .towers import freeze_as_built
 from .wrapped import hidden_states
@@ -179,9 +180,12 @@ class Critic(nn.Module):
         if getattr(model_class.config_class, "model_type", None) not in types:
             # It would load as the policy's class, with random weights
             raise _other_family(f"{types[0]!r} model", model_class)
-        if is_reward_model(config.get("architectures")):
-            return cls.from_model(reward_model_class(model_class).from_pretrained(folder, **kwargs), model_class)
-        model = model_class.from_pretrained(folder, **kwargs)
+        is_scored = is_reward_model(config.get("architectures"))
+        check_weights(str(Path(folder, kwargs.get("subfolder", ""))))
+        with loading_errors(str(folder)), whole_weights(_head_weights):
+            model = (reward_model_class(model_class) if is_scored else model_class).from_pretrained(folder, **kwargs)
+        if is_scored:
+            return cls.from_model(model, model_class)
         freeze_as_built(model)
         critic = cls(model)
         critic.head.load(folder, **source)
@@ -246,6 +250,12 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
     modules = {name: module for name, module in policy._modules.items() if name != "critic"}
     vars(alone).update({**vars(policy), "_modules": modules})
     return cast(PolicyModule, alone)
+
+
+def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
+    """The weights of an LM head alone, which a critic doesn't have."""
+    head = model.get_output_embeddings() or nn.Identity()
+    return {*head.parameters()} - {*model.get_input_embeddings().parameters()}
 
 
 def _other_family(label: str, model_class: type[PreTrainedModel]) -> ValueError:

@@ -1,24 +1,29 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loading of models by name."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightRenaming
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
 from ..data.reading.decoding import require_module
-from ..encoding.model_folders import check_model_folder, holds_model, loading_errors
+from ..encoding.model_folders import check_model_folder, check_weights, holds_model, loading_errors
 from ..encoding.processors import load_processor
 from ..families import family_of
+from .wrapped import replaced
 
 
 if Version(transformers.__version__) < Version("5.23"):
@@ -77,10 +82,41 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
     return None
 
 
+@contextmanager
+def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: ()) -> Iterator[None]:
+    """
+    Refuses models within the context whose folder lacks weights, for which transformers would draw random ones, or has
+    some of other shapes. `fresh` returns the parameters that may be missing, such as those of a head that goes.
+    """
+
+    def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: Any) -> None:
+        name, kind = options["pretrained_model_name_or_path"], type(model).__name__
+        weights, new = dict(model.named_parameters()), {*fresh(model)}
+        missing = sorted(key for key in loading_info.missing_keys if key in weights and weights[key] not in new)
+        if missing:
+            raise ValueError(
+                f"{name!r} lacks weights of {kind}, which would be random: {', '.join(map(repr, missing[:3]))}"
+                + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+                + "; name a folder that has them all, as `save_pretrained` writes it."
+            )
+        if loading_info.mismatched_keys and not options["ignore_mismatched_sizes"]:
+            weight, found, expected = min(loading_info.mismatched_keys)
+            right = "with `num_labels=1`" if 1 in expected[:1] else "whose config and weights belong together"
+            raise ValueError(
+                f"{name!r} holds {weight!r} of shape {[*found]}, and {kind} takes {[*expected]}; name a model {right}."
+            )
+        log_state_dict_report(model=model, loading_info=loading_info, **options)
+
+    of_adapters = transformers.integrations.peft  # in folders of models
+    with replaced(transformers.modeling_utils, log_state_dict_report=report):
+        with replaced(of_adapters, log_state_dict_report=report):
+            yield
+
+
 def load_model(name: str, **kwargs) -> PreTrainedModel:
     """Loads the part of a model that is trained, as TRL loads a policy."""
     check_model_folder(name, kwargs.get("subfolder", ""))
-    with loading_errors(name):
+    with loading_errors(name), whole_weights():
         if "architecture" not in kwargs:
             kwargs["architecture"] = trained_part(name, **kwargs)
             found, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in SOURCE if k in kwargs})
@@ -111,7 +147,14 @@ def load_trained(
         base, of_base = config.base_model_name_or_path, {"revision": config.revision or "main"}
         if base is None:
             raise ValueError(f"The adapter {name!r} names no base; set `base_model_name_or_path` in its config.")
-        model = peft.PeftModel.from_pretrained(load(base, **of_base, **kwargs), name, **source)
+        check_weights(name)
+        model = load(base, **of_base, **kwargs)
+        try:
+            with loading_errors(name, "adapter"), warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*Found missing adapter keys")
+                model = peft.PeftModel.from_pretrained(model, name, **source)
+        except UserWarning as error:
+            raise ValueError(f"{name!r} lacks weights of an adapter, which are random: {str(error)[:200]}") from None
         # An adapter may have been saved with or without the processor
         saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
         holder, source = (name, source) if saved else (base, of_base)

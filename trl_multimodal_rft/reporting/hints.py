@@ -33,16 +33,16 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
 
 
 class EqualRewardsHint(TrainerCallback):
-    """Warns once if all rewards were equal for some steps, and once per function if its rewards were."""
+    """Warns once if all rewards, or `by_steps` all advantages, were equal for some steps, and once per function."""
 
-    def __init__(self, grouped: bool, patience: int = 8):
-        self.grouped, self.patience = grouped, patience
+    def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
+        self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
         self._named: set[str | None] = set()  # functions of earlier warnings, `None` for all together
         self._since: int | None = None  # the step before rewards became equal
 
     def measure(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
         """
-        Notes whether rewards of a rollout differ, or with `grouped`, whether they do in any group. Metrics don't say
+        Notes whether rewards of a rollout differ, or with `grouped`, whether any group has a signal. Metrics don't say
         so: those of RLOO have the KL penalty in the rewards, as TRL's. Shapes: both `(N,)`, of all ranks.
         """
         known = rewards[~rewards.isnan()]
@@ -52,13 +52,15 @@ class EqualRewardsHint(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         history = state.log_history
         steps = 0 if None in self._named or self._since is None else state.global_step - self._since
-        constant = {name: found for name, found in constant_rewards(history).items() if found[0] >= self.patience}
+        found = {} if self.by_steps else constant_rewards(history)
+        constant = {name: values for name, values in found.items() if values[0] >= self.patience}
         if steps >= self.patience:
             self._named |= {None, *constant}
+            what = "an advantage of 0" if self.by_steps else "the same reward"
             mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
-                f"All completions{' of a prompt' if self.grouped else ''} have had the same reward for {steps} steps "
+                f"All completions{' of a prompt' if self.grouped else ''} have had {what} for {steps} steps "
                 f"(mean {mean:.3g}{functions}), so the model learns nothing. Look at the completions "
                 "(`log_completions=True`): whether the reward functions find the answer, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "

@@ -18,7 +18,7 @@ from ..encoding.join import common_start, join_media, padded, same_prompt
 from ..encoding.media import decode_media
 from ..encoding.messages import write_chat
 from ..encoding.processors import check_processor, tokenizer_of
-from ..encoding.prompts import EncodedPrompt, placeholder_tokens, processor_outputs, prompt_position_ids
+from ..encoding.prompts import EncodedPrompt, check_ids, placeholder_tokens, processor_outputs, prompt_position_ids
 from ..families import MODALITIES, TOKEN_FIELDS, family_of, input_modalities
 from ..forward.attention import install_prefix_attention
 from ..forward.features import is_sharded
@@ -197,6 +197,7 @@ class RewardModel:
         else:
             outputs = processor_outputs(chat, refs, self.processor, decoded, processor_kwargs, self._options)
         ids = outputs.pop("input_ids")[0]
+        check_ids(ids, self.config, None)
         fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
         kinds = frozenset(ref.modality for ref in refs)
         return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=kinds)

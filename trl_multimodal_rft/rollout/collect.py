@@ -2,7 +2,7 @@
 """Rows to prompts, also under a view of their media, and lists of ids to completions."""
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +138,7 @@ _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Lists of numbers as a tensor `(N, C)`, padded on the right, to a multiple as TRL's `pad_to_multiple_of`."""
-    longest = max(map(len, rows))
+    longest = max(1, *map(len, rows))  # a batch without any token has one that no mask counts
     longest += -longest % (multiple or 1)
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
@@ -178,17 +178,20 @@ def complete(
     logps: list[list[float | None]] | None,
     tool_mask: list[list[int]] | None,
     *,
-    ends: Collection[int],
+    has_ended: Callable[[list[int]], bool],
     pad_to_multiple_of: int | None,
     mask_truncated: bool,
     accelerator: Accelerator,
 ) -> tuple[dict[str, float], int]:
-    """Adds completions to a rollout, with their masks. Returns TRL's metrics of lengths, and tokens, of all ranks."""
+    """
+    Adds completions to a rollout, with their masks, and whether they ended before they were cut, as `has_ended` says
+    of each. Returns TRL's metrics of lengths, and tokens, of all ranks.
+    """
     device, pad_token_id = accelerator.device, rollout.pad_token_id
-    rollout.source.ids = ids
+    rollout.source.ids, rollout.source.ended = ids, [*map(has_ended, ids)]
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
     mask = right_pad([[1] * len(each) for each in ids], 0, pad_to_multiple_of)
-    ended = torch.isin(torch.tensor([each[-1] for each in ids]), torch.tensor([*ends, pad_token_id]))
+    ended = torch.tensor(rollout.source.ended)
     lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
     if tool_mask is not None:
         rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)

@@ -237,22 +237,23 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 def reward_of(kind: type) -> Callable:
     """
     A reward function from `get_reward` of a class, plain or async, which gets its `completion` if it has this
-    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in `failures`.
+    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in `failures`; without
+    them, as TRL's function is called with environments alone, it is raised.
     """
     reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
     def call(
-        environments: list[Any], completions: list[Any], failures: list[Exception | None], **columns: Argument
+        environments: list[Any], completions: Any = None, failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         rewards: list[Any] = [None] * len(environments)
         for i, each in enumerate(environments):
-            if type(each) is kind and failures[i] is None:
+            if type(each) is kind and (failures is None or failures[i] is None):
                 with _noting(failures, i):
                     rewards[i] = each.get_reward(**{"completion": completions[i]} if reads_completion else {})
         return rewards
 
     async def call_and_wait(
-        environments: list[Any], completions: list[Any], failures: list[Exception | None], **columns: Argument
+        environments: list[Any], completions: Any = None, failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
             with _noting(failures, i):
@@ -271,11 +272,13 @@ def as_error(exit: SystemExit) -> Exception:
 
 
 @contextmanager
-def _noting(failures: list[Exception | None], index: int) -> Iterator[None]:
-    """Notes an error within the context, and goes on."""
+def _noting(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
+    """Notes an error within the context, and goes on; raises it where nothing takes notes."""
     try:
         yield
     except Exception as error:
+        if failures is None:
+            raise
         failures[index] = error
     except SystemExit as error:
         failures[index] = as_error(error)

@@ -244,7 +244,8 @@ def join_steps(
             values = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
             state = numbers.setdefault(own[turn][1], len(numbers))
             steps.append(Step(end, turn, sum(values) if values else None, state))
-        found.append(steps)
+        # Of a completion without tokens, the outcome is compared with those of others
+        found.append(steps or [Step(-1, 0, None, numbers.setdefault(None, len(numbers)))])
     along = torch.tensor([[isinstance(each, StepwiseReward) for each in row] for row in rewards])
     outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()

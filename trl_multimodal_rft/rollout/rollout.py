@@ -100,6 +100,7 @@ class Source(_Part):
     whole_groups: bool = True  # whether no group straddles ranks
     batch_index: int | None = None  # in the run, of a batch that the loader of training yielded
     ids: list[list[int]] = field(default_factory=list)  # of each completion, without padding
+    ended: list[bool] = field(default_factory=list)  # which completions weren't cut
     completions: list[Any] = field(default_factory=list)  # texts, or messages
     turns: list[list[Turn]] = field(default_factory=list)  # of each completion, where tools are called
     # Of each completion, the messages that replaced its prompt's, where tools are called
@@ -129,7 +130,7 @@ class Rewards(_Part):
     by_function: list[list[float | None]] = field(default_factory=list)  # of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
-    has_signal: torch.Tensor | None = None  # (N,), whether rewards differ within the group
+    has_signal: torch.Tensor | None = None  # (N,), whether the group has something to learn from
     # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
     out_of_range: torch.Tensor | None = None
     scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies

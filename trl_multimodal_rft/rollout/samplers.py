@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationConfig
 
+from ..encoding.processors import ends_with
 from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import original_attention
 from ..generation.transformers import Branches, trim_after_eos
@@ -116,7 +117,17 @@ class TransformersSampler(Sampler):
             output = self.policy.sample(
                 model, prompts, given, self.pad_token_id, generating=self.generating, branches=branches
             )
-        return trim_after_eos(output, self.eos_token_ids if config is None else config.eos_token_id), None
+        ids = trim_after_eos(output, self.eos_token_ids if config is None else config.eos_token_id)
+        texts = [given.stop_strings] if isinstance(given.stop_strings, str) else given.stop_strings or ()
+        return [self._unpadded(each, texts) for each in ids], None
+
+    def _unpadded(self, ids: list[int], texts: Sequence[str]) -> list[int]:
+        """A completion that one of the texts may have ended, without the padding behind it."""
+        n = len(ids)
+        while texts and n and ids[n - 1] == self.pad_token_id:
+            n -= 1
+        found = (stop for stop in range(n, len(ids)) if ends_with(ids[:stop], texts, self.policy.processor))
+        return ids[: next(found, len(ids))]
 
     def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
         for prompt in prompts:

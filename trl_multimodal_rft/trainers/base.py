@@ -14,7 +14,6 @@ from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -28,7 +27,6 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
 from ..data.rows.unread import lists_columns
 from ..encoding.prompts import all_placeholder_ids
-from ..forward.features import learned_ways, restore_ways
 from ..forward.scores import Scores
 from ..generation.transformers import Branches
 from ..models.modes import has_dropout
@@ -54,6 +52,7 @@ from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
 from .checkpoints import CheckpointMixin
+from .configs import stops_of
 from .engine import (
     check_prompts,
     check_sampler,
@@ -242,7 +241,7 @@ class MultimodalTrainer(CheckpointMixin):
             wrapped=lambda: self.model_wrapped,
             state=lambda: self.state,
             profile=functools.partial(profiling_context, self),
-            ends=self.eos_token_ids,
+            ends=[*dict.fromkeys([*self.eos_token_ids, *stops_of(self.args)[0]])],
             group_sizes=(self.args.num_generations, self.num_generations_eval),
             encodes_text=self.rollout_func is None,
             unseen=unseen,
@@ -407,7 +406,6 @@ class MultimodalTrainer(CheckpointMixin):
             "batches": self._batches(),
             "step": self._step,
             "buffered_inputs": self._buffered_inputs if self._step % self._steps_per_rollout else None,
-            "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
             "in_flight": self.in_flight and self.in_flight.state_dict(),
             "groups": self._groups and self._groups.state_dict(),
         }
@@ -437,14 +435,6 @@ class MultimodalTrainer(CheckpointMixin):
                 f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
                 "completions."
             )
-        for name, model in self._forwarded_models().items():
-            restore_ways(model, state["ways"].get(name, ()))
-
-    def _forwarded_models(self) -> dict[str, PreTrainedModel]:
-        """The policy, its reference or teacher, and its critic, by the names of their attributes."""
-        critic = getattr(self.critic, "model", None)  # which a head lacks
-        models = {"model": self.model, "ref_model": self.ref_model, "critic": critic}
-        return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     # Update
 

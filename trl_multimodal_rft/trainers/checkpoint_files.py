@@ -25,6 +25,7 @@ from trl.distributed import DistributedBackend
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from ..models.critic import policy_alone
+from ..models.pretrained import whole_weights
 from ..models.wrapped import is_unsharded
 from ..rollout.groups import SAVED_CLASSES
 
@@ -194,6 +195,7 @@ def save_without_weights(
         processing_class.save_pretrained(folder)
 
 
+@whole_weights()
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
     """Gives a model the weights that are saved in a folder. All processes have to call this."""
     if not Path(folder, CONFIG_NAME).exists():

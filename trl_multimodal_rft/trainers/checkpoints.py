@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from ..checks.run_checks import Checks
 from ..data.rows.fingerprint import fingerprint
+from ..forward.features import learned_ways, restore_ways
 from ..forward.scores import DeferredParts
 from ..forward.token_budget import backward_by_parts
 from ..models.critic import Critic, ValueHead, policy_alone
@@ -50,7 +51,7 @@ from .checkpoint_files import (
     surplus_checkpoints,
 )
 from .finite import check_weights, skip_broken_update
-from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
+from .manifest import measure_together, other_run, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import check_rates, other_parts, save_parts, split_by_rate
 from .run_lock import holding
 from .shards import check_shards, gathering, load_module, other_layout, save_module, writes_shards
@@ -156,8 +157,8 @@ class CheckpointMixin(Trainer):
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
 
         Raises:
-            `ValueError`: If files of the checkpoint are missing or damaged, if none is whole, or if it is one of FSDP
-                and this run isn't, or the reverse.
+            `ValueError`: If files of the checkpoint are missing or damaged, if none is whole, or if another trainer
+                saved it, or one of the two runs is one of FSDP, or trains an adapter, and the other isn't.
             `RuntimeError`: If another run trains in `output_dir`.
         """
         end_with_launcher()
@@ -173,7 +174,8 @@ class CheckpointMixin(Trainer):
             self._resumed_from = checkpoint
             differs = None
             if checkpoint and self.args.should_save:
-                differs = other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
+                differs = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
+                differs = differs or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
             (differs,) = broadcast_object_list([differs])
             if differs is not None:
                 raise ValueError(differs)
@@ -322,6 +324,7 @@ class CheckpointMixin(Trainer):
             "checked": self._checked_settings(),
             "n_skipped": self._n_skipped,
             "rows": self._stream.state_dict(),
+            "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
@@ -330,6 +333,14 @@ class CheckpointMixin(Trainer):
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]
         self._stream.load_state_dict(state["rows"])
+        for name, model in self._forwarded_models().items():
+            restore_ways(model, state.get("ways", {}).get(name, ()))
+
+    def _forwarded_models(self) -> dict[str, PreTrainedModel]:
+        """The policy, its reference or teacher, and its critic, by the names of their attributes."""
+        critic = getattr(self.critic, "model", None)  # which a head lacks
+        models = {"model": self.model, "ref_model": self.ref_model, "critic": critic}
+        return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     def _checked_settings(self) -> dict[str, Any]:
         """What the measurements of the self-check hold for."""
@@ -426,7 +437,7 @@ class CheckpointMixin(Trainer):
             check_shards(folder)
         measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
         if args.should_save:
-            write_manifest(folder, args.save_only_model, self._fingerprints(), measured)
+            write_manifest(folder, args.save_only_model, self._fingerprints(), measured, self._tag_names[1])
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""

@@ -22,3 +22,12 @@ TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
     """An option that commands take as JSON, which the config has parsed; empty if it isn't set."""
     return option if isinstance(option, dict) else {}
+
+
+def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:
+    """Tokens and texts of `generation_kwargs` that end a completion, beside the model's ends of text."""
+    given: list[list] = [[], []]
+    for name, place in {"stop_token_ids": 0, "eos_token_id": 0, "stop_strings": 1, "stop": 1}.items():
+        found = mapping(args.generation_kwargs).get(name)
+        given[place] += found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    return given[0], given[1]

@@ -30,7 +30,7 @@ from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import load_reference, no_warning_about_init_kwargs, resolve_config
+from .setup import load_reference, loading_in_trl, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -111,7 +111,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
-            no_warning_about_init_kwargs(loaded.by_name),
+            loading_in_trl(loaded.by_name),
             # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and listen to
             # signals
             replaced(

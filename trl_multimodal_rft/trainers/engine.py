@@ -71,7 +71,7 @@ def make_engine(
     model: Any = run.model()
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
     given = args.generation_kwargs or {}
-    stops = {} if given.get("ignore_eos") else ends_of_text([*run.ends, *(given.get("stop_token_ids") or ())])
+    stops = {} if given.get("ignore_eos") else ends_of_text(run.ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in given:
         stops.pop("ignore_eos", None)  # grammars end by what the folder says
     # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary

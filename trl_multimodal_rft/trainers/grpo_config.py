@@ -344,6 +344,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return self.estimator.needs == "group"
 
     @property
+    def reads_steps(self) -> bool:
+        return self.estimator.reads is not None
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether the KL divergence is subtracted from the rewards, instead of added to the loss."""
         return self.kl_estimator == "k1"

@@ -244,6 +244,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, size)
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
+            if args.reads_steps:  # equal sums may have advantages, and others none
+                live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
+                zero_std = ~live & ~rewards.isnan()
         rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
         local = local_rows(self.accelerator, advantages, n)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..data.rows.fingerprint import differences
 
@@ -27,13 +28,14 @@ def write_manifest(
     model_only: bool,
     fingerprints: dict[str, Any] | None = None,
     measured: dict[str, tuple[int, int]] | None = None,
+    trainer: str | None = None,
 ) -> None:
     """
     Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint, by default after it has
-    measured them.
+    measured them, and the name of the `trainer`.
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
-    content = {"model_only": model_only, "datasets": fingerprints or {}, "files": entries}
+    content = {"trainer": trainer, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
     Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
 
 
@@ -66,6 +68,18 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
+def other_run(checkpoint: str | Path, trainer: str, has_adapter: bool) -> str | None:
+    """Why a run can't resume from a checkpoint: another trainer saved it, or one of both runs trains an adapter."""
+    manifest, folder = _read(Path(checkpoint)), Path(checkpoint)
+    saved = trainer if manifest is None or manifest.trainer is None else manifest.trainer
+    is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
+    if saved == trainer and is_adapter == has_adapter:
+        return None
+    runs = ((saved, is_adapter), (trainer, has_adapter))
+    found = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
+    return f"{checkpoint} is of a run of {found[0]}, and this one is of {found[1]}; resume as that run was started."
+
+
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
     """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
     manifest = _read(Path(checkpoint))
@@ -88,6 +102,7 @@ def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> lis
 
 
 class _Manifest(NamedTuple):
+    trainer: str | None
     model_only: bool
     datasets: dict[str, Any]
     files: dict[str, tuple[int, int]]  # size and checksum by name below the folder
@@ -101,7 +116,7 @@ def _read(folder: Path) -> _Manifest | None:
         raise OSError("it isn't a regular file")
     content = json.loads(path.read_text())
     files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
-    return _Manifest(content["model_only"], content["datasets"], files)
+    return _Manifest(content.get("trainer"), content["model_only"], content["datasets"], files)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -297,6 +297,7 @@ class SamplingArguments(MediaArguments):
         min_p: float | None = None
 
     needs_rewards = True  # whether something must reward completions
+    reads_steps = False  # whether advantages depend on where along a completion rewards are, not on their sum alone
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # of rows, which only a teacher reads
     keeps_decoded = False  # whether something else than the sampler takes decoded media
@@ -427,6 +428,17 @@ class MultimodalArguments(SamplingArguments):
     contrast_view: str | None = None
 
     def __post_init__(self):
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+                raise ValueError(
+                    "The learning rate follows the metric of `load_best_model_at_end`; set `metric_for_best_model` to "
+                    "'reward', with `lr_scheduler_kwargs={'mode': 'max'}`, or to 'loss'."
+                )
+            self.metric_for_best_model, self.greater_is_better = "reward", True
+            logger.warning(
+                "`load_best_model_at_end` loads the checkpoint with the highest `eval_reward`: the loss of a policy "
+                "gradient doesn't tell which is best. `metric_for_best_model` names another metric."
+            )
         super().__post_init__()
         if self.max_staleness > 0 and not (self.use_vllm and self.vllm_mode == "server"):
             raise ValueError(

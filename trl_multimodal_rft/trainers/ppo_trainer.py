@@ -287,10 +287,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of the states before each completion token, `(B, C)`, and after the cut of truncated ones, `(B,)`."""
         assert self.critic is not None
-        args, ids = self.args, rollout.completion_ids
-        lengths = rollout.completion_mask.sum(1)
-        last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
-        cut = (lengths > 0) & ~torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
+        args, mask = self.args, rollout.completion_mask
+        cut = mask.any(1) & ~torch.tensor(rollout.source.ended, device=mask.device)
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             return score_values(

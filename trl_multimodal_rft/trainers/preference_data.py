@@ -17,6 +17,7 @@ from ..data.rows.pairs import TIE
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
+from ..encoding.prompts import check_ids
 from ..encoding.supervised import PreferencePair
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
@@ -88,9 +89,14 @@ class PreferenceCollator(SupervisedCollator):
                 raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
         return {n: torch.tensor([math.nan if each is None else each for each in found[n]]) for n in found}
 
+    def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
+        pair = self._encoder_of(row).encode_preference(row, whole=whole)
+        check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
+        return pair
+
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""
-        pair, longest = self._encoder_of(row).encode_preference(row), self.args.max_length
+        pair, longest = self._encoded_pair(row), self.args.max_length
         if longest is not None:
             if len(pair) >= longest:
                 raise OverlongRow(
@@ -140,7 +146,7 @@ class ComparisonCollator(PreferenceCollator):
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair of at most `max_length` tokens each, the prompt included."""
-        pair, longest = self._encoder_of(row).encode_preference(row, whole=True), self.args.max_length
+        pair, longest = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if longest is not None and n_tokens > longest:
             raise MediaError(

@@ -43,7 +43,7 @@ class RolloutLog:
             most = args.max_logged_media if args.log_multimodal else 0
             self.media = MediaLog(args.generation_batch_size, most, self.run.accelerator)
         if self.run.rewards.names():
-            self.hint = EqualRewardsHint(grouped=args.compares_groups)
+            self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
         """Those that hint at equal rewards, and log completions with their media, which TRL's scheduler publishes."""
@@ -105,7 +105,7 @@ class RolloutLog:
         Notes whether rewards differ, and how difficult prompts are, where the config asks for it: whether the mean
         rewards of groups are within the wanted range, and the pass rates of rows.
 
-        Shapes: `rewards`, `group_ids` and `live`, whether the rewards of a group differ, `(N,)`, of all ranks.
+        Shapes: `rewards`, `group_ids` and `live`, whether a group has a learning signal, `(N,)`, of all ranks.
         """
         run, per_func, sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range

@@ -19,7 +19,7 @@ from trl.trainer.utils import use_adapter
 from ..checks.run_checks import Checks
 from ..data.rows.row import Row
 from ..data.rows.unread import check_has_prompt, check_reward_columns
-from ..encoding.processors import tokenizer_of
+from ..encoding.processors import ends_with, tokenizer_of
 from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
@@ -44,6 +44,7 @@ from ..rollout.samplers import Sampler
 from ..rollout.score import packing_metrics, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
+from .configs import stops_of
 from .setup import warn_of_unread
 
 
@@ -156,7 +157,7 @@ class Run:
     ) -> None:
         """Adds completions to a rollout and logs their lengths, with options of [`~rollout.collect.complete`]."""
         state = self.state()
-        options |= {"ends": self.ends, "accelerator": self.accelerator}
+        options |= {"has_ended": self.has_ended, "accelerator": self.accelerator}
         metrics, n_tokens = complete(rollout, ids, logps, tool_mask, **options)
         if self.is_training:
             state.num_input_tokens_seen += n_tokens
@@ -165,6 +166,11 @@ class Run:
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, size, self.prompts.model)
+
+    def has_ended(self, ids: list[int]) -> bool:
+        """Whether a token or a text that ends completions ended this one."""
+        is_end = bool(ids) and ids[-1] in (*self.ends, self.tokenizer.pad_token_id)
+        return is_end or ends_with(ids, stops_of(self.args)[1], self.tokenizer)
 
     @torch.no_grad()
     def score(self, model: nn.Module, rollout: Rollout) -> Scores:

@@ -43,6 +43,7 @@ from ..data.rows.counts import empty_cells, most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
+from ..encoding.model_folders import check_weights
 from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
 from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of, family_of_processor, input_modalities
@@ -53,7 +54,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..models.modes import fix_encoders, ignore_deprecated_names
 from ..models.parts import check_adapter
-from ..models.pretrained import is_adapter, load_model, policy_class, read_config, trained_part
+from ..models.pretrained import is_adapter, load_model, policy_class, read_config, trained_part, whole_weights
 from ..models.reward_model import load_trained_reward_model, register_reward_model
 from ..models.towers import freeze_as_built
 from ..models.wrapped import replaced, unwrapped
@@ -310,11 +311,11 @@ def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> Abstract
 
 
 @contextmanager
-def no_warning_about_init_kwargs(active: bool):
-    """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
+def loading_in_trl(by_name: bool):
+    """TRL loads whole weights, and doesn't warn that how to load them is ignored for an instance loaded `by_name`."""
 
     def keep(record: logging.LogRecord):
-        return not (active and "but your model is already instantiated" in record.getMessage())
+        return not (by_name and "but your model is already instantiated" in record.getMessage())
 
     loggers = [
         logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")
@@ -322,7 +323,8 @@ def no_warning_about_init_kwargs(active: bool):
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
-        yield
+        with whole_weights():
+            yield
     finally:
         for trl_logger in loggers:
             trl_logger.removeFilter(keep)
@@ -428,7 +430,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: s
         others |= {"beta": 0.0, "sync_ref_model": False}
     with (
         image_token_id(loaded.model.config, placeholders),
-        no_warning_about_init_kwargs(loaded.by_name),
+        loading_in_trl(loaded.by_name),
         replaced(args, **others),
     ):
         yield
@@ -619,6 +621,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
             "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
             "trainers that take a `ref_model`."
         )
+    check_weights(name)
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):

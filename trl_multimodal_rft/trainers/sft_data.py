@@ -21,7 +21,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
-from ..encoding.prompts import placeholder_tokens, plain_outputs
+from ..encoding.prompts import check_ids, placeholder_tokens, plain_outputs
 from ..encoding.supervised import SupervisedEncoder, SupervisedSequence, row_labels
 from ..rollout.stream import EncodedRow
 from .setup import check_takes_media
@@ -98,12 +98,7 @@ class SupervisedCollator:
         else:
             encoder = self._encoder_of(row)
             sequence = encoder.encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
-        ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size
-        if not 0 <= ids.min() <= ids.max() < n_tokens:
-            raise ValueError(
-                f"row {row.row_index} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to "
-                f"{n_tokens - 1}; tokenize with the model's tokenizer, or call `model.resize_token_embeddings`"
-            )
+        check_ids(sequence.input_ids, self.model.config, row.row_index)
         if args.max_length is None or len(sequence) <= args.max_length:
             return sequence
         if sequence.modalities:

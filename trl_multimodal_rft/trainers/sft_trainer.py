@@ -20,7 +20,7 @@ from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import no_warning_about_init_kwargs, resolve_config
+from .setup import loading_in_trl, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -124,7 +124,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         eval_dataset = collator.prepare(eval_dataset, "eval")
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
-            no_warning_about_init_kwargs(loaded.by_name),
+            loading_in_trl(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
             # `assistant_only_loss`, and would listen to signals. All three are done here
             replaced(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),

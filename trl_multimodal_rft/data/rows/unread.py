@@ -123,8 +123,8 @@ def check_columns(
         of_answers = [found.path for found in unread if re.search("chosen|rejected", found.column)]
         if of_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
             raise MediaError(
-                f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about the media of "
-                "a prompt, or name the columns in `ignored_media_columns`"
+                f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about media of a "
+                "prompt, or name the columns in `ignored_media_columns`"
             )
         takes = {*MODALITIES}.intersection(takes)
         certain = any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
