@@ -276,12 +276,10 @@ def _noting(failures: list[Exception | None] | None, index: int) -> Iterator[Non
     """Notes an error within the context, and goes on; raises it where nothing takes notes."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if failures is None:
             raise
-        failures[index] = error
-    except SystemExit as error:
-        failures[index] = as_error(error)
+        failures[index] = error if isinstance(error, Exception) else as_error(error)
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

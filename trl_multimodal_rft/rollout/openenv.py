@@ -225,17 +225,14 @@ def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Ob
 
 def _pixels(value: Any) -> np.ndarray:
     """An image of lists of pixels, from 0 to 255."""
-    try:
+    with suppress(ValueError, TypeError, OverflowError):  # of lists of several lengths, and of texts
         pixels = np.asarray(value)
-        shape = pixels.ndim in (2, 3) and pixels.size > 0 and (pixels.ndim == 2 or pixels.shape[2] in (1, 3, 4))
-        is_whole = shape and np.array_equal(pixels, pixels.astype(np.uint8))
-    except (ValueError, TypeError, OverflowError):  # of lists of several lengths, and of texts
-        is_whole = False
-    if not is_whole:
-        raise EnvironmentFailure(
-            "the server shows an image that isn't rows of pixels, whole numbers from 0 to 255 such as [[[255, 0, 0]]]"
-        )
-    return pixels.astype(np.uint8)
+        has_shape = pixels.ndim in (2, 3) and pixels.size and (pixels.ndim == 2 or pixels.shape[2] in (1, 3, 4))
+        if has_shape and np.array_equal(pixels, pixels.astype(np.uint8)):
+            return pixels.astype(np.uint8)
+    raise EnvironmentFailure(
+        "the server shows an image that isn't rows of pixels, whole numbers from 0 to 255 such as [[[255, 0, 0]]]"
+    )
 
 
 def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> list[Any]:

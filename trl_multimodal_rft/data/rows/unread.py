@@ -287,4 +287,4 @@ def _media_of(row: dict[str, Any], reads: Collection[str], ignored: Collection[s
     """The modalities of the media of a row; all of them where a medium doesn't show its own."""
     columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
     inside = [kind for c in reads if not isinstance(row.get(c), str) for _, kind, _ in find_media(row.get(c))]
-    return {*map(MEDIA_COLUMNS.__getitem__, columns), *inside} if None not in inside else {*MODALITIES}
+    return {*MODALITIES} if None in inside else {*map(MEDIA_COLUMNS.__getitem__, columns), *filter(None, inside)}
