@@ -319,8 +319,7 @@ def run(args: argparse.Namespace) -> None:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=model.input_modalities)
         if warning is not None:
             report.warnings.append(warning)
-        if rows.column_names is not None:
-            report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
+        report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
     except ValueError as error:  # of no row in particular
         report.warnings.append(str(error))
         report.is_refused = True
