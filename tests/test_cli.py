@@ -157,7 +157,7 @@ MISTAKES = [
     (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
     (["grpo", "--config", "geometry3k_cisp"], 1, "Did you mean `qwen2_5_vl_7b/geometry3k_cispo`?"),
     (["grpo", "--config", "geometry3k_ppo"], 1, "Did you mean `qwen2_5_vl_3b/geometry3k_ppo`?"),
-    (["grpo", "--config", "numbr.yaml"], 1, "There is no file 'numbr.yaml'; '"),
+    (["grpo", "--config", "numbr.yaml"], 1, "There is no file or folder 'numbr.yaml'; '"),
     (["grpo", "--config", "qwen2_audio_7b/avqa_grpo"], 1, "no folder 'avqa' with the rows of 'qwen2_audio_7b/avqa_g"),
     (
         ["check", *MODEL, "--config", "qwen2_audio_7b/avqa_grpo"],

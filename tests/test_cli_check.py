@@ -240,9 +240,9 @@ SHEETS = [
     (
         "audio,prompt|a.wav,A|,B|a.wav,C",
         "",
-        "All 3 rows would train. Note: column 'audio' is empty in 1 of 3 rows (1).",
+        "All 3 rows would train. Note: column 'audio' is empty in 1 of 3 rows, first in 1.",
     ),
-    ("audio,prompt,solution|a.wav,A,1|a.wav,B,", "", "Note: column 'solution' is empty in 1 of 2 rows (1)."),
+    ("audio,prompt,solution|a.wav,A,1|a.wav,B,", "", "Note: column 'solution' is empty in 1 of 2 rows, first in 1."),
     ("audio,prompt,solution|a.wav,A,1|a.wav,B,", "wer_reward", "gives no reward where column 'solution' is empty in"),
     ("audio,prompt,solution|a.wav,A,|a.wav,B,", "wer_reward", "2 of 2 rows (100 %) would not train."),
     ("audio,prompt, solution|a.wav,A,1", "accuracy_reward", "Did you mean ` solution`?"),

@@ -487,7 +487,9 @@ def test_pairs_by_their_names_in_dataset_info(name, files, tmp_path):
     rows = files([row | ({"good": SAID["chosen"]} if name == "NAME" else {})] * 2)
     for path in (files(ENTRIES[name], "dataset_info.json"), rows.with_name(name)):
         check_pairs(load_conversations(path, task="dpo"), tmp_path / path.name)
-    with pytest.raises(ValueError, match=f"dataset_info.json has no file of 'NAMES', only the entries '{name}'; name"):
+    with pytest.raises(
+        ValueError, match=f"dataset_info.json names no file for 'NAMES', only the entries '{name}'; name"
+    ):
         load_conversations(rows.with_name("NAMES"), task="dpo")
 
 

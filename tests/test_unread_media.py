@@ -256,7 +256,7 @@ def test_empty_cells_of_media_are_counted(tmp_path, caplog):
     made(tmp_path, beside(None, PNG, PNG, None).select([1, 0, 2, 3, 0]), "qwen2_5_vl")
     (told,) = [each for each in caplog.messages if "is empty" in each]
     assert told.endswith(
-        "`train_dataset`: column 'image' is empty in 3 of 5 rows (1, 3, 4), whose prompts are without such media."
+        "`train_dataset`: column 'image' is empty in 3 of 5 rows, first in 1, whose prompts are without such media."
     )
 
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 
-# Endings of files with rows that `datasets` reads, also compressed ones
-_ROWS = re.compile(r"\.(csv|tsv|json|jsonl|ndjson|parquet|arrow|txt|tar|zip)(\.(gz|bz2|xz|zst|lz4))?\Z", re.IGNORECASE)
+# Endings of files with rows that `datasets` reads, also compressed ones, and of configs
+_ROWS = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip|ya?ml)(\.(gz|bz2|xz|zst|lz4))?\Z")
 
 
 def local_path(name: str) -> Path | None:

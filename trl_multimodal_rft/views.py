@@ -24,7 +24,6 @@ from .spelling import check_settings, check_unused, load_dotted, spelled, split_
 _GREY = 128  # pixel value
 _DIFFUSION_STEPS = 1000
 
-# Of a medium, none of which would be no view
 Share, Count = Annotated[float, "(0, 1]"], Annotated[int, "[1, inf)"]
 M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded medium
 

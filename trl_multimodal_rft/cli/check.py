@@ -327,8 +327,7 @@ def run(args: argparse.Namespace) -> None:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=input_modalities(model))
         if warning is not None:
             report.warnings.append(warning)
-        if rows.column_names is not None:
-            report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
+        report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
     except ValueError as error:  # of no row in particular
         report.warnings.append(str(error))
         report.is_refused = True

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import nn
 from trl import rewards as trl_rewards
 from trl.trainer.utils import get_callable_name
 
 from .. import rewards
 from ..data.rows.counts import empty_cells, empty_rows
+from ..data.rows.nested import Rows
 from ..spelling import check_settings, load_dotted, recipe_names, split_settings
 from .checks import CALLED_WITH, check_signature
 from .recipe import apply_recipe
@@ -68,11 +69,13 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
     return reward_funcs
 
 
-def check_reads(functions: Sequence[Any], dataset: Dataset | IterableDataset) -> list[str]:
+def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
     """
     Raises a `ValueError` if functions read columns that a dataset lacks, or that hold nothing. Returns warnings about
     empty cells of columns that named functions need.
     """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return []
     columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
     empty: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for each in functions:

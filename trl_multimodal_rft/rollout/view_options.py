@@ -4,9 +4,9 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ..families import MODALITIES
 from ..spelling import check_settings, check_value, did_you_mean, split_settings
@@ -107,13 +107,12 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
     return cls(replace(chosen, settings=rest), **own)
 
 
-def changed_media(config: object) -> dict[str, set[str]]:
+def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
     """The modalities of media that the views of a config change, by its options that name them."""
     names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
-    views = {name: as_view(split_settings(value)[0]) for name in names if (value := getattr(config, name, None))}
+    views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
     kinds = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
-    heard = {"video"} if getattr(config, "use_audio_in_video", False) else set()
-    return {f"`{name}`": each | heard if "audio" in each else each for name, each in kinds.items()}
+    return {name: each | {"video"} if config["use_audio_in_video"] else each for name, each in kinds.items()}
 
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:

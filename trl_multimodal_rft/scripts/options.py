@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..paths import nearest
+from ..paths import local_path
 from ..spelling import did_you_mean
 from .errors import one_line
 
@@ -93,12 +93,11 @@ def packaged(folder: str, name: str) -> str:
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
-        local, is_near = nearest(Path(name)) if name.endswith((".yaml", ".yml")) else ("", False)
-        if is_near:
-            raise ValueError(f"There is no file {name!r}; {local}.")
         stem, stems, near = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
         close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if near else 0.8)
         same = [f"`{file}`" for file in files if Path(file).name in close]
+        if not same and not near:
+            local_path(name)  # which raises for a path
         near = f" Did you mean {' or '.join(same)}?" if same else near or f" This package has {', '.join(files)}."
         raise ValueError(f"There is no file {name!r}.{near}")
     return str(files[name])

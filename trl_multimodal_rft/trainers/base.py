@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from trl.distributed import DistributedBackend
@@ -25,7 +25,6 @@ from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
-from ..data.rows.unread import lists_columns
 from ..encoding.prompts import all_placeholder_ids
 from ..forward.scores import Scores
 from ..generation.transformers import Branches
@@ -127,10 +126,8 @@ class MultimodalTrainer(CheckpointMixin):
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments read what columns they like
             warn_of_unread(args, datasets, modalities(model, args))
-            train_dataset = datasets["train_dataset"]
-            if rollout_func is None and isinstance(train_dataset, Dataset) and lists_columns(train_dataset):
-                for warning in check_reads(reward_funcs or (), train_dataset):
-                    logger.warning(f"`train_dataset`: {warning}")
+            for warning in check_reads(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
+                logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         set_seed(args.seed)  # as TRL does before it loads a model

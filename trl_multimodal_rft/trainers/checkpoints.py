@@ -195,7 +195,7 @@ class CheckpointMixin(Trainer):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
-    def _draw_interrupted(self, error: type[BaseException] | None, *_: Any) -> None:
+    def _draw_interrupted(self, error: type[BaseException] | None, *_: BaseException | None) -> None:
         """Draws the curves of a run that an error or Ctrl-C ends, for which no callback is called."""
         for callback in self.callback_handler.callbacks if error is not None else ():
             if isinstance(callback, TrainingCurvesCallback):

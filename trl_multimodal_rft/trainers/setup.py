@@ -173,7 +173,10 @@ def warn_of_unread(
     """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
         reads = ("completion", "messages") if supervised else args.teacher_columns
-        ignored, needs = args.ignored_media_columns or (), changed_media(args) if argument == "train_dataset" else {}
+        ignored, needs = (
+            args.ignored_media_columns or (),
+            changed_media(vars(args)) if argument == "train_dataset" else {},
+        )
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
             if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
@@ -200,9 +203,7 @@ def modalities(model: Any, args) -> Collection[str]:
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
-    """
-    Whether one of the datasets streams or has unknown columns, see [`lists_columns`].
-    """
+    """Whether one of the datasets streams or has unknown columns, see [`lists_columns`]."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(each, IterableDataset) or not lists_columns(each) for each in datasets if each is not None)
 

@@ -12,35 +12,33 @@ from .load import reading, required
 
 
 _NAME = "dataset_info.json"
-_PLACES = ("file_name", "dataset_path", "hf_hub_url", "hf_dataset_id")  # keys of an entry, the first two in its folder
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
 
-def source_of(path: str | Path, split: str) -> tuple[str | Path, str, Callable[[dict[str, Any], int], dict[str, Any]]]:
+def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], int], dict[str, Any]]]:
     """
-    The path, the split and a function that renames the columns of a row, for `folder/NAME` of the entry `NAME` of the
-    folder's `dataset_info.json`, for that file itself of its only entry. Other paths are returned as they are.
+    The file and a function that renames the columns of a row, for `folder/NAME` of the entry `NAME` of the folder's
+    `dataset_info.json`, for that file itself of its only entry. Other paths are returned as they are.
     """
     given = Path(path).expanduser()
     file = given.parent / _NAME
     if not file.is_file() or (given.exists() and given != file):
-        return path, split, lambda row, index: row
+        return path, lambda row, index: row
     with reading(str(file)):
         entries = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(entries, list):
-        entries = {Path(next(each[key] for key in _PLACES if key in each)).stem: each for each in entries}
+        entries = {Path(each.get("dataset_path", "")).stem: each for each in entries}
     name = next(iter(entries)) if given == file and len(entries) == 1 else given.name
     entry = entries.get(name, {})
-    key = next((key for key in _PLACES if entry.get(key)), None)
-    if key is None or entry.get("subset"):
-        known = f"{file} has no file of {name!r}, only the entries {', '.join(map(repr, entries))}"
-        raise ValueError(f"{known}; name one as '{file.parent}/{next(iter(entries))}'.{did_you_mean(name, entries)}")
     columns: dict[str, str] = entry.get("columns") or {}
-    if key in ("file_name", "hf_hub_url"):  # LLaMA-Factory's, from its names
+    if "file_name" in entry:  # LLaMA-Factory's, from its names
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
         columns = {theirs: defaults.get(column, column) for column, theirs in columns.items()}
-    place = file.parent / entry[key] if key in _PLACES[:2] else entry[key]
-    return place, entry.get("split", split), lambda row, index: {columns.get(k, k): v for k, v in row.items()}
+    elif "dataset_path" not in entry:
+        known = f"{file} names no file for {name!r}, only the entries {', '.join(map(repr, entries))}"
+        raise ValueError(f"{known}; name one with a file as '{file.parent}/NAME'.{did_you_mean(name, entries)}")
+    place = file.parent / entry.get("file_name", entry.get("dataset_path"))
+    return place, lambda row, index: {columns.get(key, key): value for key, value in row.items()}
 
 
 def conversation(

@@ -62,9 +62,7 @@ def empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return ""
     found = {column: empty_rows(dataset, column) for column in columns if column in dataset.format["columns"]}
-    return "; ".join(
-        f"column {column!r} is empty in {len(rows)} of {len(dataset)} rows "
-        f"({', '.join(map(str, rows[:5]))}{', ...' * (len(rows) > 5)})"
-        for column, rows in found.items()
-        if rows
-    )
+    empty = {
+        column: f"{len(rows)} of {len(dataset)} rows, first in {rows[0]}" for column, rows in found.items() if rows
+    }
+    return "; ".join(f"column {column!r} is empty in {rows}" for column, rows in empty.items())

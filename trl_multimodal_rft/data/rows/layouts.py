@@ -66,8 +66,7 @@ def load_conversations(
     - LLaVA (https://github.com/haotian-liu/LLaVA/blob/main/docs/Finetune_Custom_Data.md): `conversations` as above,
       and `image` (or `video`), one path or a list.
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
-      as above; or `query`, `response` and `history` (pairs).
-    - Alpaca: `instruction`, `input` and `output`, also with `system` and `history`.
+      as above; or `query`, `response` and `history` (pairs), or Alpaca's `instruction`, `input` and `output`.
     - Pairs of LLaMA-Factory have `chosen` and `rejected`, messages or texts; those of ms-swift `rejected_response`, or
       `rejected_messages`, to the last message.
 
@@ -121,7 +120,7 @@ def load_conversations(
 
     used = {"messages", "conversations", "query", "response", "history", "system"}
     used |= {"rejected_response", "rejected_messages"} if task == "dpo" else set()
-    path, split, renamed = source_of(path, split)
+    path, renamed = source_of(path)
     dataset = _convert(path, split, media_dir, convert, used, renamed)
     if task == "rl" and dataset.features["solution"] == Value("null"):
         return dataset.remove_columns("solution")

@@ -104,8 +104,9 @@ def check_columns(
     if columns:
         check_separator(columns)
         _check_names(name, columns, sample, needs_prompt)
-    every_row = dataset if isinstance(dataset, Sequence) else rows
-    kinds = kinds.union(*(_media_of(row, reads, ignored) for row in every_row))
+    kinds = kinds.union(
+        *(_media_of(row, reads, ignored) for row in (dataset if isinstance(dataset, Sequence) else rows))
+    )
     has_media = bool(kinds - {None})
     if one := [name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)]:
         convert = f", or {prepared('llama-factory --task dpo')}" * ("chosen" in one)
