@@ -30,9 +30,9 @@ def load(medium):
 
 def load_by_qwen(medium, patch):
     """Returns an image or a video sampled and resized as by qwen-vl-utils, by the options of its block alone."""
-    from qwen_vl_utils import vision_process
-
     if medium.modality == "image":
+        from qwen_vl_utils import vision_process
+
         return vision_process.fetch_image({**medium.options, "image": decoding.load_image(medium)}, patch)
     resize = partial(decoding.qwen_resized, medium.options, patch)
     frames, metadata = decoding.load_video(medium, partial(decoding.qwen_frame_indices, medium.options), resize)
