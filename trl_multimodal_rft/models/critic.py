@@ -254,8 +254,8 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
 
 def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
     """The weights of an LM head alone, which a critic doesn't have."""
-    head = model.get_output_embeddings() or nn.Identity()
-    return {*head.parameters()} - {*model.get_input_embeddings().parameters()}
+    head, tied = model.get_output_embeddings() or nn.Identity(), model.get_input_embeddings()
+    return {*head.parameters()} - {*tied.parameters()}
 
 
 def _other_family(label: str, model_class: type[PreTrainedModel]) -> ValueError:

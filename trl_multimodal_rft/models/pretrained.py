@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from logging import Logger
 from typing import Any, cast
 
 import torch
@@ -89,15 +90,14 @@ def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = l
     some of other shapes. `fresh` returns the parameters that may be missing, such as those of a head that goes.
     """
 
-    def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: Any) -> None:
+    def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
         name, kind = options["pretrained_model_name_or_path"], type(model).__name__
         weights, new = dict(model.named_parameters()), {*fresh(model)}
         missing = sorted(key for key in loading_info.missing_keys if key in weights and weights[key] not in new)
         if missing:
             raise ValueError(
-                f"{name!r} lacks weights of {kind}, which would be random: {', '.join(map(repr, missing[:3]))}"
-                + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-                + "; name a folder that has them all, as `save_pretrained` writes it."
+                f"{name!r} lacks weights of {kind}, which would be random ({len(missing)}: {', '.join(missing[:3])}"
+                f"{', ...' * (len(missing) > 3)}); name a folder that has them all, as `save_pretrained` writes it."
             )
         if loading_info.mismatched_keys and not options["ignore_mismatched_sizes"]:
             weight, found, expected = min(loading_info.mismatched_keys)
@@ -105,12 +105,11 @@ def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = l
             raise ValueError(
                 f"{name!r} holds {weight!r} of shape {[*found]}, and {kind} takes {[*expected]}; name a model {right}."
             )
-        log_state_dict_report(model=model, loading_info=loading_info, **options)
+        log_state_dict_report(model=model, loading_info=loading_info, **cast(dict[str, Any], options))
 
-    of_adapters = transformers.integrations.peft  # in folders of models
-    with replaced(transformers.modeling_utils, log_state_dict_report=report):
-        with replaced(of_adapters, log_state_dict_report=report):
-            yield
+    hook = {"log_state_dict_report": report}  # for models, and for adapters in their folders
+    with replaced(transformers.modeling_utils, **hook), replaced(transformers.integrations.peft, **hook):
+        yield
 
 
 def load_model(name: str, **kwargs) -> PreTrainedModel:

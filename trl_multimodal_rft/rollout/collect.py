@@ -2,7 +2,7 @@
 """Rows to prompts, also under a view of their media, and lists of ids to completions."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -178,20 +178,20 @@ def complete(
     logps: list[list[float | None]] | None,
     tool_mask: list[list[int]] | None,
     *,
-    has_ended: Callable[[list[int]], bool],
+    ended: list[bool],
     pad_to_multiple_of: int | None,
     mask_truncated: bool,
     accelerator: Accelerator,
 ) -> tuple[dict[str, float], int]:
     """
-    Adds completions to a rollout, with their masks, and whether they ended before they were cut, as `has_ended` says
-    of each. Returns TRL's metrics of lengths, and tokens, of all ranks.
+    Adds completions to a rollout, with their masks, and which `ended`, and weren't cut. Returns TRL's metrics of
+    lengths, and tokens, of all ranks.
     """
     device, pad_token_id = accelerator.device, rollout.pad_token_id
-    rollout.source.ids, rollout.source.ended = ids, [*map(has_ended, ids)]
+    rollout.source.ids, rollout.source.ended = ids, ended
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
     mask = right_pad([[1] * len(each) for each in ids], 0, pad_to_multiple_of)
-    ended = torch.tensor(rollout.source.ended)
+    whole = torch.tensor(ended)
     lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
     if tool_mask is not None:
         rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)
@@ -199,17 +199,17 @@ def complete(
         given = [[torch.nan if logp is None else logp for logp in each] for each in logps]
         rollout.sampling_per_token_logps = right_pad(given, 0.0, pad_to_multiple_of).to(device)
     if mask_truncated:
-        mask = mask * ended[:, None]
+        mask = mask * whole[:, None]
         if rollout.tool_mask is not None:
-            rollout.tool_mask = rollout.tool_mask * ended[:, None].to(device)
+            rollout.tool_mask = rollout.tool_mask * whole[:, None].to(device)
     rollout.completion_mask = mask.to(device)
     prompts = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     in_loss = rollout.loss_mask.sum(1).cpu()
-    table = torch.stack([prompts, lengths, ended.long(), in_loss], dim=1).to(device)
-    prompts, lengths, ended, in_loss = accelerator.gather(table).cpu().unbind(1)
+    table = torch.stack([prompts, lengths, whole.long(), in_loss], dim=1).to(device)
+    prompts, lengths, whole, in_loss = accelerator.gather(table).cpu().unbind(1)
     rollout.num_items_in_batch = in_loss.sum().to(device)
-    metrics = {"completions/clipped_ratio": 1 - ended.float().mean().item()}
-    terminated = lengths[ended == 1]
+    metrics = {"completions/clipped_ratio": 1 - whole.float().mean().item()}
+    terminated = lengths[whole == 1]
     for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
         for name in ("mean", "min", "max"):
             metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()

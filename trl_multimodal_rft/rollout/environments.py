@@ -237,13 +237,12 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 def reward_of(kind: type) -> Callable:
     """
     A reward function from `get_reward` of a class, plain or async, which gets its `completion` if it has this
-    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in `failures`; without
-    them, as TRL's function is called with environments alone, it is raised.
+    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in any `failures`.
     """
     reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
     def call(
-        environments: list[Any], completions: Any = None, failures: list | None = None, **columns: Argument
+        environments: list[Any], completions: Sequence = (), failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         rewards: list[Any] = [None] * len(environments)
         for i, each in enumerate(environments):
@@ -253,7 +252,7 @@ def reward_of(kind: type) -> Callable:
         return rewards
 
     async def call_and_wait(
-        environments: list[Any], completions: Any = None, failures: list | None = None, **columns: Argument
+        environments: list[Any], completions: Sequence = (), failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
             with _noting(failures, i):

@@ -123,11 +123,8 @@ class TransformersSampler(Sampler):
 
     def _unpadded(self, ids: list[int], texts: Sequence[str]) -> list[int]:
         """A completion that one of the texts may have ended, without the padding behind it."""
-        n = len(ids)
-        while texts and n and ids[n - 1] == self.pad_token_id:
-            n -= 1
-        found = (stop for stop in range(n, len(ids)) if ends_with(ids[:stop], texts, self.policy.processor))
-        return ids[: next(found, len(ids))]
+        padding = (n for n, token in enumerate(ids) if token == self.pad_token_id)
+        return ids[: next((n for n in padding if ends_with(ids[:n], texts, self.policy.processor)), len(ids))]
 
     def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
         for prompt in prompts:

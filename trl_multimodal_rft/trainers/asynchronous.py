@@ -153,6 +153,6 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     ids, logps = ([*each] for each in zip(*sampled, strict=True))
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
-    options: dict[str, Any] = {"has_ended": run.has_ended, "pad_to_multiple_of": None, "mask_truncated": False}
-    complete(rollout, ids, logps, None, **options, accelerator=accelerator)
+    options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
+    complete(rollout, ids, logps, None, ended=[*map(run.has_ended, ids)], **options)
     return rollout

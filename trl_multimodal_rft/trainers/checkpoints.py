@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
@@ -60,6 +61,8 @@ from .signals import EndOnSignal, end_with_launcher
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as Trainer
+
+    from .configs import TrainerConfig
 else:
     Trainer = object
 
@@ -94,8 +97,9 @@ class CheckpointMixin(Trainer):
     _train_loader: Callable[[], DataLoader]
     _eval_loader: Callable[..., DataLoader]
     card_notes: CardNotes
-    _name: Any  # these two are TRL's, for a card
+    _name: Any  # these three are TRL's
     _paper: Any
+    _tag_names: list[str]
     max_completion_length: Any
     chat_template_kwargs: Any
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
@@ -157,8 +161,7 @@ class CheckpointMixin(Trainer):
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
 
         Raises:
-            `ValueError`: If files of the checkpoint are missing or damaged, if none is whole, or if another trainer
-                saved it, or one of the two runs is one of FSDP, or trains an adapter, and the other isn't.
+            `ValueError`: If no checkpoint is whole, or it is of another trainer or engine, or an adapter alone.
             `RuntimeError`: If another run trains in `output_dir`.
         """
         end_with_launcher()
@@ -172,10 +175,8 @@ class CheckpointMixin(Trainer):
                 )
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             self._resumed_from = checkpoint
-            differs = None
-            if checkpoint and self.args.should_save:
-                differs = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
-                differs = differs or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
+            run = self.accelerator, self.args, self._tag_names[1], is_peft_model(self.model)
+            differs = _difference(checkpoint, *run) if checkpoint and self.args.should_save else None
             (differs,) = broadcast_object_list([differs])
             if differs is not None:
                 raise ValueError(differs)
@@ -337,9 +338,8 @@ class CheckpointMixin(Trainer):
             restore_ways(model, state.get("ways", {}).get(name, ()))
 
     def _forwarded_models(self) -> dict[str, PreTrainedModel]:
-        """The policy, its reference or teacher, and its critic, by the names of their attributes."""
-        critic = getattr(self.critic, "model", None)  # which a head lacks
-        models = {"model": self.model, "ref_model": self.ref_model, "critic": critic}
+        """The policy, its reference or teacher, and its critic, which isn't a head alone, by names of attributes."""
+        models = {"model": self.model, "ref_model": self.ref_model, "critic": getattr(self.critic, "model", None)}
         return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     def _checked_settings(self) -> dict[str, Any]:
@@ -530,6 +530,14 @@ class CheckpointMixin(Trainer):
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
+
+
+def _difference(
+    checkpoint: str, accelerator: Accelerator, args: "TrainerConfig", algorithm: str, has_adapter: bool
+) -> str | None:
+    """Why a run can't resume from a checkpoint of another one."""
+    differs = other_run(checkpoint, algorithm, has_adapter) or other_layout(accelerator, checkpoint)
+    return differs or other_parts(checkpoint, args)
 
 
 class _RestoreState(TrainerCallback):

@@ -3,6 +3,8 @@
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 
 if TYPE_CHECKING:  # a trainer imports its own config alone: each takes 10 ms
     from .distillation_config import MultimodalDistillationConfig
@@ -26,8 +28,6 @@ def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
 
 def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:
     """Tokens and texts of `generation_kwargs` that end a completion, beside the model's ends of text."""
-    given: list[list] = [[], []]
-    for name, place in {"stop_token_ids": 0, "eos_token_id": 0, "stop_strings": 1, "stop": 1}.items():
-        found = mapping(args.generation_kwargs).get(name)
-        given[place] += found if isinstance(found, (list, tuple)) else [] if found is None else [found]
-    return given[0], given[1]
+    found = map(mapping(args.generation_kwargs).get, ("stop_token_ids", "eos_token_id", "stop_strings", "stop"))
+    tokens, ends, texts, stops = (np.atleast_1d([] if each is None else each).tolist() for each in found)
+    return tokens + ends, texts + stops

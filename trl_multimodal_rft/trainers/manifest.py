@@ -28,14 +28,14 @@ def write_manifest(
     model_only: bool,
     fingerprints: dict[str, Any] | None = None,
     measured: dict[str, tuple[int, int]] | None = None,
-    trainer: str | None = None,
+    algorithm: str | None = None,
 ) -> None:
     """
     Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint, by default after it has
-    measured them, and the name of the `trainer`.
+    measured them, and the `algorithm` of the run.
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
-    content = {"trainer": trainer, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
+    content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
     Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
 
 
@@ -68,14 +68,14 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
-def other_run(checkpoint: str | Path, trainer: str, has_adapter: bool) -> str | None:
-    """Why a run can't resume from a checkpoint: another trainer saved it, or one of both runs trains an adapter."""
+def other_run(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str | None:
+    """Why a run can't resume from a checkpoint: its algorithm differs, or one of both runs trains an adapter."""
     manifest, folder = _read(Path(checkpoint)), Path(checkpoint)
-    saved = trainer if manifest is None or manifest.trainer is None else manifest.trainer
+    saved = (manifest and manifest.algorithm) or algorithm
     is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
-    if saved == trainer and is_adapter == has_adapter:
+    if saved == algorithm and is_adapter == has_adapter:
         return None
-    runs = ((saved, is_adapter), (trainer, has_adapter))
+    runs = ((saved, is_adapter), (algorithm, has_adapter))
     found = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
     return f"{checkpoint} is of a run of {found[0]}, and this one is of {found[1]}; resume as that run was started."
 
@@ -102,7 +102,7 @@ def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> lis
 
 
 class _Manifest(NamedTuple):
-    trainer: str | None
+    algorithm: str | None
     model_only: bool
     datasets: dict[str, Any]
     files: dict[str, tuple[int, int]]  # size and checksum by name below the folder
@@ -116,7 +116,7 @@ def _read(folder: Path) -> _Manifest | None:
         raise OSError("it isn't a regular file")
     content = json.loads(path.read_text())
     files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
-    return _Manifest(content.get("trainer"), content["model_only"], content["datasets"], files)
+    return _Manifest(content.get("algorithm"), content["model_only"], content["datasets"], files)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -157,7 +157,7 @@ class Run:
     ) -> None:
         """Adds completions to a rollout and logs their lengths, with options of [`~rollout.collect.complete`]."""
         state = self.state()
-        options |= {"has_ended": self.has_ended, "accelerator": self.accelerator}
+        options |= {"ended": [*map(self.has_ended, ids)], "accelerator": self.accelerator}
         metrics, n_tokens = complete(rollout, ids, logps, tool_mask, **options)
         if self.is_training:
             state.num_input_tokens_seen += n_tokens

@@ -43,7 +43,6 @@ from ..data.rows.counts import empty_cells, most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
-from ..encoding.model_folders import check_weights
 from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
 from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of, family_of_processor, input_modalities
@@ -622,7 +621,6 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
             "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
             "trainers that take a `ref_model`."
         )
-    check_weights(name)
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
         return None
     if getattr(args, "cast_lm_head_to_fp32", False):
