@@ -152,7 +152,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Update
 
-    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options: Sequence[int] | None) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
         if self._corrects(rollout) and not is_corrected:  # a weight on the advantage is one on the loss
