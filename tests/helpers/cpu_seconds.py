@@ -3,7 +3,8 @@
 A pytest plugin that prints the CPU seconds of each file at the end, including the processes that its tests start.
 
 Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. It holds
-the times of each suite; `--write-cpu-seconds` stores those of a run. A whole suite fails if a file has no time there.
+the times of each suite; `--write-cpu-seconds` stores those of a run. A file without a time counts as the mean of its
+suite. `--write-results` writes what a run found, which `weekly.py` reads.
 
 ```bash
 python tests/helpers/cpu_seconds.py  # the files that take longest
@@ -13,7 +14,6 @@ python tests/helpers/cpu_seconds.py  # the files that take longest
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,6 @@ SHOWN = 10  # files
 
 forked = 0.0  # CPU seconds of commands that were forked elsewhere (`forked.py`)
 _seconds: Counter[str] = Counter()
-_slow: set[str] = set()  # files with slow tests; the default suite checks that these have their times, too
-_MISSING = pytest.StashKey[str]()
 
 
 def _so_far() -> float:
@@ -35,19 +33,21 @@ def _so_far() -> float:
 
 def pytest_addoption(parser):
     parser.addoption("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file that ran")
+    parser.addoption("--write-results", help="file for the results, see `weekly.py`")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items, config):
-    _slow.update(_file(item.nodeid) for item in items if item.get_closest_marker("slow"))
     seconds = json.loads(STORED.read_text()).get(_run(config), {})
-    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))  # stable, so that tests of a file stay together
+    files = {_file(item.nodeid) for item in items}
+    times = {file: seconds.get(file, sum(seconds.values()) / max(len(seconds), 1)) for file in files}
+    items.sort(key=lambda item: -times[_file(item.nodeid)])  # stable, so that tests of a file stay together
 
 
 def _run(config) -> str:
-    """Returns the suite, whose other name is a target of the Makefile."""
-    expression = config.getoption("markexpr")
-    return "slow" if expression == "slow" else "lightrft" if expression.startswith("lightrft") else "default"
+    """Returns the suite: the marker that the expression of a target of the Makefile begins with, or the default."""
+    first = config.getoption("markexpr").split(" ")[0]
+    return first if first in ("slow", "gate") else "default"
 
 
 def _file(nodeid: str) -> str:
@@ -65,45 +65,43 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    output = getattr(node, "workeroutput", {})
-    _seconds.update(output.get("cpu_seconds", {}))
-    _slow.update(output.get("slow", ()))
+    _seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+
+
+def text(suites: dict[str, dict[str, float]]) -> str:
+    """Returns what `cpu_seconds.json` has for these times: files that are there, by name, so that branches merge."""
+    present = {
+        suite: {file: round(seconds[file], 1) for file in sorted(seconds) if (STORED.parent / file).exists()}
+        for suite, seconds in suites.items()
+    }
+    return json.dumps(present, indent=0) + "\n"
 
 
 def store(suite: str, seconds: dict[str, float]) -> None:
-    stored = json.loads(STORED.read_text())
-    stored[suite] = stored.get(suite, {}) | {file: round(n, 1) for file, n in seconds.items()}
-    present = {file: n for file, n in stored[suite].items() if (STORED.parent / file).exists()}
-    stored[suite] = dict(sorted(present.items(), key=lambda entry: -entry[1]))
-    STORED.write_text(json.dumps(stored, indent=0) + "\n")
-
-
-def without_time(suite: str, files: Iterable[str]) -> str:
-    """Returns an error that names the files of a suite that `cpu_seconds.json` lacks, or nothing."""
-    missing = sorted(set(files) - json.loads(STORED.read_text()).get(suite, {}).keys())
-    names = ", ".join(missing)
-    return f"{suite} tests not in {STORED.name}, see `--write-cpu-seconds`: {names}" if missing else ""
+    suites = json.loads(STORED.read_text())
+    STORED.write_text(text({**suites, suite: suites.get(suite, {}) | seconds}))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the terminal's summary
 def pytest_sessionfinish(session):
     config = session.config
     if hasattr(config, "workeroutput"):
-        config.workeroutput |= {"cpu_seconds": dict(_seconds), "slow": list(_slow)}
-        return
-    whole = config.args_source == config.ArgsSource.TESTPATHS and not config.getoption("keyword")
-    missing = [without_time(_run(config), _seconds), without_time("slow", _slow)] if whole else []
-    config.stash[_MISSING] = "\n".join(filter(None, missing))
-    if config.stash[_MISSING] and not session.exitstatus:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if config.getoption("write_cpu_seconds"):
+        config.workeroutput["cpu_seconds"] = dict(_seconds)
+    elif config.getoption("write_cpu_seconds"):
         store(_run(config), _seconds)
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if path := config.getoption("write_results"):
+        Path(path).write_text(json.dumps(_results(terminalreporter.stats)))
     terminalreporter.write_line(f"{sum(_seconds.values()):.0f} CPU seconds in tests, of these {_longest(_seconds)}")
-    if config.stash.get(_MISSING, ""):
-        terminalreporter.write_line(config.stash[_MISSING], red=True)
+
+
+def _results(reports: dict[str, list]) -> dict[str, object]:
+    """Returns numbers of tests, the names of those that failed, and the CPU seconds of each file."""
+    failed = sorted({each.nodeid for outcome in ("failed", "error") for each in reports.get(outcome, ())})
+    counts = {outcome: len(reports.get(outcome, ())) for outcome in ("passed", "skipped")}
+    return {**counts, "failed": failed, "seconds": dict(_seconds)}
 
 
 def _longest(seconds: dict[str, float]) -> str:
