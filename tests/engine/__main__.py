@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs the tests with vLLM's engine: `python tests/engine`, or with `-m slow` the slow ones.
+Runs the tests with vLLM's engine: `python tests/engine`, those of files, `python tests/engine test_tools.py`, or with
+`-m slow` the slow ones.
 
 Each file has a process of its own, as engines leave memory behind. These, and the servers that the tests start, are
 forked from one that has imported vLLM, which takes 20 CPU seconds. The first file that fails ends the rest, so that
@@ -48,14 +49,16 @@ def run(file: str, expression: str) -> tuple[str, int, str, dict]:
 def main() -> str:
     """Returns an error, or nothing."""
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("files", nargs="*", default=[path.name for path in Path(__file__).parent.glob("test_*.py")])
     parser.add_argument("-m", dest="expression", default="not slow", help="as that of pytest")
     parser.add_argument("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file")
     parser.add_argument("--write-results", type=Path, help="file for the results, see `weekly.py`")
     args = parser.parse_args()
     suite = "vllm slow" if args.expression == "slow" else "vllm"
     stored = json.loads(cpu_seconds.STORED.read_text()).get(suite, {})
-    paths = Path(__file__).parent.glob("test_*.py")
-    files = [f"engine/{path.name}" for path in paths if "slow" not in suite or "slow" in path.read_text()]
+    files = [f"engine/{name}" for name in args.files]
+    if args.expression == "slow":  # others have none
+        files = [file for file in files if "slow" in (TESTS / file).read_text()]
     files.sort(key=lambda file: -stored.get(file, 0))
     found, failed = [], ""
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
