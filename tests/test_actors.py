@@ -37,7 +37,7 @@ from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Crit
 from trl_multimodal_rft.models.towers import find_tower
 
 
-pytestmark = pytest.mark.lightrft
+pytestmark = pytest.mark.gate
 
 
 TEMPERATURE = 0.7

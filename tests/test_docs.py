@@ -207,7 +207,7 @@ def lightrft_with(strategy, task):
     return {**found, "lightrft": SimpleNamespace(), "task": SimpleNamespace(**task)}
 
 
-@pytest.mark.lightrft
+@pytest.mark.gate
 def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
     """The script for LightRFT, with a stub strategy, makes the updates of the script for this package."""
     monkeypatch.setattr(rewards, "accuracy_reward", length_and_sum)  # rewards that differ

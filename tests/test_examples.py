@@ -33,19 +33,29 @@ ROOT = Path(__file__).parent.parent
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1")
-# Of the demos with a cold start, `test_tools` runs one whole
+# The demos with a hundred held-out rows and, except `test_tools`, a cold start of a few steps
 BRIEF = """
-import runpy, sys
+import functools, runpy, sys
 sys.path.insert(0, "examples")
-import demo
-whole, sys.argv = demo.cold_start, sys.argv[1:]
-demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": MOST})
+import demo, tasks
+def brief(task):
+    @functools.wraps(task)
+    def rows(*args, **options):
+        splits = task(*args, **options)
+        splits["test"] = splits["test"].select(range(100))
+        return splits
+    return rows
+for name in ("handwritten_digits", "hidden_digits", "long_recordings", "moving_digits", "spoken_digits"):
+    setattr(tasks, name, brief(getattr(tasks, name)))
+whole, most, sys.argv = demo.cold_start, int(sys.argv[1]), sys.argv[2:]
+if most:
+    demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": most})
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-BRIEFLY = ("-c", BRIEF.replace("MOST", "2"))
 
 
-def launch(script, output_dir, *options, compact=False, launcher=()):
+def launch(script, output_dir, *options, compact=False, launcher=None, cold_start=2):
+    launcher = ("-c", BRIEF, str(cold_start)) if launcher is None else launcher
     command = [
         *(sys.executable, *launcher, f"examples/{script}.py", "--output_dir", str(output_dir)),
         *("--max_steps", "2", "--per_device_train_batch_size", "32", "--logging_steps", "1"),
@@ -105,7 +115,7 @@ def test_vision_and_video(script, tmp_path):
 
 @pytest.mark.slow
 def test_preferences(tmp_path):
-    output = launch("preference_audio", tmp_path, launcher=BRIEFLY)
+    output = launch("preference_audio", tmp_path)
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics.keys() == {"accuracy_before", "reward_accuracy", "accuracy_grpo", "accuracy_dpo"}
     assert f"{metrics['accuracy_before']:.1%} before, {metrics['accuracy_grpo']:.1%} after GRPO" in output
@@ -115,12 +125,12 @@ def test_preferences(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "launcher"), [("grpo_tools_audio", BRIEFLY), ("grpo_tools_vision", ())])
-def test_tools(script, launcher, tmp_path):
-    output = launch(script, tmp_path, launcher=launcher)
+@pytest.mark.parametrize(("script", "cold_start"), [("grpo_tools_audio", 2), ("grpo_tools_vision", 0)])
+def test_tools(script, cold_start, tmp_path):
+    output = launch(script, tmp_path, cold_start=cold_start)
     check_results(tmp_path, output)
     assert "Accuracy without the tool, at best: 10.0%" in output
-    if launcher == BRIEFLY:
+    if cold_start:
         return
     assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
     calls = re.findall(r"'tools/call_frequency': '?([\d.]+)", output)
@@ -154,7 +164,7 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
 
 @pytest.mark.slow
 def test_agent(tmp_path):
-    output = launch("grpo_agent", tmp_path, "--num_generations", "8", launcher=BRIEFLY)
+    output = launch("grpo_agent", tmp_path, "--num_generations", "8")
     check_results(tmp_path, output)
     mean, longest, read = re.findall(r"\(.* to .*\); contexts of (\d+) tokens, (\d+) at most, (\d+) in a", output)[-1]
     assert 0 < int(mean) <= min(int(longest), int(read))
@@ -211,15 +221,15 @@ def check_critic(output_dir, output):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo_audio", "ppo_vision"])
 def test_ppo(script, tmp_path):
-    check_critic(tmp_path, launch(script, tmp_path, launcher=BRIEFLY))
+    check_critic(tmp_path, launch(script, tmp_path))
 
 
 @pytest.mark.slow
 def test_distillation(tmp_path):
     """A student that sees noisy digits learns from a teacher that sees clean ones."""
-    options = ["--max_steps", "60", "--per_device_train_batch_size", "128"]
+    options = ["--max_steps", "60", "--per_device_train_batch_size", "64"]
     options += ["--student_view", "diffusion_noise(step=200)"]
-    output = launch("distillation_vision", tmp_path, *options, launcher=("-c", BRIEF.replace("MOST", "60")))
+    output = launch("distillation_vision", tmp_path, *options, cold_start=60)
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics["updates"] == 60 and metrics["accuracy_after"] > 0.2 > metrics["accuracy_before"]
     assert "'packing/shared_frac':" in output and "distillation" in (tmp_path / "README.md").read_text()

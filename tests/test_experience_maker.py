@@ -31,7 +31,7 @@ from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfi
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import split_experience_batch
 
 
-pytestmark = pytest.mark.lightrft
+pytestmark = pytest.mark.gate
 
 
 EXACT = {"rtol": 0, "atol": 0}

@@ -15,7 +15,7 @@ from trl_multimodal_rft.lightrft.trainer.experience import Experience
 from trl_multimodal_rft.lightrft.utils import get_tokenizer, get_tokenizer_processor_vl
 
 
-pytestmark = pytest.mark.lightrft
+pytestmark = pytest.mark.gate
 
 
 def test_strategy_has_the_options_of_a_command_line():

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
+from helpers import forked
 from helpers.chats import RATE, image, video
 from helpers.files import ref, video_file
 from helpers.media_logs_worker import dataset as mixed_dataset
 from helpers.media_logs_worker import mixed_rows
-from helpers.processes import PATIENCE, python_command, python_environment
+from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
@@ -339,7 +341,9 @@ def launch(mode, folder, processes=1):
     }
     command = python_command([Path(__file__).parent / "helpers" / "media_logs_worker.py", mode, folder], processes)
     environment = python_environment(**environment)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    # trackio reads the name of its folder on import
+    run = partial(subprocess.run, text=True) if mode == "boards" else forked.run
+    result = run(command, env=environment, capture_output=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stdout + result.stderr
 

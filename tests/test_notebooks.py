@@ -9,17 +9,18 @@ import json
 import math
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
 from datasets import Audio, Dataset
+from helpers import forked
 from helpers.chats import RATE, audio, image
 from helpers.four_bits import save_wide
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
-from nbclient import NotebookClient
 from safetensors.torch import load_file
 from tasks import DIRECTIONS, spoken_digits
 
@@ -32,6 +33,18 @@ REFRESH = runpy.run_path(str(FOLDER.parents[1] / "docs" / "refresh_notebooks.py"
 def parameters_cell(notebook):
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     return cell
+
+
+# In a forked process, where the kernel is forked, too
+EXECUTE = f"""
+import sys
+import nbformat
+from nbclient import NotebookClient
+place = {{"metadata": {{"path": {str(FOLDER)!r}}}}}
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout={PATIENCE}, kernel_name="python3", resources=place).execute()
+nbformat.write(notebook, sys.argv[1])
+"""
 
 
 def execute(name, result, *, after=None, **parameters):
@@ -47,9 +60,13 @@ def execute(name, result, *, after=None, **parameters):
     written = Path(parameters["output_dir"], "result.json")
     code = f"import json, pathlib\n\npathlib.Path({str(written)!r}).write_text(json.dumps({result}))"
     notebook.cells.append(nbformat.v4.new_code_cell(code))
-    place = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3", resources=place).execute()
-    return notebook, json.loads(written.read_text())
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%matplotlib inline"))  # which an import would set
+    written.parent.mkdir(exist_ok=True)
+    executed = written.with_suffix(".ipynb")
+    nbformat.write(notebook, executed)
+    run = forked.run([sys.executable, "-c", EXECUTE, str(executed)], capture_output=True)
+    assert run.returncode == 0, run.stderr[-6000:]
+    return nbformat.read(executed, as_version=4), json.loads(written.read_text())
 
 
 def outputs_of(notebook):

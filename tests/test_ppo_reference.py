@@ -11,16 +11,18 @@ import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, pstdev, pvariance
+from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from helpers.chats import RATE
 from helpers.families import FAMILIES
 from helpers.ppo_runs import critic_of, encoded, head_weights, weights_of
 from helpers.resumed_runs import equal
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
     PLAIN,
     audio_rows,
@@ -42,10 +44,9 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from trl_multimodal_rft import MultimodalPPOConfig, TrainingCurvesCallback
+from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer, TrainingCurvesCallback
 from trl_multimodal_rft.algorithms.advantages import gae
 from trl_multimodal_rft.algorithms.returns import token_rewards
-from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.lightrft import (
     Actor,
@@ -59,7 +60,6 @@ from trl_multimodal_rft.lightrft import (
 )
 from trl_multimodal_rft.lightrft.trainer.experience import Experience
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
-    BufferItem,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
@@ -69,7 +69,7 @@ from trl_multimodal_rft.reporting.curves import figure_of
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 
 
-pytestmark = pytest.mark.lightrft
+pytestmark = pytest.mark.gate
 
 
 # Trainers
@@ -171,111 +171,183 @@ def batch_of(ppo, n=None, **options):
     return make_experience_batch(experience_of(ppo, **options)[1][:n])
 
 
-# The slow implementation
+# Updates
 
 
-class Slow:
-    """PPO of plain models."""
+class Noting:
+    """A reward function that records its arguments, and may give the third response to each prompt no reward."""
 
-    def __init__(self, kind, args):
-        family = KINDS[kind].family
-        (self.policy, self.processor), self.critic, self.args = load(family), moved(family, 0.03)["model"], args
-        self.weight, self.bias = (torch.nn.Parameter(part) for part in head_weights())
-        self.policy_loss = self.value_loss = 0.0
-        self.clipped = [0, 0]
+    def __init__(self, skips=False):
+        self.skips, self.calls = skips, []
 
-    def add(self, row: dict, item: BufferItem, n_tokens: float, weights=1.0):
-        """Adds the losses of a sample, whose actions weigh `1 / n_tokens`."""
-        args, mask = self.args, item.action_mask
-        response = item.sequences[len(item.sequences) - len(mask) :]
-        inputs, start = encoded(self.processor, row, response.tolist())
-        assert inputs["input_ids"][0].tolist() == item.sequences.tolist()
-        logits = self.policy(**inputs).logits[0, start - 1 : -1]
-        logps = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-        ratio = (logps - item.action_log_probs).exp()
-        bounded = ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * item.advantages
-        losses = -torch.min(ratio * item.advantages, bounded) * weights
-        self.clipped[0] += (bounded < ratio * item.advantages)[mask].sum().item()
-        if args.beta and not args.kl_in_reward:
-            d = item.base_action_log_probs - logps
-            losses = losses + args.beta * ratio * (d.exp() - d - 1)
-        self.policy_loss = self.policy_loss + losses[mask].sum() / n_tokens
-        if math.isnan(item.info["reward"]):
-            return
-        values = self.values(inputs, start)
-        near = item.values + (values - item.values).clamp(-args.cliprange_value, args.cliprange_value)
-        errors = (values - item.returns) ** 2, (near - item.returns) ** 2
-        self.clipped[1] += (errors[1] > errors[0])[mask].sum().item()
-        self.value_loss = self.value_loss + torch.max(*errors)[mask].sum() / 2 / n_tokens
+    def __call__(self, completion_ids, **columns):
+        self.calls.append({"completion_ids": completion_ids, **columns})
+        rewards = length_and_sum(completion_ids)
+        return [None if self.skips and i % GROUP == 2 else reward for i, reward in enumerate(rewards)]
 
-    def values(self, inputs, start):
-        return self.critic.base_model(**inputs).last_hidden_state[0, start - 1 : -1] @ self.weight[0] + self.bias
-
-    def critic_parameters(self):
-        """Returns parameters by their names in the trainer."""
-        prefix = f"critic.model.{self.critic.base_model_prefix}."
-        named = {f"{prefix}{name}": p for name, p in self.critic.base_model.named_parameters()}
-        return {**named, "critic.head.weight": self.weight, "critic.head.bias": self.bias}
-
-    def update(self, rate=LEARNING_RATE):
-        """Returns how much gradient descent moves each parameter of policy and critic."""
-        parts, critic = [], self.critic_parameters()
-        for loss, named in ((self.policy_loss, dict(self.policy.named_parameters())), (self.value_loss, critic)):
-            loss = loss * (self.args.vf_coef if named is critic else 1)
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-            parts.append(
-                {
-                    name: torch.zeros_like(p) if gradient is None else -rate * gradient
-                    for (name, p), gradient in zip(named.items(), gradients, strict=True)
-                }
-            )
-        return parts
+    @property
+    def questions(self):
+        """Returns the text of the prompts of each rollout."""
+        return [[prompt[0]["content"][-1]["text"] for prompt in call["prompts"][::GROUP]] for call in self.calls]
 
 
-def assert_moves(ppo, before, expected, tolerance=1e-5):
-    for actual, slow in zip(moves(ppo, before), expected, strict=True):
-        assert norm(slow) > 1e-4
-        assert relative_difference(slow, actual) <= tolerance
+class Given(Wrapped):
+    """Returns given completions in their order."""
+
+    def __init__(self, trainer, completions):
+        super().__init__(trainer)
+        self.completions = iter(completions)
+
+    def __call__(self, model, prompts, **options):
+        return [next(self.completions) for _ in prompts], None
 
 
-def n_actions(items):
-    return sum(int(item.action_mask.sum()) for item in items)
+def ended(policy):
+    """Returns a policy with `EOS` as ends of text."""
+    policy.generation_config.eos_token_id = EOS
+    return policy
 
 
-def assert_step(ppo, rows, items, kind="image", weights=None, batch=None, columns=None):
-    """Asserts that a step on these samples equals the slow one."""
-    slow, before = Slow(kind, ppo.strategy), weights_of(ppo.trainer.model)
-    for index, item in enumerate(items):
-        slow.add(rows[index // GROUP], item, n_actions(items), weights[index] if weights else 1.0)
-    status = ppo.training_step(make_experience_batch(items) if batch is None else batch, 0, columns)
-    assert_moves(ppo, before, slow.update())
-    return status
-
-
-ROUTES = {
-    "image, packed forward": ("image", True, False),
-    "audio, packed experience, padded forward": ("audio", False, True),
+SHAPED = {"reward_running_scale": True, "reward_clip_range": [-1.0, 1.5], "soft_overlong_cache": 2}
+ADAPTIVE = {"kl_estimator": "k3", "kl_target": 1e-3, "kl_horizon": 40}
+# Kind, packing, whether some responses have no reward, and options
+RUNS = {
+    "divergence in the loss, supervised rows": (
+        *("image", True, False),
+        {"beta": 0.1, **ADAPTIVE, "ptx_coef": 0.5, "epsilon": 0.05, "value_learning_rate": 2e-2},
+    ),
+    "divergence in shaped rewards": (
+        *("audio", False, False),
+        {"beta": 0.2, "bootstrap_truncated": True, "advantage_estimator": "gae(gamma=0.9, lam=0.8)", **SHAPED},
+    ),
+    "unscorable responses": (
+        *("image", True, True),
+        {"cliprange_value": 0.4, "vf_coef": 0.3, "bootstrap_truncated": True, "max_grad_norm": 0.5},
+    ),
+    "without a critic": ("image", True, False, {"advantage_estimator": "group_norm"}),
 }
+# Options that are arguments of `PPOTrainerVL`
+ARGUMENTS = {
+    "beta": "init_kl_coef",
+    "epsilon": "eps_clip",
+    "cliprange_value": "value_clip",
+    "max_grad_norm": "max_norm",
+}
+ARGUMENTS |= {name: name for name in ("kl_target", "kl_horizon", "ptx_coef")}
+# Metrics of a rollout, and those of updates whose means they are
+BOTH_LOG = {"returns_mean": "returns/mean", "rollout/shaped_reward": "shaped_reward"}
+BOTH_LOG |= {name: name for name in ("ptx_loss", "grad_norm", "kl_coef", "explained_variance")}
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_training_step(route, tmp_path):
-    """Two micro-batches of different groups, whose losses are means over their tokens, make an update."""
-    kind, packing, packed = ROUTES[route]
-    ppo = make(tmp_path, kind, policy=actor_of(kind, packing))
-    rows, items = experience_of(ppo, kind)
-    slow, before = Slow(kind, ppo.strategy), weights_of(ppo.trainer.model)
-    for start in (0, 4):
-        part, policy_loss, value_loss = items[start : start + 4], slow.policy_loss, slow.value_loss
-        for item in part:
-            slow.add(rows[start // 4], item, 2 * n_actions(part))
-        status = ppo.training_step(make_experience_batch(part, packed), 0)
-        assert status["policy_loss"] == pytest.approx(2 * (slow.policy_loss - policy_loss).item(), rel=1e-4)
-        assert status["critic_loss"] == pytest.approx(2 * (slow.value_loss - value_loss).item(), rel=1e-4)
-        assert status["actor_lr"] == status["critic_lr"] == LEARNING_RATE
-    assert min(slow.clipped) > 0
-    assert_moves(ppo, before, slow.update())
+@pytest.mark.parametrize("name", RUNS)
+def test_fit_is_a_run_of_the_trainer(name, tmp_path):
+    """`MultimodalPPOTrainer` makes the same updates of the same responses, over two rollouts of two epochs each."""
+    kind, packing, skips, options = RUNS[name]
+    family, rows, noting = KINDS[kind].family, KINDS[kind].rows(4), Noting(skips)
+    pairs = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)] if "ptx_coef" in options else None
+    options = {"num_ppo_epochs": 2, "learning_rate": 1e-2, "max_grad_norm": 1e9, "beta": 0.0, **options}
+    has_critic = "gae" in options.get("advantage_estimator", "gae")
+    arguments = {own: options[option] for option, own in ARGUMENTS.items() if option in options}
+    arguments |= {"max_epochs": 2, "reward_fn": noting, "critic": critic_of(family) if has_critic else None}
+    policy = KINDS[kind].actor(ended(moved(family)["model"]), bf16=False, packing_samples=packing)
+    config = {"num_train_epochs": 1, **options}
+    ppo = make(tmp_path, kind, config=config, policy=policy, ref=actor_of(kind), **arguments)
+    ours = fit(ppo, loader(rows), pairs and loader(pairs))
+    completions = [ids for call in noting.calls for ids in call["completion_ids"]]
+    assert len(completions) == 16 and len({ids[-1] in EOS for ids in completions}) == 2
+
+    options |= {"max_steps": 4, "max_completion_length": 6, "steps_per_generation": 2, "per_device_ptx_batch_size": 2}
+    trainer = MultimodalPPOTrainer(
+        ended(moved(family)["model"]),
+        Noting(skips),
+        strategy(tmp_path / "trainer", shuffle_dataset=False, self_check=False, **options),
+        rows,
+        processing_class=load(family)[1],
+        value_model=critic_of(family) if has_critic else None,
+        ptx_dataset=pairs and Dataset.from_list(pairs),
+    )
+    trainer.sampler, before = Given(trainer, completions), weights_of(trainer.model)
+    trainer.train()
+    after = weights_of(trainer.model)
+    assert (ours[1] == {}) == (not has_critic)
+    for part in filter(None, ours):
+        expected = {name: after[name] - before[name] for name in part}
+        assert norm(expected) > 1e-3 and relative_difference(expected, part) <= 1e-4
+    steps, rollouts = trainer.state.log_history[:4], ppo.trainer.state.log_history
+    assert [entry["step"] for entry in rollouts] == [2, 4]
+    for entry, pair in zip(rollouts, (steps[:2], steps[2:]), strict=True):
+        assert ("critic_loss" in entry) == ("critic_lr" in entry) == has_critic
+        for own, name in BOTH_LOG.items():
+            if numbers := [step[name] for step in pair if name in step]:
+                assert entry[own] == pytest.approx(fmean(numbers), rel=1e-3, abs=1e-5), own
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ppo_train(together, tmp_path):
+    """Each of two epochs trains once on all samples, in another order, of whole groups or of any samples."""
+    ppo = make(tmp_path, config={"keep_groups_together": together}, max_epochs=2, ref=reference_of("image"))
+    _, items = experience_of(ppo)
+    ppo.replay_buffer.append(make_experience_batch(items))
+    parts = trained_on(ppo)
+    status = ppo.ppo_train(2)
+    assert ppo.trainer.state.global_step == 4 and len(ppo.replay_buffer) == len(items)
+    places = [[place_of(ids, items) for ids in part.completion_ids] for part in parts]
+    epochs = [places[:2], places[2:]]
+    assert all(sorted(sum(epoch, [])) == [*range(8)] for epoch in epochs) and epochs[0] != epochs[1]
+    assert all(len({place // GROUP for place in part}) == 1 for part in places) == together
+
+    # The samples have these statistics
+    columns = {
+        "returns": [x for item in items for x in item.returns.tolist()],
+        "advantages": [x for item in items for x in item.advantages.tolist()],
+        "step_reward": [item.info["reward"].item() for item in items],
+        "response_length": [float(len(item.action_mask)) for item in items],
+    }
+    for name, numbers in columns.items():
+        for statistic, function in {"mean": fmean, "std": pstdev, "min": min, "max": max}.items():
+            expected = pytest.approx(function(numbers), rel=1e-4, abs=1e-6)
+            assert status[f"{name}_{statistic}"] == expected, (name, statistic)
+    values = [x for item in items for x in item.values.tolist()]
+    assert status["values"] == pytest.approx(fmean(values), rel=1e-4)
+    k1 = [x for item in items for x in item.kl.tolist()]
+    assert status["kl"] == pytest.approx(fmean(k1), rel=1e-4)
+    assert abs(status["kl"]) > 1e-4
+
+
+def trained_on(ppo):
+    """Returns a list that gets each micro-batch that is trained on."""
+    parts, train = [], ppo.trainer.training_step
+    ppo.trainer.training_step = lambda model, part, n: parts.append(part) or train(model, part, n)
+    return parts
+
+
+def place_of(ids, items):
+    """Returns the index of the sample with these actions, which padding may follow."""
+    found = [i for i, item in enumerate(items) if is_start(item.sequences[len(item.prompt_ids) :], ids)]
+    return max(found, key=lambda i: len(items[i].action_mask))
+
+
+def is_start(start, ids):
+    return len(start) <= len(ids) and torch.equal(start, ids[: len(start)])
+
+
+def test_training_step(tmp_path):
+    """An update is the mean of those of its micro-batches, each of which is a mean over its own tokens."""
+    ppo, alone = make(tmp_path), []
+    items = experience_of(ppo)[1]
+    parts, before = [items[:3], items[4:]], weights_of(ppo.trainer.model)
+    for part in parts:
+        other = make(tmp_path, config={**ONE, "per_device_train_batch_size": len(part), "num_generations": len(part)})
+        other.replay_buffer.append(make_experience_batch(part))
+        status = other.ppo_train()
+        alone.append((status, *moves(other, before)))
+        found = ppo.training_step(make_experience_batch(part), 0)
+        for name in ("policy_loss", "critic_loss", "actor_lr", "critic_lr"):
+            assert found[name] == pytest.approx(status[name], rel=1e-4)
     assert ppo.trainer.state.global_step == 1
+    for actual, *others in zip(moves(ppo, before), *((policy, critic) for _, policy, critic in alone), strict=True):
+        expected = {name: sum(each[name] for each in others) / 2 for name in actual}
+        assert norm(expected) > 1e-4 and relative_difference(expected, actual) <= 1e-5
 
 
 def with_gaps(items):
@@ -290,71 +362,39 @@ def with_gaps(items):
     return result
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
+def plain(kind, row, item):
+    """Returns log-probabilities of a sample's actions, and values before them, in forwards of plain models."""
+    (policy, processor), critic = load(KINDS[kind].family), moved(KINDS[kind].family, 0.03)["model"]
+    (weight, bias), actions = head_weights(), item.sequences[len(item.prompt_ids) :]
+    inputs, start = encoded(processor, row, actions.tolist())
+    with torch.no_grad():
+        logps = policy(**inputs).logits[0, start - 1 : -1].log_softmax(-1).gather(-1, actions[:, None])[:, 0]
+        values = critic.base_model(**inputs).last_hidden_state[0, start - 1 : -1] @ weight[0] + bias
+    return logps, values
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("image", True), ("audio", False)])
 def test_actions_that_do_not_count_are_seen_all_the_same(kind, packed, tmp_path):
-    """The others keep their weights."""
+    """The losses are those by hand of the others, which keep their weights, in forwards of plain models."""
     ppo = make(tmp_path, kind, config=WHOLE)
     rows, items = experience_of(ppo, kind)
     items = with_gaps(items)
     weights = [torch.rand(len(item.action_mask)) for item in items]
-    columns = weights if packed else zero_pad_sequences(weights)
-    assert_step(ppo, rows, items, kind, weights, make_experience_batch(items, packed), columns)
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_ppo_train(together, tmp_path):
-    """
-    Two epochs have two updates each, of groups or of any samples. An action has the same weight in all updates, whose
-    order differs.
-    """
-    config = {**ONE, "learning_rate": 0.1, "value_learning_rate": 0.2, "keep_groups_together": together}
-    arguments = {"max_epochs": 2, "ref": reference_of("image"), "eps_clip": 0.05, "value_clip": 0.4}
-    ppo = make(tmp_path, config=config, **arguments)
-    assert (ppo.strategy.epsilon, ppo.strategy.cliprange_value) == (0.05, 0.4)
-    rows, items = experience_of(ppo)
-    ppo.replay_buffer.append(make_experience_batch(items))
-    slow, before = Slow("image", ppo.strategy), weights_of(ppo.trainer.model)
-    status = ppo.ppo_train(10)
-    assert ppo.trainer.state.global_step == 14 and len(ppo.replay_buffer) == len(items)
-    named, losses = (dict(slow.policy.named_parameters()), slow.critic_parameters()), []
-    for step in (10, 12):
-        generator = torch.Generator().manual_seed(ppo.strategy.seed + step)
-        parts = torch.arange(8).view(2, 4)[torch.randperm(2, generator=generator)] if together else None
-        for part in torch.randperm(8, generator=generator).view(2, 4) if parts is None else parts:
-            slow.policy_loss = slow.value_loss = 0.0
-            for index in part.tolist():
-                slow.add(rows[index // 4], items[index], n_actions(items) / 2)
-            losses.append((slow.policy_loss.item(), slow.value_loss.item()))
-            for move, parameters, rate in zip(slow.update(1.0), named, (0.1, 0.2), strict=True):
-                with torch.no_grad():
-                    for name, change in move.items():
-                        parameters[name] += rate * change
-    expected = [{name: p.detach() - before[name] for name, p in parameters.items()} for parameters in named]
-    assert_moves(ppo, before, expected, 1e-4)
-    assert status["policy_loss"] == pytest.approx(fmean(policy for policy, _ in losses), rel=1e-4)
-    assert status["critic_loss"] == pytest.approx(fmean(value for _, value in losses), rel=1e-4)
-    assert (status["actor_lr"], status["critic_lr"]) == pytest.approx((0.1, 0.2))
-
-    # The samples have these statistics
-    columns = {
-        "returns": [x for item in items for x in item.returns.tolist()],
-        "advantages": [x for item in items for x in item.advantages.tolist()],
-        "step_reward": [item.info["reward"].item() for item in items],
-        "response_length": [float(len(item.action_mask)) for item in items],
-    }
-    for name, numbers in columns.items():
-        for kind_, function in {"mean": fmean, "std": pstdev, "min": min, "max": max}.items():
-            assert status[f"{name}_{kind_}"] == pytest.approx(function(numbers), rel=1e-4, abs=1e-6), name
-    values = [x for item in items for x in item.values.tolist()]
-    errors = [r - v for r, v in zip(columns["returns"], values, strict=True)]
-    assert status["values"] == pytest.approx(fmean(values), rel=1e-4)
-    assert status["explained_variance"] == pytest.approx(
-        1 - pvariance(errors) / pvariance(columns["returns"]), rel=1e-4
+    status = ppo.training_step(
+        make_experience_batch(items, packed), 0, weights if packed else zero_pad_sequences(weights)
     )
-    k1 = [x for item in items for x in item.kl.tolist()]
-    assert status["kl"] == pytest.approx(fmean(k1), rel=1e-4)
-    assert abs(status["kl"]) > 1e-4
+    losses = []
+    for index, item in enumerate(items):
+        logps, values = plain(kind, rows[index // GROUP], item)
+        ratio = (logps - item.action_log_probs).exp()
+        gain = torch.min(ratio * item.advantages, ratio.clamp(0.8, 1.2) * item.advantages) * weights[index]
+        near = item.values + (values - item.values).clamp(-0.2, 0.2)
+        errors = torch.max((values - item.returns) ** 2, (near - item.returns) ** 2) / 2
+        losses.append(torch.stack([-gain, errors])[:, item.action_mask])
+    policy_loss, value_loss = torch.cat(losses, dim=1).mean(1).tolist()
+    assert status["policy_loss"] == pytest.approx(policy_loss, rel=1e-4, abs=1e-6)
+    assert status["critic_loss"] == pytest.approx(value_loss, rel=1e-4)
+    assert 0 < status["value_clip_ratio"] < 1 and 0 < status["clip_ratio/region_mean"] < 1
 
 
 def test_buffer_that_does_not_fill_updates(tmp_path):
@@ -400,28 +440,36 @@ def test_tokens_of_high_entropy(scope, tmp_path):
     items = with_gaps(items)
     ppo.replay_buffer.append(make_experience_batch(items))
     parts = {"batch": [range(8)], "sequence": [[i] for i in range(8)], "micro_batch": [range(4), range(4, 8)]}[scope]
-    slow, before = Slow("image", ppo.strategy), weights_of(ppo.trainer.model)
+    expected = [torch.zeros(len(item.action_mask)) for item in items]
     for part in parts:
         tokens = [(i, t) for i in part for t in range(len(items[i].action_mask)) if items[i].action_mask[t]]
         ranked = sorted(tokens, key=lambda place: -items[place[0]].action_entropy[place[1]].item())
         chosen = ranked[: math.ceil(share * len(tokens))]
-        weight = len(tokens) / len(chosen)
-        for i in part:
-            weights = [weight if (i, t) in chosen else 0.0 for t in range(len(items[i].action_mask))]
-            slow.add(rows[i // 4], items[i], n_actions(items), torch.tensor(weights))
+        for i, t in chosen:
+            expected[i][t] = len(tokens) / len(chosen)
+    trained = trained_on(ppo)
     ppo.ppo_train()
-    assert_moves(ppo, before, slow.update())
+    for part in trained:
+        for ids, weights in zip(part.completion_ids, part.tokens.weights, strict=True):
+            place = place_of(ids, items)
+            mask = items[place].action_mask
+            assert_close(weights[: len(mask)][mask], expected[place][mask])
 
 
 def test_unscorable_responses_move_nothing(tmp_path):
     def reward(completion_ids, **kwargs):
         return [None if i % 4 < 2 else float(len(ids)) for i, ids in enumerate(completion_ids)]
 
-    ppo = make(tmp_path, config=WHOLE, reward_fn=reward)
-    rows, items = experience_of(ppo)
-    changed = copy.deepcopy(items)
-    changed[0].sequences[-3:] = 120  # another response with another gradient
-    assert_step(ppo, rows, items, batch=make_experience_batch(changed))
+    updates = []
+    for change in (False, True):
+        ppo = make(tmp_path, config=WHOLE, reward_fn=reward)
+        before, items = weights_of(ppo.trainer.model), experience_of(ppo)[1]
+        if change:
+            items[0].sequences[-3:] = 120  # another response with another gradient
+        ppo.training_step(make_experience_batch(items), 0)
+        updates.append(moves(ppo, before))
+    for a, b in zip(*updates, strict=True):
+        assert norm(a) > 1e-3 and relative_difference(a, b) <= 1e-5
 
 
 # Invalid updates
@@ -527,22 +575,6 @@ def answered(rows, kind):
         }
         for i, row in enumerate(rows)
     ]
-
-
-class Noting:
-    """A reward function that records its arguments."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, completion_ids, **columns):
-        self.calls.append(columns)
-        return length_and_sum(completion_ids)
-
-    @property
-    def questions(self):
-        """Returns the text of the prompts of each rollout."""
-        return [[prompt[0]["content"][-1]["text"] for prompt in call["prompts"][::GROUP]] for call in self.calls]
 
 
 @pytest.mark.smoke
@@ -750,26 +782,13 @@ def logps_of(model, each):
     return torch.where(each.action_mask, logps, 0)
 
 
-@pytest.mark.parametrize("in_reward", [True, False])
-def test_adaptive_coefficient(in_reward, tmp_path):
-    """The coefficient adapts once per rollout, whatever the number of updates on it."""
-    config, epochs = {"beta": 0.1, "kl_estimator": "k1" if in_reward else "k3"}, 1 if in_reward else 3
-    arguments = {"ref": reference_of("image"), "kl_target": 1e-6, "kl_horizon": 40, "max_epochs": epochs}
-    ppo, _ = fitted(tmp_path, image_rows(4), config=config, **arguments)
-    # Far above the target, so it changes by 20 % of 8 in 40 samples in each of two updates
-    assert ppo.experience_maker.kl_ctl.value == ppo.trainer.kl_coef == pytest.approx(0.1 * 1.04**2)
-    assert logged(ppo, "kl_coef") == pytest.approx([0.1 * 1.04, 0.1 * 1.04**2])
-    assert ppo.trainer.state.global_step == 2 * epochs
-    returns, rewards = (logged(ppo, f"rollout/{name}")[1] for name in ("return", "reward"))
-    assert (abs(returns - rewards) > 1e-6) == in_reward
-    before = ppo.experience_maker.kl_ctl.value
-    batch = batch_of(ppo, 4)
-    for _ in range(2):
-        ppo.training_step_critic(batch)
-    assert ppo.experience_maker.kl_ctl.value == before
-    for _ in range(2):
-        ppo.training_step_actor(batch)
-    assert ppo.experience_maker.kl_ctl.value == pytest.approx(before * 1.04)
+def test_coefficient_adapts_with_the_policy(tmp_path):
+    """Far above its target, it grows by 20 % of 4 in 40 samples."""
+    ppo = make(tmp_path, ref=reference_of("image"), kl_target=1e-6, kl_horizon=40)
+    batch, before = batch_of(ppo, 4), ppo.experience_maker.kl_ctl.value
+    for step, factor in ((ppo.training_step_critic, 1), (ppo.training_step_actor, 1.04)):
+        step(batch), step(batch)
+        assert ppo.experience_maker.kl_ctl.value == ppo.trainer.kl_coef == pytest.approx(before * factor)
 
 
 def test_policy_without_its_adapter_is_the_reference(tmp_path):
@@ -819,32 +838,6 @@ def test_average_of_the_weights(lora_rank, tmp_path):
     policy = actor_of("image")
     with pytest.raises(ValueError, match="holds the policy's own weights; pass a copy"):
         make(tmp_path, policy=policy, ema=policy)
-
-
-@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
-def test_supervised_rows(kind, tmp_path):
-    rows = list(KINDS[kind].rows(2))
-    supervised = [{"prompt": row["prompt"], "completion": "It is a cat.", kind: row[kind]} for row in rows]
-    updates = []
-    for coef in (0.0, 0.5):
-        config = {**ONE, "max_steps": 1}
-        ppo = make(tmp_path, kind, config=config, ptx_coef=coef, micro_train_batch_size=8)
-        updates.append(fit(ppo, loader(rows), loader(supervised)))
-    (without, critic), (with_it, same_critic) = updates
-    policy, processor = load(KINDS[kind].family)
-    prompts, ids, mask = SupervisedEncoder(processor, policy).encode_pairs(
-        supervised, [processor.tokenizer.eos_token_id]
-    )
-    slow, likelihood = Slow(kind, ppo.strategy), 0.0
-    for row, response in zip(rows, (own[keep.bool()] for own, keep in zip(ids, mask, strict=True)), strict=True):
-        inputs, start = encoded(processor, row, response.tolist())
-        logps = slow.policy(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
-        likelihood = likelihood + logps.gather(-1, response[:, None]).sum() / mask.sum()
-    slow.policy_loss, slow.value_loss = -0.5 * likelihood, sum(p.sum() for p in slow.critic_parameters().values())
-    expected, _ = slow.update()
-    assert relative_difference(expected, {name: with_it[name] - without[name] for name in expected}) < 1e-4
-    assert relative_difference(critic, same_critic) < 1e-6
-    assert logged(ppo, "ptx_loss") == [pytest.approx(-likelihood.item(), rel=1e-4)]
 
 
 def test_supervised_rows_that_are_missing_or_not_used(tmp_path):
@@ -922,12 +915,12 @@ def test_greedy_evaluation(kind, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     results = ppo.evaluate(loader(rows), 0)
     assert "flag" not in caplog.text
-    slow, responses = Slow(kind, ppo.strategy), []
+    (policy, processor), responses = load(KINDS[kind].family), []
     for row in rows:
-        inputs, start = encoded(slow.processor, row, [])
-        suppressed = [slow.policy.config.image_token_id if kind == "image" else slow.policy.config.audio_token_id]
-        suppressed += [slow.policy.config.video_token_id] if kind == "image" else []
-        ids = slow.policy.generate(
+        inputs, start = encoded(processor, row, [])
+        suppressed = [policy.config.image_token_id if kind == "image" else policy.config.audio_token_id]
+        suppressed += [policy.config.video_token_id] if kind == "image" else []
+        ids = policy.generate(
             **inputs, do_sample=False, max_new_tokens=6, eos_token_id=EOS, suppress_tokens=suppressed
         )
         responses.append(ids[0, start:].tolist())
@@ -963,7 +956,8 @@ def test_logs_are_means_over_their_interval(tmp_path):
     runs = []
     for interval in (1, 2, 0.5):
         ppo = make(tmp_path, config={**SMALL, "logging_steps": interval, "logging_first_step": interval == 0.5})
-        ppo.trainer.add_callback(TrainingCurvesCallback())
+        if interval == 2:
+            ppo.trainer.add_callback(TrainingCurvesCallback())
         fit(ppo, loader(image_rows(8)))
         runs.append(ppo.trainer.state.log_history)
     each, pairs, fractions = runs
@@ -1126,8 +1120,8 @@ def end_of(ppo, ema) -> dict:
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        ("image", [4]),
-        pytest.param("image", [2, 6, 8, 10], marks=pytest.mark.slow),
+        ("image", [8]),
+        pytest.param("image", [2, 4, 6, 10], marks=pytest.mark.slow),
         pytest.param("audio", [2, 4, 6, 8, 10], marks=pytest.mark.slow),
     ],
 )
@@ -1252,15 +1246,6 @@ def test_critic_by_default(tmp_path):
     assert critic["critic.head.weight"].any() and critic["critic.head.bias"].any()
 
 
-def test_gradient_norm(tmp_path):
-    ppo = make(tmp_path, config=ONE, max_norm=0.01)
-    before = weights_of(ppo.trainer.model)
-    status = ppo.training_step(batch_of(ppo, 4), 0)
-    policy, critic = moves(ppo, before)
-    assert status["grad_norm"] > 0.1
-    assert norm({**policy, **critic}) == pytest.approx(0.01, rel=1e-3)
-
-
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_gradient_checkpointing(lora_rank, tmp_path):
     """Both backbones recompute their activations."""
@@ -1292,17 +1277,6 @@ def test_updates_without_a_finite_gradient(tmp_path):
     ppo.training_step(broken, 3)
     with pytest.raises(FloatingPointError, match="2 updates in a row isn't finite"):
         ppo.training_step(broken, 4)
-
-
-def test_shaped_rewards(tmp_path):
-    """The trainer uses shaped rewards. The log also has the original ones."""
-    config = {**SMALL, "reward_running_scale": True, "reward_clip_range": [0.0, 1.5], "soft_overlong_cache": 2}
-    ppo = make(tmp_path, config=config)
-    fit(ppo, loader(image_rows(4)))
-    shaped, means = logged(ppo, "rollout/shaped_reward"), logged(ppo, "rollout/reward")
-    assert all(abs(a - b) > 0.01 for a, b in zip(shaped, means, strict=True))
-    assert logged(ppo, "step_reward_mean") == pytest.approx(shaped, rel=1e-4)
-    assert all(x < 0 for x in logged(ppo, "rollout/soft_overlong_punishment"))
 
 
 def test_buffer(tmp_path):
@@ -1338,15 +1312,6 @@ def test_options_of_the_rollout(tmp_path):
     assert type(each) is Experience
 
 
-CRITIC_FREE = {"advantage_estimator": "group_norm"}
-
-
-def test_without_a_critic(tmp_path):
-    ppo, (policy, critic) = fitted(tmp_path, image_rows(4), config=CRITIC_FREE)
-    assert norm(policy) > 1e-3 and critic == {}
-    assert logged(ppo, "critic_loss") == logged(ppo, "critic_lr") == [] and len(logged(ppo, "policy_loss")) == 2
-
-
 def test_errors_of_the_constructor(tmp_path):
     policy, processor = actor_of("image"), load("qwen2_5_vl")[1]
     given = {"processor": processor, "reward_fn": length_and_sum}
@@ -1356,7 +1321,10 @@ def test_errors_of_the_constructor(tmp_path):
         return PPOTrainerVL(config, policy, critic, *(None,) * 7, **{**given, **arguments})
 
     cases = [
-        ({"critic": critic_of("qwen2_5_vl"), "config": CRITIC_FREE}, "`critic` was passed, which .*'group_norm'"),
+        (
+            {"critic": critic_of("qwen2_5_vl"), "config": {"advantage_estimator": "group_norm"}},
+            "`critic` was passed, which .*'group_norm'",
+        ),
         ({"reward_fn": None}, "There is no source of reward"),
         ({"max_new_token": 5}, "`max_new_token` is no option of sampling"),
         ({"config": {"shared_trunk": True}}, "`shared_trunk` of `strategy` has no effect in these steps, only in"),
@@ -1403,14 +1371,12 @@ def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
     config = {"bf16": True, "learning_rate": 0.0, **WHOLE}
     ppo = make(tmp_path, config=config, policy=actor_of("image", packing), ref=actor_of("image"), value_clip=1e-6)
     ppo.trainer.prepare_without_fit()  # `fit` does this before the first rollout
-    rows, exact = list(image_rows(2)), Slow("image", ppo.strategy)
+    rows = list(image_rows(2))
     _, _, (each,) = rewarded(ppo, rows)
     status = ppo.training_step(each, 0)
     assert status["ratio/max"] == 1 and status["approx_kl"] == 0 and status["value_clip_ratio"] == 0
-    errors = []
-    for index, item in enumerate(remove_padding_in_sequences(split_experience_batch(each))):
-        response = item.sequences[len(item.sequences) - len(item.action_mask) :].tolist()
-        errors.append(item.values - exact.values(*encoded(exact.processor, rows[index // GROUP], response)))
+    items = remove_padding_in_sequences(split_experience_batch(each))
+    errors = [item.values - plain("image", rows[i // GROUP], item)[1] for i, item in enumerate(items)]
     assert 1e-4 < torch.cat(errors).abs().max() < 0.5
 
 
@@ -1456,33 +1422,21 @@ class LastToken(nn.Module):
         return (sequences % 11 * attention_mask / 10.0)[:, -num_actions - 1 : -1]
 
 
-@pytest.mark.parametrize("critic", ["packed", "padded", "bare"])
-@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
-def test_truncated_responses_are_worth_what_the_critic_expects(kind, critic, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncated_responses_are_worth_what_the_critic_expects(kind, tmp_path):
     """The value adds to their reward; other responses end with the reward."""
-    config = {"bootstrap_truncated": True}
-    ppo = make(tmp_path, kind, config=config, policy=actor_of(kind, critic == "packed"), gamma=0.9, lambd=0.8)
+    ppo = make(tmp_path, kind, config={"bootstrap_truncated": True}, gamma=0.9, lambd=0.8)
     maker = ppo.experience_maker
-    maker.critic = LastToken() if critic == "bare" else maker.critic
-    rows = list(KINDS[kind].rows(3))
+    maker.critic = LastToken()
     torch.manual_seed(1)
-    experiences = maker.make_experience_list(rows, **{**ppo.generate_kwargs, "max_new_tokens": 3})
-    slow, n_cut = Slow(kind, ppo.strategy), 0
+    experiences = maker.make_experience_list(list(KINDS[kind].rows(3)), **{**ppo.generate_kwargs, "max_new_tokens": 3})
     items = [item for each in experiences for item in remove_padding_in_sequences(split_experience_batch(each))]
-    for index, item in enumerate(items):
-        ids = item.sequences[len(item.sequences) - len(item.action_mask) :]
-        if critic == "bare":
-            values = item.sequences[len(item.sequences) - len(ids) - 1 :] % 11 / 10.0
-        else:
-            inputs, start = encoded(slow.processor, rows[index // 4], ids.tolist())
-            hidden = slow.critic.base_model(**inputs).last_hidden_state[0, start - 1 :]
-            values = (hidden @ slow.weight[0] + slow.bias).detach()
-        cut = ids[-1].item() not in EOS
-        n_cut += cut
-        assert item.info["truncated"].item() == cut
-        assert_close(item.values, values[:-1], rtol=0, atol=1e-4)
+    truncated = [item.sequences[-1].item() not in EOS for item in items]
+    assert 0 < sum(truncated) < len(items) and [item.info["truncated"].item() for item in items] == truncated
+    for item, cut in zip(items, truncated, strict=True):
+        values = item.sequences[len(item.sequences) - len(item.action_mask) - 1 :] % 11 / 10.0
         mask, after = item.action_mask[None], values[-1:] * cut
         rewards = token_rewards(item.info["reward"].view(1), mask)
         _, returns = gae(rewards, values[None, :-1], mask, gamma=0.9, lam=0.8, bootstrap=after)
-        assert_close(item.returns, returns[0], rtol=0, atol=1e-4)
-    assert 0 < n_cut < len(items)
+        assert torch.equal(item.values, values[:-1])
+        assert_close(item.returns, returns[0])

@@ -36,7 +36,7 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
 )
 
 
-pytestmark = pytest.mark.lightrft
+pytestmark = pytest.mark.gate
 
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)

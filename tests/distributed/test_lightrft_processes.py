@@ -9,7 +9,7 @@ from helpers.trainer_utils import norm, relative_difference
 from launcher import Run
 
 
-pytestmark = [pytest.mark.lightrft, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FITS = ["fit_image", "fit_audio", "fit_mixed"]
 SCENARIOS = {("ddp", 1): FITS, ("zero3", 2): ["refused_shards", "actor_in_parts"]}

@@ -1,17 +1,20 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs the tests with vLLM's engine: `python tests/engine [--write-cpu-seconds]`.
+Runs the tests with vLLM's engine: `python tests/engine`, those of files, `python tests/engine test_tools.py`, or with
+`-m slow` the slow ones.
 
 Each file has a process of its own, as engines leave memory behind. These, and the servers that the tests start, are
 forked from one that has imported vLLM, which takes 20 CPU seconds. The first file that fails ends the rest, so that
-its output comes last.
+its output comes last, except with `--write-results`.
 """
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -22,6 +25,7 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS / "shims")])
 
+import weekly  # noqa: E402
 from helpers import cpu_seconds, forked  # noqa: E402
 
 
@@ -30,32 +34,50 @@ PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewr
 AT_ONCE = 2
 
 
-def run(file: str) -> tuple[str, int, str, float]:
-    """Returns a file with its exit code, its output and its CPU seconds."""
+def run(file: str, expression: str) -> tuple[str, int, str, dict]:
+    """Returns a file with its exit code, its output and its results, as `--write-results` has them."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with forked.Popen([*PYTEST, f"tests/{file}"], **streams) as process:
-        output, _ = process.communicate()
-    return file, process.returncode, output, process.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, Path(file).stem)
+        options = ["-m", expression, "--write-results", str(written)]
+        with forked.Popen([*PYTEST, f"tests/{file}", *options], **streams) as process:
+            output, _ = process.communicate()
+        results = weekly.results_of(written)
+    return file, process.returncode, output, {**results, "seconds": {file: process.seconds}}
 
 
-def main(options: list[str]) -> str:
+def main() -> str:
     """Returns an error, or nothing."""
-    stored = json.loads(cpu_seconds.STORED.read_text()).get("vllm", {})
-    files = [f"engine/{path.name}" for path in Path(__file__).parent.glob("test_*.py")]
+    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("files", nargs="*", default=[path.name for path in Path(__file__).parent.glob("test_*.py")])
+    parser.add_argument("-m", dest="expression", default="not slow", help="as that of pytest")
+    parser.add_argument("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file")
+    parser.add_argument("--write-results", type=Path, help="file for the results, see `weekly.py`")
+    args = parser.parse_args()
+    suite = "vllm slow" if args.expression == "slow" else "vllm"
+    stored = json.loads(cpu_seconds.STORED.read_text()).get(suite, {})
+    files = [f"engine/{name}" for name in args.files]
+    if args.expression == "slow":  # others have none
+        files = [file for file in files if "slow" in (TESTS / file).read_text()]
     files.sort(key=lambda file: -stored.get(file, 0))
-    seconds: dict[str, float] = {}
+    found, failed = [], ""
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
-        for done in as_completed([pool.submit(run, file) for file in files]):
-            file, code, output, seconds[file] = done.result()
+        for done in as_completed([pool.submit(run, file, args.expression) for file in files]):
+            file, code, output, results = done.result()
+            found, seconds = [*found, results], results["seconds"][file]
             counts = re.findall(r"^.*\d (?:passed|skipped|deselected).*$", output, re.MULTILINE)  # among other output
-            print(output if code else f"{file}: {counts[-1]}, {seconds[file]:.0f} CPU s", flush=True)
+            print(output if code else f"{file}: {counts[-1]}, {seconds:.0f} CPU s", flush=True)
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                pool.shutdown(wait=False, cancel_futures=True)
-                return f"{file} failed"
-    if "--write-cpu-seconds" in options:
-        cpu_seconds.store("vllm", seconds)
-    return ""
+                failed = f"{failed} {file} failed".strip()
+                if not args.write_results:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    return failed
+    if args.write_cpu_seconds:
+        cpu_seconds.store(suite, weekly.joined(found)["seconds"])
+    if args.write_results:
+        args.write_results.write_text(json.dumps(weekly.joined(found)))
+    return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) or None)
+    sys.exit(main() or None)

@@ -4,7 +4,7 @@ A pytest plugin that prints the CPU seconds of each file at the end, including t
 
 Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. It holds
 the times of each suite; `--write-cpu-seconds` stores those of a run. A file without a time counts as the mean of its
-suite.
+suite. `--write-results` writes what a run found, which `weekly.py` reads.
 
 ```bash
 python tests/helpers/cpu_seconds.py  # the files that take longest
@@ -33,6 +33,7 @@ def _so_far() -> float:
 
 def pytest_addoption(parser):
     parser.addoption("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file that ran")
+    parser.addoption("--write-results", help="file for the results, see `weekly.py`")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,9 +45,9 @@ def pytest_collection_modifyitems(items, config):
 
 
 def _run(config) -> str:
-    """Returns the suite, whose other name is a target of the Makefile."""
-    expression = config.getoption("markexpr")
-    return "slow" if expression == "slow" else "lightrft" if expression.startswith("lightrft") else "default"
+    """Returns the suite: the marker that the expression of a target of the Makefile begins with, or the default."""
+    first = config.getoption("markexpr").split(" ")[0]
+    return first if first in ("slow", "gate") else "default"
 
 
 def _file(nodeid: str) -> str:
@@ -90,8 +91,17 @@ def pytest_sessionfinish(session):
         store(_run(config), _seconds)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if path := config.getoption("write_results"):
+        Path(path).write_text(json.dumps(_results(terminalreporter.stats)))
     terminalreporter.write_line(f"{sum(_seconds.values()):.0f} CPU seconds in tests, of these {_longest(_seconds)}")
+
+
+def _results(reports: dict[str, list]) -> dict[str, object]:
+    """Returns numbers of tests, the names of those that failed, and the CPU seconds of each file."""
+    failed = sorted({each.nodeid for outcome in ("failed", "error") for each in reports.get(outcome, ())})
+    counts = {outcome: len(reports.get(outcome, ())) for outcome in ("passed", "skipped")}
+    return {**counts, "failed": failed, "seconds": dict(_seconds)}
 
 
 def _longest(seconds: dict[str, float]) -> str:
