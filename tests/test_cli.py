@@ -276,7 +276,7 @@ def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_pat
     assert ("Traceback" in run.stderr) == (command == "python")
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_tracebacks_of_launched_processes(tmp_path):
     """Covers bugs, such as in a reward function, and input errors on request, without accelerate's traceback."""
     asked = launched(1, tmp_path, "--debug")

@@ -349,7 +349,7 @@ def test_processes_that_are_killed_while_they_send_a_row_are_replaced(tmp_path):
     assert not thread.is_alive()  # which the interpreter would wait for at its end
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_workers_collect_nothing_of_their_parent():
     """Tensors on a GPU can't be destroyed in a fork."""
 
@@ -475,7 +475,7 @@ def test_bad_rows_end_the_run_by_default_and_where_they_are_too_many(tmp_path):
     assert len(skipped_rows(tmp_path)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_bad_rows_are_skipped(tmp_path):
     runs = [trained(damaged_rows(BAD), tmp_path / str(n), **SKIP, media_prefetch=n) for n in (0, 1)]
     for n, run in enumerate(runs):
@@ -491,7 +491,7 @@ def test_bad_rows_are_skipped(tmp_path):
     assert same_weights(*runs)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_rows_that_were_skipped_stay_so_after_resuming(tmp_path):
     """The rows are readable again."""
     straight = trained(damaged_rows(BAD), tmp_path / "straight", **SKIP, save_strategy="steps", save_steps=1)
