@@ -121,7 +121,7 @@ gpu-report: $(VENV)/examples
 
 # The differences of families in docs/vllm.md
 vllm-families: $(VLLM)/ok
-	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_families.py -m 'slow or not slow' -s
+	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 ALL_FAMILIES=1 python -m pytest tests/engine/test_families.py -m slow -s
 
 benchmark: $(VENV)/examples
 	$(BIN)/python benchmarks/policy_update.py

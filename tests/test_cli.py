@@ -259,7 +259,7 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
         assert noise not in run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_tracebacks_of_launched_processes(tmp_path):
     """Covers bugs, such as in a reward function, and input errors on request, without accelerate's traceback."""
     asked = launched(1, tmp_path, "--debug")

@@ -302,7 +302,7 @@ def test_several_updates_of_a_generation_batch():
 CALLS = {"max_completion_length": 200, "generation_kwargs": {"max_new_tokens": 8, "suppress_tokens": list(range(9))}}
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_tools_work_as_in_trl():
     """Tokens of their results don't count in the divergence."""
     objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))

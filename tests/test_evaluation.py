@@ -741,7 +741,7 @@ def written(folder: Path) -> tuple[dict, list[dict]]:
     return content, Dataset.from_parquet(str(folder / "rows.parquet"), cache_dir=str(folder / "cache")).to_list()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize("sampling", [[], ["--num_samples", "4", "--temperature", "1.0", "--pass_at", "1", "2", "4"]])
 def test_two_processes_of_the_script_find_what_one_finds(sampling, spoken, tmp_path, capsys):
     _, answers, options = spoken

@@ -88,7 +88,7 @@ def check_files(output_dir, output, *more):
     assert all((output_dir / name).exists() for name in re.findall(r"\((.*?)\)", line))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_audio_and_asking_the_saved_model(tmp_path):
     output = launch("grpo_audio", tmp_path, compact=True, launcher=ACCELERATE)
     check_files(tmp_path, output)

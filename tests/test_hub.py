@@ -91,7 +91,7 @@ def assert_answers(asked: dict, *inputs: str) -> None:
 # After training
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_policy_with_audio(published):
     result, repo = published["grpo_audio"], published.hub.model("someone/digits")
     assert result["same"] and result["vocabulary"]
@@ -110,7 +110,7 @@ def test_policy_with_audio(published):
     assert yaml.safe_load(readme.split("---\n")[1]) == data
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_what_stays_here(published):
     """Covers tables with prompts and media, their TensorBoard files, checkpoints and the token."""
     local = published["grpo_audio"]["local"]
@@ -128,7 +128,7 @@ def test_what_stays_here(published):
         assert not any(secret in content for content in contents)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_nothing_half_written(published):
     """No commit has them, and every checkpoint is complete."""
     n_checkpoints = 0
@@ -143,7 +143,7 @@ def test_nothing_half_written(published):
     assert n_checkpoints >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_adapter(published):
     result, repo = published["lora_image"], published.hub.model("someone/adapter")
     assert result["same"] and result["processor"] == "Qwen2_5_VLProcessor"
@@ -156,7 +156,7 @@ def test_adapter(published):
     assert re.search(r"- PEFT: \d+\.\d+", result["text"])
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_policy_critic_and_last_checkpoint(published):
     result, repo = published["ppo_image"], published.hub.model("someone/ppo")
     assert result["same"] and result["critic"] and result["average"] and result["moved"]
@@ -180,7 +180,7 @@ def test_policy_critic_and_last_checkpoint(published):
 # While training
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_strategies(published):
     result, hub = published["strategies"], published.hub
     assert messages(hub.model("someone/end")) == []
@@ -194,7 +194,7 @@ def test_strategies(published):
     assert first != second
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_checkpoint_stays_while_it_is_uploaded(published):
     """The first one becomes obsolete when the trainer writes the second, while its upload runs."""
     result, repo = published["strategies"], published.hub.model("slow/all_checkpoints")
@@ -207,7 +207,7 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
 # Errors
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_refused_and_the_command_that_publishes(published):
     """`huggingface_hub` raises the errors. After training, the trained model is saved completely."""
     refused, down = published["refused"], {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}
@@ -231,7 +231,7 @@ def test_refused_and_the_command_that_publishes(published):
     assert repo.paths == MODEL | WEIGHTS and repo.private
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_offline(tmp_path):
     """Runs in this process."""
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)

@@ -116,7 +116,7 @@ def says_nothing_of_its_length(flac):
     return bytes(data)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_what_is_too_long_is_not_decoded():
     """The file is a FLAC of silence, some thousand times smaller than its samples."""
     long = sound_file(np.zeros((200 * 48000, 2), np.int16), 48000, "FLAC")

@@ -356,7 +356,7 @@ def test_micro_batches_keep_groups_and_balance():
     assert sorted(order) == list(range(10))
 
 
-@pytest.mark.slow  # flex attention compiles its masks
+@pytest.mark.gate  # flex attention compiles its masks
 @pytest.mark.filterwarnings("ignore:_compile flag")
 def test_attention_sinks():
     """Flex attention supports them only on a GPU, packed rows do everywhere."""

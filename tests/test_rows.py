@@ -368,7 +368,7 @@ def test_processes_that_hang_are_replaced_and_the_row_that_hangs_is_named(tmp_pa
     ahead.close()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_workers_collect_nothing_of_their_parent():
     """Tensors on a GPU can't be destroyed in a fork."""
 
@@ -494,7 +494,7 @@ def test_bad_rows_end_the_run_by_default_and_where_they_are_too_many(tmp_path):
     assert len(skipped_rows(tmp_path)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_bad_rows_are_skipped(tmp_path):
     runs = [trained(damaged_rows(BAD), tmp_path / str(n), **SKIP, media_prefetch=n) for n in (0, 1)]
     for n, run in enumerate(runs):
@@ -510,7 +510,7 @@ def test_bad_rows_are_skipped(tmp_path):
     assert same_weights(*runs)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_rows_that_were_skipped_stay_so_after_resuming(tmp_path):
     """The rows are readable again."""
     straight = trained(damaged_rows(BAD), tmp_path / "straight", **SKIP, save_strategy="steps", save_steps=1)

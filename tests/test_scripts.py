@@ -240,7 +240,7 @@ def command(name, *options, cwd):
     return run.stdout + run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize("script", [rloo, ppo, sft])
 def test_script_trains(script, tmp_path):
     sounds = [{"bytes": sound_file(audio(0.5, seed=i)["audio"]), "path": None} for i in range(4)]
@@ -273,7 +273,7 @@ def test_script_trains(script, tmp_path):
     assert "Listen." in (tmp_path / "trained" / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_train_and_evaluate(tmp_path):
     for part in spoken_digit_model():
         part.save_pretrained(tmp_path / "model")

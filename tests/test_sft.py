@@ -239,7 +239,7 @@ def test_the_first_rows_are_compared_with_the_models_own_forward(tmp_path, capsy
     assert silent.checks.self_check is None and "self-check" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_rows_that_change_each_other_get_forwards_of_their_own(tmp_path, monkeypatch):
     """Breaks the correction of Llama 4. The fallback gives the same updates, and a resumed run has it, too."""
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}

@@ -517,7 +517,7 @@ def test_calls_whose_arguments_are_nested_too_deeply_are_text(depth, tmp_path):
     assert trainer.state.log_history[0]["tools/call_frequency"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_evaluation_calls_tools(tmp_path):
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())], "eval_dataset": image_rows(2)}
     options = {**LONG, "per_device_eval_batch_size": 8}

@@ -64,7 +64,7 @@ def test_workflow_and_containers_run_what_is_there():
             assert (ROOT / "trl_multimodal_rft" / "recipes" / f"{recipe}.yaml").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_wheel_is_whole(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

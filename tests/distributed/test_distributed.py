@@ -19,7 +19,6 @@ GREEDY = ["greedy_images", "greedy_audio"]
 VIEWS = ["papo", "vppo", "mapo"]
 VIEWS_IN_PARTS = ["papo_token_budget"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
-# The rest of the slow run
 IN_DEFAULT_RUN = {"ddp": ["straddling_group"]}
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
 DDP += ["rloo", "views", "one_image", "without_signal", "asynchronous", FOR_EACH_ENGINE]
@@ -107,12 +106,20 @@ def ddp(two, runs, scenario):
     return runs.results("ddp")[scenario]
 
 
+def weight(engine, name):
+    """Returns the marks of a scenario: each change has to pass all with DDP, and one with each engine that shards."""
+    if name in IN_DEFAULT_RUN.get(engine, ()):
+        return []
+    is_first = name == FOR_EACH_ENGINE and engine != "zero1"
+    return [pytest.mark.gate if engine == "ddp" or is_first else pytest.mark.slow]
+
+
 def of(*tables):
     """Parametrizes a test with each engine's scenarios."""
     return pytest.mark.parametrize(
         ("engine", "scenario"),
         [
-            pytest.param(engine, name, marks=[pytest.mark.slow] * (name not in IN_DEFAULT_RUN.get(engine, ())))
+            pytest.param(engine, name, marks=weight(engine, name))
             for scenarios in tables
             for engine, names in scenarios.items()
             for name in names
@@ -166,9 +173,7 @@ def test_processes_skip_the_same_rows(two, one):
             assert [*each] == [[evaluated, pytest.approx(sum(rows) / len(rows)), 2] for evaluated, _, _ in each]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("scenario", ["conversations", "rewritten_contexts", "rewarded_turns", "lost_environments"])
+@on(["ddp", "fsdp2"], "conversations", "rewritten_contexts", "rewarded_turns", "lost_environments")
 def test_conversations_train_as_in_one_process(two, one, scenario):
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
@@ -573,7 +578,6 @@ def test_states_leave_the_device_while_the_model_samples(two, engine, scenario):
 # Supervised training
 
 
-@pytest.mark.slow
 @in_turn("sft_rows", "sft_parts", "sft_adapter")
 def test_supervised_rows_train_as_in_one_process(engine, two, one):
     """Ranks have different media and numbers of tokens, over accumulated micro-batches, also in parts."""

@@ -17,13 +17,12 @@ import pytest
 import torch
 from helpers import forked
 from helpers.fake_server import FakeServer
+from helpers.marks import slow_but
 from helpers.processes import PATIENCE, python_command, python_environment
 from safetensors.torch import load_file
 
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
-
-pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 LAST = 9  # step, in the middle of an epoch and of a generation batch
@@ -215,7 +214,7 @@ def worker(tmp_path_factory):
         worker.stop()
 
 
-@pytest.fixture(params=["grpo", "ppo", "ddp", "zero2"])
+@pytest.fixture(params=[pytest.param("grpo", marks=pytest.mark.gate), *slow_but(["ppo", "ddp", "zero2"])])
 def case(request):
     if request.param == "zero2":
         pytest.importorskip("deepspeed")
@@ -252,6 +251,7 @@ def test_killed_while_it_saves(worker, case, tmp_path):
     assert found["others"] == []
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes_shards(worker, tmp_path):
     run = Restarted(worker, "fsdp2", tmp_path, random.randrange(2**32))
     run.dies("weights written", 1, 1, last=0)
@@ -268,6 +268,7 @@ def test_killed_while_it_writes_shards(worker, tmp_path):
     assert "checkpoint-3 isn't whole: optimizer_0/__1_0.distcp has other content." in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ppo", "zero2"], indirect=True)
 def test_killed_at_random(worker, case, tmp_path):
     seed = random.randrange(2**32)
@@ -295,6 +296,7 @@ def test_killed_at_random(worker, case, tmp_path):
     assert {f"checkpoint-{step}" for step in (LAST - 1, LAST)} <= set(found["checkpoints"])
 
 
+@pytest.mark.slow
 def test_killed_while_a_server_samples_ahead(worker, tmp_path):
     """Some requests fail, too: once, so that they are asked again, or with the whole server."""
     seed, n_kills, runs = random.randrange(2**32), 0, []
@@ -349,7 +351,11 @@ class Asked:
         return inspect(self.worker, self.folder / "inspected", self.output, straight, processes.folder)["final"]
 
 
-@pytest.mark.parametrize("case", ["grpo", "ppo", "ddp", "zero2", "fsdp2"], indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param("grpo", marks=pytest.mark.gate), *slow_but(["ppo", "ddp", "zero2", "fsdp2"])],
+    indirect=True,
+)
 def test_signalled_to_end(worker, case, tmp_path):
     run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
     expected = []
@@ -374,6 +380,7 @@ def test_signalled_to_end(worker, case, tmp_path):
     assert run.differences(processes) == []
 
 
+@pytest.mark.slow
 def test_signalled_between_steps(worker, tmp_path):
     """The run ends after the next step."""
     run = Asked(worker, "grpo", tmp_path)
@@ -381,6 +388,7 @@ def test_signalled_between_steps(worker, tmp_path):
     assert run.checkpoints() == ["checkpoint-4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"media_prefetch": 2}, {"media_prefetch": 0, "dataloader_num_workers": 1}], ids=["ahead", "loader"]
 )
@@ -392,6 +400,7 @@ def test_signalled_with_its_workers(options, worker, tmp_path):
     assert run.checkpoints() == ["checkpoint-2"]
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_at_once(worker, tmp_path):
     run = Asked(worker, "grpo", tmp_path)
     processes = run.start("SIGINT", "SIGINT", moment="gradient added", step=2, rank=0)
@@ -399,6 +408,7 @@ def test_second_interrupt_ends_at_once(worker, tmp_path):
     assert "KeyboardInterrupt" in processes.logs() and run.checkpoints() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has such a device")
 def test_full_disk_of_one_ends_all(worker, tmp_path):
     """That of the main process: `test_whole_checkpoints.py`."""
@@ -413,6 +423,7 @@ def test_full_disk_of_one_ends_all(worker, tmp_path):
     run.ends()
 
 
+@pytest.mark.slow
 def test_second_run_in_a_folder_is_refused(worker, tmp_path):
     """All processes refuse until the first run is killed."""
     options = {"save_strategy": "no", "disable_tqdm": True}
@@ -429,6 +440,7 @@ def test_second_run_in_a_folder_is_refused(worker, tmp_path):
     first.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "name", "saves"),
     [

@@ -283,7 +283,7 @@ def multi_gpu(tmp_path_factory, given):
     return trained("multi_gpu", tmp_path_factory.mktemp("multi_gpu") / "run", given, as_users_type=True)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_multi_gpu(multi_gpu, given):
     assert_trained(multi_gpu, given, 2, type="MULTI_CPU", mixed_precision="no")
     assert max(step["reward_std"] for step in multi_gpu.steps) > 0

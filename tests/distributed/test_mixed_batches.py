@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from engines import engines_of
+from helpers.marks import slow_but
 from helpers.trainer_utils import Gradients, Injected, image_rows, load, run, sound, text_rows
 from launcher import Run
 
@@ -44,8 +45,10 @@ def one_process(tmp_path_factory):
     run.stop()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("ddp", marks=pytest.mark.gate), *slow_but(["fsdp2", "zero2", "zero3"])],
+)
 def test_processes_with_different_media_train_as_one_process(engine, one_process, tmp_path):
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")

@@ -3,9 +3,9 @@
 Runs the tests with vLLM's engine: `python tests/engine`, those of files, `python tests/engine test_tools.py`, or with
 `-m slow` the slow ones.
 
-Each file has a process of its own, as engines leave memory behind. These, and the servers that the tests start, are
-forked from one that has imported vLLM, which takes 20 CPU seconds. The first file that fails ends the rest, so that
-its output comes last, except with `--write-results`.
+Each file has a process of its own, as engines leave memory behind, but for those that share a server. These, and the
+servers that the tests start, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first that
+fails ends the rest, so that its output comes last, except with `--write-results`.
 """
 
 import argparse
@@ -32,43 +32,49 @@ from helpers import cpu_seconds, forked  # noqa: E402
 IMPORTED = ["vllm_cpu", "vllm", "vllm.entrypoints.llm", "helpers.families"]
 PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported already
 AT_ONCE = 2
+TOGETHER = ["engine/test_asynchronous.py", "engine/test_processes.py", "engine/test_server.py"]  # they share a server
+ELSEWHERE = ["test_harness_programs.py"]  # `make test-extras`
 
 
-def run(file: str, expression: str) -> tuple[str, int, str, dict]:
-    """Returns a file with its exit code, its output and its results, as `--write-results` has them."""
+def run(files: list[str], expression: str) -> tuple[str, int, str, dict]:
+    """Returns names of files with their exit code, their output and their results, as `--write-results` has them."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, Path(file).stem)
+        written = Path(folder, Path(files[0]).stem)
         options = ["-m", expression, "--write-results", str(written)]
-        with forked.Popen([*PYTEST, f"tests/{file}", *options], **streams) as process:
+        with forked.Popen([*PYTEST, *(f"tests/{file}" for file in files), *options], **streams) as process:
             output, _ = process.communicate()
         results = weekly.results_of(written)
-    return file, process.returncode, output, {**results, "seconds": {file: process.seconds}}
+    seconds = dict.fromkeys(files, 0.0) | results["seconds"]
+    seconds[files[0]] += process.seconds - sum(seconds.values())  # imports, and the collection of tests
+    return ", ".join(files), process.returncode, output, {**results, "seconds": seconds}
 
 
 def main() -> str:
     """Returns an error, or nothing."""
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("files", nargs="*", default=[path.name for path in Path(__file__).parent.glob("test_*.py")])
+    parser.add_argument("files", nargs="*", help="names, by default all")
     parser.add_argument("-m", dest="expression", default="not slow", help="as that of pytest")
     parser.add_argument("--write-cpu-seconds", action="store_true", help="store the CPU seconds of each file")
     parser.add_argument("--write-results", type=Path, help="file for the results, see `weekly.py`")
     args = parser.parse_args()
     suite = "vllm slow" if args.expression == "slow" else "vllm"
     stored = json.loads(cpu_seconds.STORED.read_text()).get(suite, {})
-    files = [f"engine/{name}" for name in args.files]
+    names = args.files or [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in ELSEWHERE]
+    files = [f"engine/{name}" for name in names]
     if args.expression == "slow":  # others have none
         files = [file for file in files if "slow" in (TESTS / file).read_text()]
-    files.sort(key=lambda file: -stored.get(file, 0))
+    groups = [[file for file in TOGETHER if file in files], *([file] for file in files if file not in TOGETHER)]
+    groups.sort(key=lambda group: -sum(stored.get(file, 0) for file in group))
     found, failed = [], ""
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
-        for done in as_completed([pool.submit(run, file, args.expression) for file in files]):
-            file, code, output, results = done.result()
-            found, seconds = [*found, results], results["seconds"][file]
+        for done in as_completed([pool.submit(run, group, args.expression) for group in groups if group]):
+            group, code, output, results = done.result()
+            found, seconds = [*found, results], sum(results["seconds"].values())
             counts = re.findall(r"^.*\d (?:passed|skipped|deselected).*$", output, re.MULTILINE)  # among other output
-            print(output if code else f"{file}: {counts[-1]}, {seconds:.0f} CPU s", flush=True)
+            print(output if code else f"{group}: {counts[-1]}, {seconds:.0f} CPU s", flush=True)
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                failed = f"{failed} {file} failed".strip()
+                failed = f"{failed} {group} failed".strip()
                 if not args.write_results:
                     pool.shutdown(wait=False, cancel_futures=True)
                     return failed

@@ -56,10 +56,41 @@ def server(omni, tmp_path_factory):
         yield address
 
 
-@pytest.fixture(autouse=True)
-def engines_gone():
-    yield
-    from vllm.distributed import cleanup_dist_env_and_memory
+class SharedEngine:
+    """Starts engines for trainers. One with the arguments of the last one is that one, without what it remembers."""
 
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    def __init__(self, start):
+        self.start, self.arguments, self.engine = start, None, None
+
+    def __call__(self, **arguments):
+        broken = self.engine is not None and self.engine.llm_engine.has_unfinished_requests()
+        if broken or arguments != self.arguments:
+            self.end()
+            self.engine, self.arguments = self.start(**arguments), arguments
+        self.engine.reset_prefix_cache()
+        self.engine.llm_engine.reset_mm_cache()
+        self.engine.llm_engine.reset_encoder_cache()
+        return self.engine
+
+    def end(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine = self.arguments = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def shared_engine():
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = shared = SharedEngine(vllm_generation.LLM)
+    yield shared
+    shared.end()
+
+
+@pytest.fixture(autouse=True)
+def engines_gone(shared_engine):
+    yield
+    if shared_engine.engine is None:  # it failed to start
+        shared_engine.end()

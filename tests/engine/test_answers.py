@@ -25,6 +25,9 @@ from trl_multimodal_rft.generation.vllm_server import ServerClient
 from trl_multimodal_rft.rollout.in_flight import request_keys
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def engines_gone(monkeypatch):
     """No engine is in this process. Waits are short."""

@@ -8,6 +8,9 @@ import pytest
 from helpers.fake_server import latency
 
 
+pytestmark = pytest.mark.slow
+
+
 def test_bound():
     times = [latency(i) for i in range(24)]
     longest = [max(times[i : i + 8]) for i in range(0, 24, 8)]
@@ -19,7 +22,6 @@ def test_bound():
     assert async_rollouts.bound(2, 3, 8, slots=1, update=0.0) == pytest.approx(sum(times) / 3)
 
 
-@pytest.mark.slow
 def test_step_times(capsys):
     options = ["--unit", "0.01", "--steps", "3", "--prompts", "2", "--group", "4", "--staleness", "0", "2", "--json"]
     async_rollouts.main(options)

@@ -21,6 +21,9 @@ from weights import OfVersions
 from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
+pytestmark = pytest.mark.slow
+
+
 # Two groups in a batch, two batches in an epoch
 OPTIONS = {
     "max_completion_length": LENGTH,

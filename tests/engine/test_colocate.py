@@ -4,6 +4,7 @@
 import pytest
 import torch
 from helpers.engine_runs import Recorded, make
+from helpers.marks import slow_but
 from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, video_rows
 
@@ -11,7 +12,11 @@ from trl_multimodal_rft import MultimodalDistillationTrainer
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", video_rows), ("qwen2_5_vl", image_rows)]
+    ("family", "rows"),
+    slow_but(
+        [("qwen2_audio", audio_rows), ("qwen2_5_vl", video_rows), ("qwen2_5_vl", image_rows)],
+        ("qwen2_5_vl", image_rows),
+    ),
 )
 def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     trainer = make(Recorded, family, rows(), tmp_path)

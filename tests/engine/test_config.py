@@ -27,6 +27,9 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 
 
+pytestmark = pytest.mark.slow
+
+
 def answers(trainer, rows, **options) -> list[list[str]]:
     result = evaluate_trainer(trainer, rows, length_and_sum, EvaluationConfig(max_completion_length=4, **options))
     return [row["completions"] for row in result.rows]

@@ -19,6 +19,9 @@ from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 
 
+pytestmark = pytest.mark.slow
+
+
 def with_larger_images(family, folder):
     """Returns the folder of a model whose images may have nine tiles if it is Idefics3."""
     model, processor = load(family)

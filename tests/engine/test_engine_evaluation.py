@@ -3,6 +3,7 @@
 
 import copy
 
+import pytest
 from helpers.engine_runs import make
 from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
@@ -10,6 +11,9 @@ from transformers import set_seed
 
 from trl_multimodal_rft import GenerationEvalCallback, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
+
+
+pytestmark = pytest.mark.slow
 
 
 class Trained(Remembers):

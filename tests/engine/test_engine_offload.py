@@ -1,12 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """While the colocated engine samples, the trainer's model takes no memory either, and updates stay the same."""
 
+import pytest
 import torch
 from helpers.engine_runs import make
 from helpers.trainer_utils import image_rows
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.trainers.offload import storages
+
+
+pytestmark = pytest.mark.slow
 
 
 class Counting(MultimodalGRPOTrainer):

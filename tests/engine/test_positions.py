@@ -19,6 +19,9 @@ from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 
 
+pytestmark = pytest.mark.slow
+
+
 # Multiples of 64 pixels, the smallest size that all families support
 def clip(frames, width, height, seed=0):
     return video(frames, 64 * width, 64 * height, seed)

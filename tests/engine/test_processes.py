@@ -1,8 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Two processes train together: each with its engine, with one engine for both, and with a server."""
 
+import pytest
 import vllm_cpu
 from serving import train
+
+
+pytestmark = pytest.mark.slow
 
 
 ENGINE = {"vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512}}

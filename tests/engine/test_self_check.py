@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from helpers.engine_runs import make
+from helpers.marks import slow_but
 from helpers.trainer_utils import Recording, audio_rows, by_key, image_rows, moved, saved
 from transformers import AutoProcessor
 
@@ -27,7 +28,7 @@ def assert_exact(check):
     assert "engine vs. recomputed  " in str(check) and "engine vs. recomputed, updated" in str(check)
 
 
-# Engines that sample from the policy
+# Engines that sample from the policy; those with the same arguments follow each other, as they are one
 
 
 def test_grpo_samples_from_the_policy(tmp_path, monkeypatch):
@@ -39,13 +40,6 @@ def test_grpo_samples_from_the_policy(tmp_path, monkeypatch):
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
     assert ["engine vs. recomputed, updated" in each for each in printed] == [False, False, True]
     assert trainer.checks._engine_check.first is None  # the trainer keeps no media
-
-
-def test_rounding_of_the_engine_is_no_error(tmp_path):
-    trainer = grpo(tmp_path, engine={"dtype": "bfloat16"}, max_completion_length=24)
-    trainer.train()
-    check = trainer.checks.self_check
-    assert 1e-4 < check.engine[0] < 0.05 and 1e-4 < check.engine_updated[0] < 0.05
 
 
 def test_completions_end_as_those_of_transformers(tmp_path):
@@ -69,6 +63,133 @@ def test_completions_end_as_those_of_transformers(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
+def test_ppo_samples_from_the_policy(tmp_path):
+    options = {"num_ppo_epochs": 1}
+    trainer = make(MultimodalPPOTrainer, FAMILY, image_rows(), tmp_path, **options)
+    trainer.train()
+    assert_exact(trainer.checks.self_check)
+    assert 0.5 < trainer.state.log_history[0]["sampling/importance_sampling_ratio/mean"] < 1
+
+
+def some_signal(completion_ids, prompts, **kwargs):
+    """Gives all completions of every other prompt the same reward."""
+    dead = [sum(map(ord, str(prompt))) % 2 for prompt in prompts]
+    return [0.0 if none else float(sum(ids) % 7) for none, ids in zip(dead, completion_ids, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dynamic_sampling": 4, "vllm_importance_sampling_mode": "token_mask"},
+        pytest.param(
+            {"replay_buffer_size": 8, "vllm_importance_sampling_mode": "sequence_truncate"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
+    class Recorded(Recording, MultimodalGRPOTrainer):
+        pass
+
+    trainer = grpo(tmp_path, Recorded, objects={"reward_funcs": some_signal}, max_steps=4, **options)
+    trainer.train()
+    assert_exact(trainer.checks.self_check)
+    for name in ("sampling_per_token_logps", "old_per_token_logps"):
+        drawn, used = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
+        assert used and all(torch.equal(value, drawn[key]) for key, value in used.items())
+    history = trainer.state.log_history
+    exchanged = [logged.get("sampling/rounds", 1) > 1 or logged.get("replay/frac", 0) > 0 for logged in history]
+    assert any(exchanged)
+    for batch in (each.batch for each in trainer.micro_batches):
+        old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+        ratios, mask = batch["importance_sampling_ratio"], batch.scored_mask
+        if ratios.size(1) == 1:
+            differences = torch.where(mask.bool(), old - sampled, 0.0).nan_to_num(nan=0.0)
+            expected = differences.sum(1).exp().clamp(max=3.0)
+            torch.testing.assert_close(ratios[:, 0], expected)
+        else:
+            torch.testing.assert_close(ratios[mask.bool()], (old - sampled)[mask.bool()].exp())
+
+
+@pytest.mark.parametrize(
+    "options", slow_but([{"top_k": 5}, {"generation_kwargs": {"frequency_penalty": 0.5}}], {"top_k": 5})
+)
+def test_changed_distributions_of_an_engine_are_not_measured(options, tmp_path):
+    trainer = grpo(tmp_path, max_steps=1, **options)
+    trainer.train()
+    assert trainer.checks.self_check.engine is None
+
+
+# Engines that sample from another policy
+
+
+def test_without_a_self_check_training_continues(tmp_path, monkeypatch):
+    monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
+    trainer = grpo(tmp_path, self_check=False, max_steps=2)
+    trainer.train()
+    assert trainer.state.log_history[1]["sampling/sampling_logp_difference/mean"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float32", 1e-5), pytest.param("bfloat16", 0.05, marks=pytest.mark.slow)]
+)
+def test_weights_that_a_sync_leaves_out_stop_training_after_an_update(dtype, rounding, tmp_path, monkeypatch):
+    named, stale = MultimodalVLLMGeneration._iter_named_params, {}
+
+    def all_but_one(self):
+        for name, parameter in named(self):
+            if name.endswith("layers.0.self_attn.q_proj.weight"):
+                # On a CPU, an engine can't keep a weight that it doesn't receive
+                parameter = stale.setdefault(name, parameter.detach().clone())
+            yield name, parameter
+
+    monkeypatch.setattr(MultimodalVLLMGeneration, "_iter_named_params", all_but_one)
+    trainer = grpo(tmp_path, engine={"dtype": dtype}, max_completion_length=24)
+    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
+        trainer.train()
+    assert trainer.checks.self_check.engine[0] < rounding and len(stale) == 1
+
+
+def copied(folder):
+    """Returns a new copy of the family's folder."""
+    return shutil.copytree(saved(FAMILY), folder)
+
+
+def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
+    processor = AutoProcessor.from_pretrained(saved(FAMILY))
+    policy, folder = moved(FAMILY)["model"], copied(tmp_path / "other")
+    policy.name_or_path = str(folder)
+    monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
+    objects = {"model": policy, "processing_class": processor}
+    trainer = grpo(tmp_path, objects=objects)
+    with pytest.raises(RuntimeError, match="on the first batch.*its settings, weights.*`self_check=False`"):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_other_pixels_in_an_engine_stop_training(tmp_path):
+    processor, folder = AutoProcessor.from_pretrained(saved(FAMILY)), copied(tmp_path / "other")
+    [file] = [each for each in folder.glob("*.json") if "image_mean" in each.read_text()]
+    settings = json.loads(file.read_text())
+    settings.get("image_processor", settings)["image_mean"] = [0.0, 0.0, 0.0]
+    file.write_text(json.dumps(settings))
+    trainer = grpo(tmp_path, objects={"model": str(folder), "processing_class": processor})
+    with pytest.raises(RuntimeError, match="on the first batch.*processed media differ"):
+        trainer.train()
+
+
+# Engines with other arguments
+
+
+@pytest.mark.slow
+def test_rounding_of_the_engine_is_no_error(tmp_path):
+    trainer = grpo(tmp_path, engine={"dtype": "bfloat16"}, max_completion_length=24)
+    trainer.train()
+    check = trainer.checks.self_check
+    assert 1e-4 < check.engine[0] < 0.05 and 1e-4 < check.engine_updated[0] < 0.05
+
+
+@pytest.mark.slow
 def test_rloo_weighs_what_the_engine_samples(tmp_path):
     drawn = []
 
@@ -98,110 +219,3 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
         assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(expected.item(), rel=1e-5)
     # Placeholders, which the engine excludes, have some probability
     assert 0.9 < torch.cat(weights).min() < torch.cat(weights).max() == pytest.approx(0.98)
-
-
-def test_ppo_samples_from_the_policy(tmp_path):
-    options = {"num_ppo_epochs": 1}
-    trainer = make(MultimodalPPOTrainer, FAMILY, image_rows(), tmp_path, **options)
-    trainer.train()
-    assert_exact(trainer.checks.self_check)
-    assert 0.5 < trainer.state.log_history[0]["sampling/importance_sampling_ratio/mean"] < 1
-
-
-def some_signal(completion_ids, prompts, **kwargs):
-    """Gives all completions of every other prompt the same reward."""
-    dead = [sum(map(ord, str(prompt))) % 2 for prompt in prompts]
-    return [0.0 if none else float(sum(ids) % 7) for none, ids in zip(dead, completion_ids, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dynamic_sampling": 4, "vllm_importance_sampling_mode": "token_mask"},
-        {"replay_buffer_size": 8, "vllm_importance_sampling_mode": "sequence_truncate"},
-    ],
-)
-def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
-    class Recorded(Recording, MultimodalGRPOTrainer):
-        pass
-
-    trainer = grpo(tmp_path, Recorded, objects={"reward_funcs": some_signal}, max_steps=4, **options)
-    trainer.train()
-    assert_exact(trainer.checks.self_check)
-    for name in ("sampling_per_token_logps", "old_per_token_logps"):
-        drawn, used = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
-        assert used and all(torch.equal(value, drawn[key]) for key, value in used.items())
-    history = trainer.state.log_history
-    exchanged = [logged.get("sampling/rounds", 1) > 1 or logged.get("replay/frac", 0) > 0 for logged in history]
-    assert any(exchanged)
-    for batch in (each.batch for each in trainer.micro_batches):
-        old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        ratios, mask = batch["importance_sampling_ratio"], batch.scored_mask
-        if ratios.size(1) == 1:
-            differences = torch.where(mask.bool(), old - sampled, 0.0).nan_to_num(nan=0.0)
-            expected = differences.sum(1).exp().clamp(max=3.0)
-            torch.testing.assert_close(ratios[:, 0], expected)
-        else:
-            torch.testing.assert_close(ratios[mask.bool()], (old - sampled)[mask.bool()].exp())
-
-
-# Engines that sample from another policy
-
-
-def copied(folder):
-    """Returns a new copy of the family's folder."""
-    return shutil.copytree(saved(FAMILY), folder)
-
-
-def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
-    processor = AutoProcessor.from_pretrained(saved(FAMILY))
-    policy, folder = moved(FAMILY)["model"], copied(tmp_path / "other")
-    policy.name_or_path = str(folder)
-    monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
-    objects = {"model": policy, "processing_class": processor}
-    trainer = grpo(tmp_path, objects=objects)
-    with pytest.raises(RuntimeError, match="on the first batch.*its settings, weights.*`self_check=False`"):
-        trainer.train()
-
-
-def test_without_a_self_check_training_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
-    trainer = grpo(tmp_path, self_check=False, max_steps=2)
-    trainer.train()
-    assert trainer.state.log_history[1]["sampling/sampling_logp_difference/mean"] > 0.01
-
-
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_weights_that_a_sync_leaves_out_stop_training_after_an_update(dtype, rounding, tmp_path, monkeypatch):
-    named, stale = MultimodalVLLMGeneration._iter_named_params, {}
-
-    def all_but_one(self):
-        for name, parameter in named(self):
-            if name.endswith("layers.0.self_attn.q_proj.weight"):
-                # On a CPU, an engine can't keep a weight that it doesn't receive
-                parameter = stale.setdefault(name, parameter.detach().clone())
-            yield name, parameter
-
-    monkeypatch.setattr(MultimodalVLLMGeneration, "_iter_named_params", all_but_one)
-    trainer = grpo(tmp_path, engine={"dtype": dtype}, max_completion_length=24)
-    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
-        trainer.train()
-    assert trainer.checks.self_check.engine[0] < rounding and len(stale) == 1
-
-
-def test_other_pixels_in_an_engine_stop_training(tmp_path):
-    processor, folder = AutoProcessor.from_pretrained(saved(FAMILY)), copied(tmp_path / "other")
-    [file] = [each for each in folder.glob("*.json") if "image_mean" in each.read_text()]
-    settings = json.loads(file.read_text())
-    settings.get("image_processor", settings)["image_mean"] = [0.0, 0.0, 0.0]
-    file.write_text(json.dumps(settings))
-    trainer = grpo(tmp_path, objects={"model": str(folder), "processing_class": processor})
-    with pytest.raises(RuntimeError, match="on the first batch.*processed media differ"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"generation_kwargs": {"frequency_penalty": 0.5}}])
-def test_changed_distributions_of_an_engine_are_not_measured(options, tmp_path):
-    trainer = grpo(tmp_path, max_steps=1, **options)
-    trainer.train()
-    assert trainer.checks.self_check.engine is None

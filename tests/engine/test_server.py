@@ -16,6 +16,7 @@ import vllm
 from helpers import engine_runs
 from helpers.chats import image, video
 from helpers.engine_runs import RecordedOmni
+from helpers.marks import slow_but
 from helpers.omni import OMNI
 from helpers.samplers import Remembers
 from helpers.tools import with_turns_of_tools
@@ -62,7 +63,7 @@ ALONE = {"teacher_view": "blank", "num_generations": 1, "per_device_train_batch_
 CROP = {"rows": rows_with_a_crop, "beta": 0.5}
 
 
-@pytest.mark.parametrize("options", [{"beta": 0.5}, ALONE, CROP])
+@pytest.mark.parametrize("options", slow_but([{"beta": 0.5}, ALONE, CROP], {"beta": 0.5}))
 def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
     """Distills from the served model and from the same one in this process, which say the same of each completion."""
     options = dict(options)
@@ -88,7 +89,7 @@ def client(server):
     return ServerClient(server, 20.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"rollout_view": "blank(fraction=0.5)"}])
+@pytest.mark.parametrize("options", slow_but([{}, {"rollout_view": "blank(fraction=0.5)"}], {}))
 def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
     """
     After updates of all weights, for a sound, text alone, several media in one prompt, and an image; also where a half
@@ -127,7 +128,7 @@ def trainer_draw(trainer):
     return trainer.draws[-1]
 
 
-@pytest.mark.parametrize("part", ["audio_tower", "visual"])
+@pytest.mark.parametrize("part", slow_but(["audio_tower", "visual"], "visual"))
 def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
     """The server encodes the same media again after each update."""
     trainer = make(server, omni, tmp_path, self_check=False)

@@ -11,6 +11,9 @@ from serving import serve
 from weights import DECODER, QWEN_TOWER, OfVersions, assert_follows, change, difference, trainer_of
 
 
+pytestmark = pytest.mark.slow
+
+
 FLAGS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "3", "--enable-tower-connector-lora"]
 LORA = LoraConfig(r=8, target_modules=f"{DECODER}|{QWEN_TOWER}")
 

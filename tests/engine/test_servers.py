@@ -17,6 +17,9 @@ from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation.vllm_server import ServerGroup
 
 
+pytestmark = pytest.mark.slow
+
+
 BOTH = {"ACCELERATE_USE_CPU": "true"}  # otherwise accelerate starts runs of one process each
 SEEDED = {"generation_kwargs": {"seed": 100}}
 VIEWS = {"rollout_view": "blank", "contrast_view": "blank", "dynamic_sampling": 2}

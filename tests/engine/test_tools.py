@@ -73,6 +73,7 @@ class Rewriting(TalkingGRPO):
         return torch.zeros(1)  # there is no whole one; the self-check compares each context
 
 
+@pytest.mark.slow
 def test_contexts_with_the_last_image(tmp_path):
     """Results are appended until one shows images."""
     options = {"max_tool_media": 4, "max_context_media": 1}
@@ -83,6 +84,7 @@ def test_contexts_with_the_last_image(tmp_path):
     assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated, check.engine_conversation))
 
 
+@pytest.mark.slow
 def test_sounds_up_to_the_engines_limit(tmp_path):
     engine = {**ENGINE, "max_model_len": 160}
     options = {"vllm_engine_kwargs": engine, "max_completion_length": 400, "beta": 0.0}
@@ -94,6 +96,7 @@ def test_sounds_up_to_the_engines_limit(tmp_path):
     assert all(len(prompt) + len(ids) <= 160 for _, prompt, ids, *_ in trainer.conversations)
 
 
+@pytest.mark.slow
 def test_engines_that_do_not_take_what_a_tool_shows(tmp_path):
     engine = {**ENGINE, "limit_mm_per_prompt": {"image": 1, "video": 0}}
     args = (talking("qwen2_5_vl"), image_rows(), images(), tmp_path)
@@ -114,6 +117,7 @@ def rollout(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logps}
 
 
+@pytest.mark.slow
 def test_rollout_func_shows_the_engine_media(tmp_path):
     objects, options = {"rollout_func": rollout}, {"max_steps": 2, "generation_kwargs": None}
     args = (MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import families
 from helpers.four_bits import NF4, save_wide
+from helpers.marks import slow_but
 from helpers.omni import OMNI
 from helpers.trainer_utils import audio_rows, image_rows, saved
 from peft import LoraConfig
@@ -16,6 +17,18 @@ from trl_multimodal_rft.generation.vllm_versions import LOADS_BENEATH_ADAPTERS
 
 
 beneath = pytest.mark.skipif(not LOADS_BENEATH_ADAPTERS, reason="vLLM before 0.28 loads no weights beneath adapters")
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "towers"),
+    [
+        pytest.param("qwen2_audio", audio_rows, r".*audio_tower.*\.(q_proj|fc1)", marks=pytest.mark.slow),
+        ("qwen2_5_vl", image_rows, QWEN_TOWER),
+    ],
+)
+def test_merged_adapter(family, rows, towers, tmp_path):
+    lora = LoraConfig(r=4, target_modules=f"{DECODER}|{towers}")
+    assert_follows(trainer_of(saved(family), rows, tmp_path, lora))
 
 
 def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
@@ -33,7 +46,7 @@ def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
         difference(trainer)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_bias", slow_but([False, True], False))
 def test_weights_that_the_engine_has_no_place_for(has_bias, tmp_path):
     model, processor = families.FAMILIES["glm4v"].build()
     model.config.text_config.attention_bias = has_bias
@@ -48,20 +61,11 @@ def test_weights_that_the_engine_has_no_place_for(has_bias, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "rows", "towers"),
-    [("qwen2_audio", audio_rows, r".*audio_tower.*\.(q_proj|fc1)"), ("qwen2_5_vl", image_rows, QWEN_TOWER)],
-)
-def test_merged_adapter(family, rows, towers, tmp_path):
-    lora = LoraConfig(r=4, target_modules=f"{DECODER}|{towers}")
-    assert_follows(trainer_of(saved(family), rows, tmp_path, lora))
-
-
-@pytest.mark.parametrize(
     ("family", "rows", "layers"),
     [
         ("qwen2_5_vl", image_rows, f"{DECODER}|{QWEN_TOWER}"),
-        ("internvl", image_rows, DECODER),
-        (OMNI, audio_rows, DECODER),
+        pytest.param("internvl", image_rows, DECODER, marks=pytest.mark.slow),
+        pytest.param(OMNI, audio_rows, DECODER, marks=pytest.mark.slow),
     ],
 )
 def test_adapter_alone(family, rows, layers, omni, tmp_path, monkeypatch):
@@ -81,6 +85,7 @@ def test_adapter_alone(family, rows, layers, omni, tmp_path, monkeypatch):
             difference(trainer)
 
 
+@pytest.mark.slow
 def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
     lora = LoraConfig(r=4, target_modules=DECODER)
     with pytest.raises(ValueError, match="does not support LoRA yet. Set `vllm_sync_adapter=False`"):
@@ -95,6 +100,7 @@ def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeyp
         trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rows", "alone"),
     [pytest.param("qwen2_5_vl", image_rows, None, marks=beneath), ("qwen2_audio", audio_rows, False)],
