@@ -117,7 +117,7 @@ def test_by_name(name, tmp_path):
     saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
     assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # transformers' trainer sets it
 
-    parts = trainer._run, trainer.sampler, trainer._transformers_sampler, trainer._processor_source
+    parts = trainer._run, trainer.sampler, trainer._transformers_sampler, trainer._load_processor
     settings = functools.partial(check_settings, *parts)
     trainer.checks.on_prompts(trainer.model, messages, prompts, settings)
     packs = sharing_obstacle(model) is None and (name != "llama4" or LLAMA4_PACKS)

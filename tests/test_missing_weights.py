@@ -25,7 +25,8 @@ from trl_multimodal_rft.scripts.arguments import parse
 FAMILY = "gemma3"  # whose LM head is tied, and so in no folder
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 QUESTION, ANSWER = ([{"role": role, "content": "Is it a zebra?"}] for role in ("user", "assistant"))
-ROWS = Dataset.from_list([{"prompt": QUESTION, "chosen": ANSWER, "rejected": ANSWER, "completion": ANSWER}] * 8)
+OTHER = [{**ANSWER[0], "content": "It is a cat."}]
+ROWS = Dataset.from_list([{"prompt": QUESTION, "chosen": ANSWER, "rejected": OTHER, "completion": ANSWER}] * 8)
 
 DOORS = ["grpo model", "ppo model", "sft model", "dpo model", "reward model", "distillation teacher_model"]
 DOORS += ["grpo reference", "rloo reference", "dpo reference", "ppo value_model", "evaluate", "filter", "chat"]

@@ -354,7 +354,7 @@ def test_retries_end(serve):
     assert_names_only(server.url, caught.value)
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 501])
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 505])
 def test_refusals_are_not_repeated(serve, status):
     server = serve(lambda request: (status, {"detail": "x" * 1000}))
     with pytest.raises(RuntimeError, match=rf"/reward answered {status}: .*xxx'\.$") as caught:

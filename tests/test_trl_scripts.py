@@ -506,6 +506,7 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # prefixes of PEFT
 @pytest.mark.parametrize("name", SFT)
 def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
     theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", SFT[name])

@@ -334,7 +334,10 @@ def test_completions_without_tokens_train_nothing_and_count_as_clipped(every, tm
         def __call__(self, *args, **options):
             return [each if i % every else [] for i, each in enumerate(super().__call__(*args, **options)[0])], None
 
-    options = {"advantage_estimator": "turn_norm", "max_steps": 1, "sampler": Empties}
+    def reward(completions, completion_ids, **kwargs):
+        return [[float(i)] if ids else [] for i, ids in enumerate(completion_ids)]
+
+    options = {"advantage_estimator": "turn_norm", "max_steps": 1, "sampler": Empties, "reward": reward}
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, **options)
     trainer.train()
     logs = trainer.state.log_history[0]

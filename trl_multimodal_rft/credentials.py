@@ -4,7 +4,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 
 # A URL in a text, which may contain quotes
@@ -27,6 +26,8 @@ _ASSIGNED = re.compile(
     re.IGNORECASE,
 )
 _OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value>[^\s-]\S*)")
+
+Setting = str | float | Sequence | Mapping | None  # a value of YAML and JSON
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _ALWAYS = set(
@@ -90,7 +91,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
+def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     """
     Values in types that YAML and JSON have. Entries of dictionaries whose names are those of secrets are left out,
     also of dictionaries in a text; other texts are [`masked`].

@@ -456,7 +456,15 @@ def logged(result: Run, name: str) -> list[float]:
 
 def metrics(history: list[dict]) -> list[dict[str, float]]:
     """Returns the floats of a log history, without durations and metrics that only this package logs."""
-    mine = ("time", "per_second", "packing/", "skipped_updates", "tools/ended_by", "tools/environment_failures")
+    mine = (
+        "time",
+        "per_second",
+        "packing/",
+        "skipped_updates",
+        "tools/ended_by",
+        "tools/environment_failures",
+        "media/",
+    )
     return [
         {key: value for key, value in entry.items() if isinstance(value, float) and not any(m in key for m in mine)}
         for entry in history

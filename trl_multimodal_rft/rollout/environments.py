@@ -174,7 +174,7 @@ class Environments:
         return environments, shown, failures
 
 
-def _made(factory: Any) -> Any:
+def _made(factory: Callable[[], Any]) -> Any:
     """An environment of a factory, or a `TypeError` of one line where it can't be called."""
     if not callable(factory):
         raise TypeError(

@@ -223,7 +223,7 @@ def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Ob
     return blocks if has_media else "\n".join(block["text"] for block in blocks)
 
 
-def _pixels(value: Any) -> np.ndarray:
+def _pixels(value: Value) -> np.ndarray:
     """An image of lists of pixels, from 0 to 255."""
     with suppress(ValueError, TypeError, OverflowError):  # of lists of several lengths, and of texts
         pixels = np.asarray(value)

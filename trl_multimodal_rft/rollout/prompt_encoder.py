@@ -94,7 +94,7 @@ class PromptEncoder:
             encoded.media = cast_features(encoded.media, dtype)
         return encoded
 
-    def checked_observation(self, content: Any, label: str) -> Any:
+    def checked_observation(self, content: str | list, label: str) -> str | list:
         """What an environment shows, as text or blocks: its control tokens raise, unless they are to be stripped."""
         return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from inspect import get_annotations
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,7 +197,9 @@ class CheckpointMixin(Trainer):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
-    def _draw_interrupted(self, error: type[BaseException] | None, *_: BaseException | None) -> None:
+    def _draw_interrupted(
+        self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         """Draws the curves of a run that an error or Ctrl-C ends, for which no callback is called."""
         for callback in self.callback_handler.callbacks if error is not None else ():
             if isinstance(callback, TrainingCurvesCallback):

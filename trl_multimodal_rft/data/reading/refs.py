@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LONGEST_WORD = 300
 
 
-def checksum(messages: Any) -> int | None:
+def checksum(messages: str | list | None) -> int | None:
     """A checksum of the media in messages, `None` without any."""
     media = [*iter_refs(messages)]
     return reduce(lambda total, ref: ref.checksum(total), media, 0) if media else None
@@ -92,9 +92,18 @@ class MediaRef:
         return self.source.value if isinstance(self.source, Encoded) else self.source
 
     def checksum(self, start: int = 0) -> int:
-        """A checksum of the raw value: bytes, samples or pixels, of a file its name and size."""
+        """
+        A checksum of the raw value: bytes, samples or pixels, of a file its name and size.
 
-        def parts(value: Any) -> Iterator[bytes]:
+        Args:
+            start (`int`, *optional*, defaults to 0):
+                Checksum of other media before.
+
+        Returns:
+            `int`: The checksum.
+        """
+
+        def parts(value: Mapping | Sequence | os.PathLike | None) -> Iterator[bytes]:
             if isinstance(value, dict):
                 kept = {"bytes"} if value.get("bytes") is not None else value.keys()
                 for name in sorted(kept & value.keys()):

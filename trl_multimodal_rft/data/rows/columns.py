@@ -277,7 +277,7 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: str | float | list | dict | None) -> bool:
     """Whether a cell of a table holds nothing: it is absent, NaN, an empty list or a text of blanks."""
     blank = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
     return blank or is_absent(value) or (isinstance(value, list) and not value)
