@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-`python docs/refresh_options.py`, of which `make fix` is more, writes the table of options that the package ships, and
-the page about its own.
+`python docs/refresh_options.py` writes the table of options that the package ships, and the page about its own. `make
+fix` does it, too.
 """
 
 import json

@@ -64,7 +64,7 @@ def without_lines(text: str) -> str:
 
 
 def counts() -> Iterator[tuple[Path, str, int]]:
-    """Yields numbers that pages state: the page, the text around the number, and what it has to be."""
+    """Yields each number that a page states: the page, a pattern of the text around it, and its value."""
     cells = [line.strip("| ").split(" | ") for line in FAMILIES.read_text().partition(MARK)[2].splitlines()]
     rows = [row for row in cells if len(row) > 3 and row[0] not in ("family", "---")]
 
@@ -80,7 +80,7 @@ def counts() -> Iterator[tuple[Path, str, int]]:
 
 
 def with_number(text: str, around: str, number: int) -> str:
-    """Returns a page with another number, in the place of the pattern's group. Raises an error if it isn't there."""
+    """Returns a page with a number in the place of the pattern's group. Raises a `LookupError` without a match."""
     found = re.search(around, text, re.MULTILINE)
     if found is None:
         raise LookupError(f"No text matches {around!r}: correct that in tests/fix.py, or take it out.")
@@ -91,7 +91,7 @@ def with_number(text: str, around: str, number: int) -> str:
 
 
 def lists() -> Iterator[tuple[Path, str, str, Collection[str]]]:
-    """Yields lists of names: the page, the texts before and behind the list, and the names that it has to have."""
+    """Yields each list of names in a page: the page, the texts before and behind the list, and the names."""
     others = ROOT / "docs" / "from_others.md"
     of_trl = [f"{name}Trainer" for name in house.trainers() if hasattr(trl, f"{name}Trainer")]
     yield README, "From a shell: ", ".\n", COMMANDS
@@ -102,7 +102,7 @@ def lists() -> Iterator[tuple[Path, str, str, Collection[str]]]:
 
 
 def with_names(text: str, before: str, behind: str, names: Collection[str]) -> str:
-    """Returns a page whose list, with commas, has these names: new ones at its end, the others as they were."""
+    """Returns a page whose list, separated by commas, has these names: new ones at its end, the others unchanged."""
     start = text.find(before) + len(before)
     end = text.find(behind, start)
     if start < len(before) or end < 0:
@@ -146,7 +146,7 @@ def with_entry(text: str, name: str) -> str:
 
 
 def with_versions(text: str, column: Path) -> str:
-    """Returns the page of versions with those that the file of a column pins, in that column's row."""
+    """Returns the page of versions with the pins of a column's file in the row of that column."""
     names = re.search(r"^\| command \| Python \| (.*) \|$", text, re.MULTILINE)[1].split(" | ")
     row = re.search(rf"^\| `make test-{column.stem}` \| [\d.]+ \| (.*) \|$", text, re.MULTILINE)
     pins = dict(re.findall(r"^([\w-]+?)(?:-cpu)?==([\d.]+)", column.read_text(), re.MULTILINE))
@@ -156,7 +156,7 @@ def with_versions(text: str, column: Path) -> str:
 
 
 def derived() -> dict[Path, str]:
-    """Returns the texts that files ought to have, but for formats and bounds. Raises an error if a place is gone."""
+    """Returns the text of each derived file but `house.json`. Raises a `LookupError` if a page lost such a place."""
     texts = {page: without_lines(page.read_text()) for page in pages()}
     for page, around, number in counts():
         texts[page] = with_number(texts[page], around, number)
@@ -180,7 +180,7 @@ def bounds() -> str:
 
 
 def stale(texts: dict[Path, str]) -> list[str]:
-    """Returns the names of files that have other texts."""
+    """Returns the names of the files whose text differs."""
     return [str(path.relative_to(ROOT)) for path, text in texts.items() if path.read_text() != text]
 
 

@@ -40,7 +40,7 @@ LIMITS = {"files": 700, "classes": 450, "functions": 100}
 
 
 def exported(end: str) -> dict[str, type]:
-    """Returns the package's trainers (`"Trainer"`) or configs (`"Config"`) by what their names differ in."""
+    """Returns the package's trainers (`"Trainer"`) or configs (`"Config"`) by their methods, such as `"GRPO"`."""
     import trl_multimodal_rft
 
     names = {name: re.fullmatch(rf"Multimodal(\w+){end}", name) for name in dir(trl_multimodal_rft)}
@@ -105,8 +105,8 @@ def modules() -> dict[str, Path]:
 @cache
 def names_by_source(path: Path) -> dict[str, set[str]]:
     """
-    Returns the names that a module imports, at any depth, by the modules from which, and its names of these, such as
-    `module.name`; none for `import module`.
+    Returns for each module that a file imports, at any depth, the names that it takes from it: imported ones, and
+    attributes such as `module.name`. `import module` takes none.
     """
     package = ".".join(path.relative_to(ROOT).parent.parts)
     found: dict[str, set[str]] = defaultdict(set)
