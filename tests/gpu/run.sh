@@ -21,16 +21,16 @@ if ! command -v "${CC:-gcc}" gcc clang > /dev/null; then
         tee "$out/no_compiler.txt"
 fi
 echo "installed after $SECONDS s"
-# Workers; seconds after which tests that hang leave the time to the report; seconds of a trainer in a row
-which=gpu preset=${PRESET:-3b} workers=9 tests_end=180 seconds=20
+# Seconds after which tests that hang leave the time to the report, and those of a trainer in a row
+which=gpu preset=${PRESET:-3b} tests_end=180 seconds=20
 if [ "$device" = cpu ]; then
     export REHEARSAL=1
-    which="slow or gpu" preset=tiny workers=2 tests_end=0 minutes=120 seconds=600
+    which="slow or gpu" preset=tiny tests_end=0 minutes=120 seconds=600
 fi
 code=0
 if [ "$part" != report ]; then
-    options=(-p no:cacheprovider -p no:benchmark -rs --durations 20)
-    timeout -k 5 $tests_end python3 -m pytest tests/gpu -m "$which" -n $workers --dist loadgroup "${options[@]}" 2>&1 |
+    options=(-n $(($(nproc) / 2 + 1)) --dist loadgroup -p no:cacheprovider -p no:benchmark -v -rs --durations 20)
+    timeout -s INT -k 15 $tests_end python3 -m pytest tests/gpu -m "$which" "${options[@]}" 2>&1 |
         tee "$out/tests.txt" || code=$?
     echo "tested after $SECONDS s"
 fi
