@@ -345,8 +345,9 @@ def encode_messages(
 
 def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> None:
     """Refuses token ids without an embedding, for which a model's forward would raise an error that names no row."""
-    n_tokens = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    if n_tokens is not None and len(ids) and not 0 <= ids.min() <= ids.max() < n_tokens:
+    text = config.get_text_config(decoder=True)
+    n_tokens = sum(getattr(text, name, 0) for name in ("vocab_size", "additional_vocab_size"))  # the latter of Idefics
+    if n_tokens and len(ids) and not 0 <= ids.min() <= ids.max() < n_tokens:
         where = "a prompt" if row is None else f"row {row}"
         raise ValueError(
             f"{where} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to {n_tokens - 1}; tokenize "

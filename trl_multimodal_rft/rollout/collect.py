@@ -138,7 +138,7 @@ _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
     """Lists of numbers as a tensor `(N, C)`, padded on the right, to a multiple as TRL's `pad_to_multiple_of`."""
-    longest = max(1, *map(len, rows))  # a batch without any token has one that no mask counts
+    longest = max([1, *map(len, rows)])  # a batch without any token has one that no mask counts
     longest += -longest % (multiple or 1)
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 

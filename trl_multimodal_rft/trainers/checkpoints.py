@@ -162,7 +162,7 @@ class CheckpointMixin(Trainer):
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
 
         Raises:
-            `ValueError`: If no checkpoint is whole, or it is of another trainer or engine, or an adapter alone.
+            `ValueError`: If no checkpoint is whole, or a run of another trainer, engine or kind of adapter saved it.
             `RuntimeError`: If another run trains in `output_dir`.
         """
         end_with_launcher()
