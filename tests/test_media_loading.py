@@ -489,7 +489,7 @@ def videos(sizes, name, default=None):
     with av.open(buffer, "w", format=name) as container:
         streams = [container.add_stream("mpeg4", rate=10, width=width, height=height) for width, height in sizes]
         for number, stream in enumerate(streams):
-            stream.disposition = av.stream.Disposition.default if number == default else av.stream.Disposition(0)
+            stream.disposition = av.stream.Disposition.default.value if number == default else 0
         for _ in range(8):
             for number, stream in enumerate(streams):
                 picture = np.full((stream.height, stream.width, 3), 60 * number + 40, np.uint8)

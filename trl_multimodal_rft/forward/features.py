@@ -206,8 +206,10 @@ def _calls_of_one(
         raise _Encoded
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
-    with suppress(_Encoded), hook, torch.enable_grad(), _wrapped(model, modules, scope, call):
-        model(**inputs, use_cache=False)
+    # Encoders draw even if they drop no layers, before transformers 5.23; a resumed run encodes media again
+    with torch.random.fork_rng(devices=[]), suppress(_Encoded), hook, torch.enable_grad():
+        with _wrapped(model, modules, scope, call):
+            model(**inputs, use_cache=False)
     # What the decoder's inputs would have a gradient of is what the code between frozen modules reads
     read = leaves_of_graph(reached)
     kinds_read = {

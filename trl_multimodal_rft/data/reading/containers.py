@@ -118,7 +118,8 @@ def best_stream(streams: "tuple[S, ...]") -> "S | None":
 
     def rank(stream: "AudioStream | VideoStream") -> int:
         size = stream.width * stream.height if stream.type == "video" else stream.channels
-        return 0 if stream.disposition & _COVER else size + 5_000_000 * (stream.disposition & _DEFAULT)
+        kind = type(stream.disposition)  # of flags, which are no integers before PyAV 17
+        return 0 if stream.disposition & kind(_COVER) else size + 5_000_000 * bool(stream.disposition & kind(_DEFAULT))
 
     return max(streams, key=rank, default=None)
 
