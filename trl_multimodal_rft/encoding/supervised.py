@@ -332,6 +332,9 @@ class SupervisedEncoder:
 
         Returns:
             [`SupervisedSequence`]: The sequence.
+
+        Raises:
+            `ValueError`: If it is no text.
         """
         if not isinstance(text, str):
             raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
