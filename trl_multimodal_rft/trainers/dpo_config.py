@@ -34,14 +34,15 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
             Whether columns that the trainer doesn't know are taken from the rows.
         max_length (`int`, *optional*):
-            Most tokens of a prompt and a completion, which is cut. A prompt that leaves no token of it is an error, or
-            skipped (`on_media_error`). `None` takes rows as they are.
+            Most tokens of a prompt and a completion, which is cut. A row whose prompt leaves no token of it is
+            dropped. `None` takes rows as they are.
         packing (`str`, *optional*, defaults to `"prefix"`):
             `"prefix"` forwards a prompt and its media once for both completions, and falls back to `"padded"`, a row
             per completion, with a message, where the model can't. Loss and gradient are the same.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
-            log-probabilities of the model's own forward of each prompt and completion.
+            log-probabilities of the model's own forward of each prompt and completion, and that these depend on its
+            media.
         rejected_view (`str`, *optional*):
             View of the media after which the chosen completion is rejected, such as `"crop(scale=0.4)"`, see
             [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. Further settings are

@@ -37,7 +37,7 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
             per completion, with a message, where the model can't. Loss and gradient are the same.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
-            scores of the model's own forward of each prompt and completion.
+            scores of the model's own forward of each prompt and completion, and that these depend on its media.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and

@@ -37,8 +37,9 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
             Whether columns that the trainer doesn't know are taken from the rows.
         max_length (`int`, *optional*):
-            Most tokens of a row. Longer ones of text are cut, as in [`~trl.SFTConfig`]; those with media are an error,
-            or skipped (`on_media_error`), since no medium is cut. `None` takes rows as they are.
+            Most tokens of a row. Longer ones of text are cut, as in [`~trl.SFTConfig`], and dropped if nothing to
+            learn is left; those with media are an error, or skipped (`on_media_error`), since no medium is cut. `None`
+            takes rows as they are.
         packing (`bool`, *optional*, defaults to `False`):
             Whether the rows of a micro-batch are forwarded one behind the other, without padding, and don't see each
             other. Loss and gradient are those of padded rows; so is the number of rows in an update, unlike in TRL.
@@ -46,7 +47,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
             forward.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
-            log-probabilities of the model's own forward of each row.
+            log-probabilities of the model's own forward of each row, and that these depend on its media.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
