@@ -49,9 +49,17 @@ def _running(
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
     outputs: list[ModelOutput] = []
+
+    def note(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput | None:
+        outputs.append(output)
+        if not kwargs:
+            return None
+        # Some outer models, as LLaVA's since transformers 5.24, take no router logits of their decoder
+        return type(output)(**{name: value for name, value in output.items() if name != "router_logits"})
+
     with (
         decoder_inputs(model, **batch.injected, **kwargs),
-        model.get_decoder().register_forward_hook(lambda module, args, output: outputs.append(output)),
+        model.get_decoder().register_forward_hook(note),
         frozen_features(model, batch.parts),
     ):
         yield outputs
