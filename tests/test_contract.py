@@ -20,7 +20,7 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from transformers import Trainer
+from transformers import Trainer, masking_utils
 from trl import (
     DistillationTrainer,
     DPOTrainer,
@@ -44,11 +44,13 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
+    versions,
 )
 from trl_multimodal_rft.cli import COMMANDS, main
 from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
+    CACHE_NAMES,
     CALLED,
     OVERRIDDEN,
     PACKAGE,
@@ -273,6 +275,15 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     assert f"transformers {number} lacks `transformers.Trainer._init_training_state`; " in error
     pins = f'"transformers{bounds()["transformers"]}" "trl{bounds()["trl"]}"'
     assert error.endswith(f"was tested with other versions: run `pip install {pins}`, or update it.")
+
+
+@pytest.mark.parametrize("name", [*CACHE_NAMES, "mems"])
+def test_a_cache_has_one_of_its_names(name, monkeypatch):
+    names = ["config", "inputs_embeds", "attention_mask", name, "position_ids"]
+    signature = inspect.Signature([inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in names])
+    monkeypatch.setattr(masking_utils.create_masks_for_generate, "__signature__", signature, raising=False)
+    assert ("`cache|past_key_values` of" in str(versions.missing_parts())) == (name not in CACHE_NAMES)
+    assert name not in CACHE_NAMES or versions.cache_name.__wrapped__() == name
 
 
 def test_a_newer_version_whose_imports_fail_lacks_nothing(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from trl_multimodal_rft.forward import decoding as forward
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.decoding import Decoding
 from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.generation import decoding
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions
@@ -103,7 +104,8 @@ def test_tokens_and_random_state_are_those_of_generate(name, layouts, monkeypatc
             monkeypatch.setattr(forward, "SHORT_PROMPT", short)
             found, after = sample(model, rows, config)
             assert torch.equal(found, expected) and torch.equal(after, before)
-    assert all((layout is None) == (name == "llama4") for layout in layouts) and layouts
+    copies = name == "llama4" or sharing_obstacle(model) is not None  # as Qwen3.5 has before transformers 5.21
+    assert all((layout is None) == copies for layout in layouts) and layouts
 
 
 OPTIONS = {
@@ -250,6 +252,8 @@ class Shapes(TorchDispatchMode):
 def test_static_form(name, layouts):
     """Each step runs the same operations on the same shapes, and the host waits for none of its values."""
     model, tokenizer, rows = build(name)
+    if (obstacle := sharing_obstacle(model)) is not None:
+        pytest.skip(obstacle)
     kwargs = {"output_logits": True, "return_dict_in_generate": True}
     expected, before = sample(model, rows, options(tokenizer, **kwargs))
     steps, forward = [], model.forward

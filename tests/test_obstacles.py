@@ -42,6 +42,12 @@ PADDED = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     model, prompts = FAMILIES[name]()
+    obstacle = sharing_obstacle(model)
+    no_states = name == "minicpmv4_6" and not hasattr(hf.Cache, "get_conv_state")
+    padded = "before transformers 5.21" if no_states else PADDED.get(name)
+    assert obstacle is None if padded is None else padded in obstacle
+    if no_states:
+        pytest.skip("padded, its encoder doesn't take all the images of this batch; alone, it does")
     isolate = family_of(model).isolate
     repeated = [prompt for prompt in prompts for _ in range(G)]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
@@ -49,15 +55,9 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     own = backward(model, expected)
     scale = max(gradient.abs().max() for gradient in own.values())
 
-    obstacle = sharing_obstacle(model)
-    no_states = name == "minicpmv4_6" and not hasattr(hf.Cache, "get_conv_state")
-    padded = "before transformers 5.21" if no_states else PADDED.get(name)
-    assert obstacle is None if padded is None else padded in obstacle
     has_head = add_fused_head(model, outputs=("log_probs", "entropy"))
     if name == "llama4" and not LLAMA4_PACKS:
         pytest.skip("this transformers can't create its masks; `test_families.test_by_name` falls back")
-    if no_states:
-        pytest.skip("padded, its encoder doesn't take all the images of this batch; alone, it does")
     if obstacle is None:
         install_prefix_attention(model)
     ways = [{}] if has_head else [{"logits_temperature": 1.0}]

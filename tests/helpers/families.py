@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
@@ -56,16 +57,23 @@ class Family:
     builder: Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]
     prompts: Callable[[], list[list[dict]]]
     modalities: tuple[str, ...]
+    since: str = "5.16"  # version of transformers
 
     def build(self) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin]:
         """Returns a fresh `(model, processor)`: float32, in evaluation mode, the same weights at every call."""
         if self.name == "smolvlm" and hf.__version__ == "5.20.2":
             pytest.skip("its own forward fails in transformers 5.20.2")
-        return fresh(self.builder)
+        return fresh(self.installed())
+
+    def installed(self) -> Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]:
+        """Returns the builder, where transformers has the family."""
+        if Version(hf.__version__) < Version(self.since):
+            pytest.skip(f"transformers {hf.__version__} has no {self.name}")
+        return self.builder
 
     @property
     def model_class(self) -> type[hf.PreTrainedModel]:
-        return type(_made(self.builder)[0][0])
+        return type(_made(self.installed())[0][0])
 
     def save(self, folder: str | Path) -> Path:
         """Saves model and processor, so that both can be loaded from `folder`."""
@@ -93,11 +101,11 @@ MORE_FAMILIES: dict[str, Family] = {}  # additional families
 SPECIAL: dict[str, Family] = {}  # families for dedicated tests only
 
 
-def family(table: dict[str, Family], prompts: Callable, *modalities: str) -> Callable:
+def family(table: dict[str, Family], prompts: Callable, *modalities: str, **more: str) -> Callable:
     """Registers the result of a function in a table, under the function's name."""
 
     def add(builder: Callable) -> Callable:
-        table[builder.__name__] = Family(builder.__name__, builder, prompts, modalities)
+        table[builder.__name__] = Family(builder.__name__, builder, prompts, modalities, **more)
         return builder
 
     return add
@@ -1106,10 +1114,7 @@ def inkling():
     )
 
 
-# Of transformers 5.24
-
-
-@family(SPECIAL, image_video_prompts, "image", "video")
+@family(SPECIAL, image_video_prompts, "image", "video", since="5.24")
 def hy_v4_vl():
     """Its layers attend to the keys that an indexer chooses; with fewer heads many score 0, and ties decide."""
     ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -1125,7 +1130,7 @@ def hy_v4_vl():
     )
 
 
-@family(SPECIAL, image_prompts, "image")
+@family(SPECIAL, image_prompts, "image", since="5.24")
 def inkling2_loop():
     """Its second layer runs three times, with keys and values of its own each time."""
     heads = {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
@@ -1142,7 +1147,7 @@ def inkling2_loop():
     )
 
 
-@family(MORE_FAMILIES, image_audio_prompts, "image", "audio")
+@family(MORE_FAMILIES, image_audio_prompts, "image", "audio", since="5.24")
 def apertus1p5():
     """Images and sounds become codes behind the words, for which the head has no rows."""
     tokens = {"image": "<|image|>", "boi": "<|img_start|>", "eoi": "<|img_end|>", "eol": "<|img_end_of_row|>"}
@@ -1164,7 +1169,7 @@ def apertus1p5():
     return model, processor
 
 
-@family(MORE_FAMILIES, single_audio_prompts, "audio")
+@family(MORE_FAMILIES, single_audio_prompts, "audio", since="5.24")
 def omniasr():
     kernels, strides = [10, 3, 3, 3, 3, 2, 2], [8, 4, 4, 2, 2, 2, 2]
     convolutions = {"conv_dim": [16] * 7, "conv_kernel": kernels, "conv_stride": strides}

@@ -23,7 +23,12 @@ def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.Pre
         pytest.skip(f"this transformers has no {model_type}")
     model = tiny_model(getattr(hf, class_name), changes)
     model.generation_config = hf.GenerationConfig(pad_token_id=0)
-    return model, [encode(model, media, seed) for seed, media in enumerate(chats)]
+    try:
+        return model, [encode(model, media, seed) for seed, media in enumerate(chats)]
+    except (RuntimeError, TypeError) as error:
+        if Version(hf.__version__) >= Version("5.23"):
+            raise
+        pytest.skip(f"transformers {hf.__version__} encodes no media of {model_type}: {error}")
 
 
 def of(kind: str) -> list[list[Medium]]:
