@@ -44,7 +44,6 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
-    versions,
 )
 from trl_multimodal_rft.cli import COMMANDS, main
 from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
