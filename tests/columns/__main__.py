@@ -71,7 +71,8 @@ def main() -> None:
         run(["tests/engine/test_signatures.py"])
     if "engine" in args.what:  # a process per file, as engines leave memory behind
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: run([f"tests/engine/test_{name}.py"]), ENGINE.split()))
+            files = [f"tests/engine/test_{name}.py" for name in ENGINE.split()]
+            list(pool.map(lambda file: run([file], "-m", "slow or not slow"), files))
     write(args.command)
 
 

@@ -29,7 +29,8 @@ if [ "$device" = cpu ]; then
 fi
 code=0
 if [ "$part" != report ]; then
-    options=(-n $(($(nproc) / 2 + 1)) --dist loadgroup -p no:cacheprovider -p no:benchmark -v -rs --durations 20)
+    workers=$(($(env -u OMP_NUM_THREADS nproc) / 2 + 1)) # processes of engines run beside them
+    options=(-n $workers --dist loadgroup -p no:cacheprovider -p no:benchmark -v -rs --durations 20)
     timeout -s INT -k 15 $tests_end python3 -m pytest tests/gpu -m "$which" "${options[@]}" 2>&1 |
         tee "$out/tests.txt" || code=$?
     echo "tested after $SECONDS s"
