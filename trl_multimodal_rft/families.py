@@ -337,7 +337,7 @@ def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -
 
 def input_modalities(model: "torch.nn.Module | type[PreTrainedModel]") -> tuple[str, ...]:
     """Kinds of media, and text, that a model or a class of models takes."""
-    config: Any = getattr(model, "config", None) or getattr(model, "config_class", None)
+    config = getattr(model, "config", None) or getattr(model, "config_class", None)
     listed = tuple(getattr(model, "input_modalities", ()))
     return listed if config is None else (*listed, *family_of(config).unlisted_media)
 
