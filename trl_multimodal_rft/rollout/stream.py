@@ -5,11 +5,11 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -39,6 +39,7 @@ logger = get_logger(__name__)
 SKIPPED_ROWS = "skipped_rows.jsonl"
 
 _DROPPED = "Rows of which `max_length` leaves nothing to learn are dropped, and counted in `media/skipped`."
+_NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
 # `max_rows` of `on_media_error` as a share is of this many rows of a stream
 _STREAM_LENGTH = 1000
@@ -92,7 +93,7 @@ class RowStream:
     `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes what a teacher reads
     of a row, if that is something else. `columns` are those to keep, by default all. With `drops`, other rows take the
-    place of an [`~data.reading.refs.OverlongRow`], too, and evaluations and streams leave it out.
+    place of an [`~data.reading.refs.OverlongRow`], too, and evaluations leave it out.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class RowStream:
         state: Callable[[], TrainerState],
     ):
         self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
-        self._drops, self._n_dropped = drops, 0  # of a stream, since the last batch
+        self._lost: dict[int, str] = {}  # likewise, before the first other row of a stream
+        skips = unreadable_rows(args.on_media_error).action == "skip"
+        self._skips = MediaError if skips else OverlongRow if drops else ()
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
         self._encode_teachers = encode_teachers
@@ -164,9 +167,7 @@ class RowStream:
         if isinstance(dataset, IterableDataset):
             self._check_whole_groups(shape)
             self._rows, read = None, self._read_training
-            stream = undecoded(dataset)
-            stream = stream.filter(self._is_kept, with_indices=True) if self._drops else stream
-            self._batches = StreamBatches(stream, shape, read, self._columns)
+            self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns, from_first=self._from_first)
             return _batch_loader(self._batches, **options)
         args, left_out = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
@@ -283,12 +284,14 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, n_failed = self._skipped_errors(rows) if training else (), 0
+        skips, lost = self._skips if training else (), dict[int, str]()
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
-            failed = {}
+            failed: dict[int, str] = {}
+            if training:
+                failed, self._lost = self._lost, failed
             for i in (i for i in range(len(batch)) if begins[i]):
-                key = self._replacement(batch.keys[i]) if training else batch.keys[i]
+                key = self._replacement(batch.keys[i], lost) if training else batch.keys[i]
                 if i in read and read[i].row.row_index == _number(key):
                     continue
                 try:
@@ -297,12 +300,11 @@ class RowStream:
                     failed[_number(key)] = str(error)
             if skips:
                 failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
-                n_failed += len(failed)
+                lost |= failed
             if not failed:
                 break
-        if training and (skips or self._drops):
-            self._metrics["train"]["media/skipped"].append(float(n_failed + self._n_dropped))
-            self._n_dropped = 0
+        if skips:
+            self._metrics["train"]["media/skipped"].append(float(len(lost)))
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
 
@@ -359,41 +361,36 @@ class RowStream:
 
     # Rows that can't be read
 
-    def _replacement(self, key: Any) -> Any:
-        if _number(key) not in self.skipped:
-            return key
+    def _replacement(self, key: Any, lost: Collection[int]) -> Any:
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
-        if self._last_row is None:
-            raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
-        return self._last_row
+        return self._last_row if key.row_index in lost else key  # whose numbers may be others' in another epoch
 
-    def _skipped_errors(self, rows: DatasetRows | Iterable[Row] | None) -> type[MediaError] | tuple[()]:
-        """Errors of rows that are left out; `rows` is `None` for a stream, whose overlong ones are filtered."""
-        if unreadable_rows(self._args.on_media_error).action == "skip":
-            return MediaError
-        return OverlongRow if self._drops and rows is not None else ()
-
-    def _is_kept(self, row: dict[str, Any], index: int) -> bool:
-        """Whether something of a row of a stream is learned, as far as it can be read."""
-        try:
-            self._encoded(Row(index, row))
-        except OverlongRow:
-            logger.warning_once(_DROPPED)
-            self._n_dropped += 1
-            return False
-        except MediaError:  # which the batch of the row says
-            pass
-        return True
+    def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """A stream's rows of an epoch from the first on that can take the place of skipped ones."""
+        for row in islice(rows, _STREAM_LENGTH if self._skips else 0):
+            try:
+                self._encoded(row)
+            except self._skips as error:
+                self._lost[row.row_index] = str(error)
+            else:
+                self._last_row = row
+                yield row
+                break
+        else:
+            if self._lost:
+                raise MediaError(_NONE_LEFT + [*self._lost.values()][-1])
+        yield from rows
 
     def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
         """Notes rows that failed, of the so many of a split. All that did, on any rank."""
         failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
+        new = dict(sorted(failures.items() - skipped.items()))
         skipped.update(failures)
-        if failures and self._accelerator.is_main_process:
+        if new and self._accelerator.is_main_process:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
-                for row, error in failures.items():
+                for row, error in new.items():
                     entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
         rule = unreadable_rows(self._args.on_media_error)
@@ -409,7 +406,7 @@ class RowStream:
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        if not (skips := self._skipped_errors(rows)) or self._encode is None:
+        if not self._skips or self._encode is None:
             return {}
         if dataset not in self._unreadable:
             failed: dict[int, str] = {}
@@ -419,7 +416,7 @@ class RowStream:
                 if n_rows % self._accelerator.num_processes == self._accelerator.process_index:
                     try:
                         self._encoded(row)
-                    except skips as error:
+                    except self._skips as error:
                         failed[row.row_index] = str(error)
             self._skip(failed, unreadable, n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
@@ -488,6 +485,6 @@ def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> i
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:
-        raise MediaError(f"None of the dataset's rows can be trained on. The last one: {list(skipped.values())[-1]}")
+        raise MediaError(_NONE_LEFT + [*skipped.values()][-1])
     drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(each for each in drawn if each not in skipped)

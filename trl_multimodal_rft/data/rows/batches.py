@@ -165,7 +165,7 @@ class EpochBatches:
 class StreamBatches:
     """
     Batches of a stream, whose rows are numbered as they come. With `shards`, a rank reads no rows of other ranks where
-    the stream has shards enough; ranks may then get different numbers of batches.
+    the stream has shards enough; ranks may then get different numbers of batches. `from_first` leaves out first rows.
     """
 
     def __init__(
@@ -175,15 +175,16 @@ class StreamBatches:
         read: Callable,
         columns: Collection[str] | None = None,
         shards: bool = True,
+        from_first: Callable[[Iterator[Row]], Iterator[Row]] = iter,
     ):
         self.left_out: Collection[int] = ()
-        self._fewest = int(shards)  # in an evaluation, which doesn't shard, none
         self._row_indices = 0, 1
         if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
             self._row_indices = shape.rank, shape.n_ranks
             shape = replace(shape, n_ranks=1, rank=0)
         self._dataset, self._shape, self._read, self._columns = dataset, shape, read, columns
+        self._from_first = from_first
 
     def __len__(self) -> int:
         raise TypeError("A stream has no length.")
@@ -194,13 +195,13 @@ class StreamBatches:
                 yield Row(row_index, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
 
     def __iter__(self) -> Iterator[RowBatch]:
-        shape, rows, first = self._shape, self.rows(), []
+        shape, rows, first = self._shape, self._from_first(self.rows()), []
         while chunk := list(islice(rows, shape.n_rows)):
             first = first or chunk
             batch = RowBatch(shape.keys(chunk, first), self._read)
             for _ in range(shape.repeats if len(batch) else 0):
                 yield batch
-        if len(first) < (shape.n_rows if shape.drop_last else self._fewest):
+        if shape.drop_last and len(first) < shape.n_rows:
             raise shape.too_few_rows(len(first))
 
     def set_epoch(self, epoch: int) -> None:
