@@ -345,7 +345,6 @@ def test_processes_that_are_killed_while_they_send_a_row_are_replaced(tmp_path):
     thread = ahead._pool._executor_manager_thread
     assert [ahead.take(row) for row in (2, 0, 1, 3, 4)] == [2, 0, 1, 3, 4]
     ahead.close()
-    thread.join(timeout=10)
     assert not thread.is_alive()  # which the interpreter would wait for at its end
 
 
@@ -366,6 +365,25 @@ def test_processes_that_hang_are_replaced_and_the_row_that_hangs_is_named(tmp_pa
         ahead.take(2)
     assert ahead.take(4) == 4
     ahead.close()
+
+
+def test_a_pool_that_is_closed_leaves_nothing_for_the_end_of_the_interpreter(tmp_path):
+    """Python 3.11 writes to a pipe there that the pool's thread closes at that moment: `Bad file descriptor`."""
+
+    def read(row):
+        (tmp_path / str(row)).touch()
+        if row:
+            time.sleep(60)
+        return bytes(1_000_000)
+
+    for row in (0, 1):  # in the middle of sending, or of reading
+        ahead = PrefetchPool(read)
+        ahead.want([row])
+        while not (tmp_path / str(row)).exists():
+            time.sleep(0.01)
+        thread, workers = ahead._pool._executor_manager_thread, ahead._workers
+        ahead.close()
+        assert not thread.is_alive() and not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.gate

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 # How often, while a row is read, the workers are polled for one that was killed or hangs
 _POLL_SECONDS = 1.0
+_END_SECONDS = 10.0  # for workers that even a signal doesn't end, as in a folder that hangs
 
 
 class _Hanging(BrokenProcessPool):
@@ -79,9 +80,20 @@ class PrefetchPool(Generic[T]):
     def close(self) -> None:
         """Ends the workers, and drops all rows."""
         self._jobs = {}
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        if (pool := self._pool) is not None:
             self._pool = None
+            thread, results = pool._executor_manager_thread, pool._result_queue
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._kill(results)
+            if thread is not None:  # an interpreter that ends beside this thread writes to a pipe that the thread closes
+                thread.join(timeout=_END_SECONDS)
+
+    def _kill(self, results: object) -> None:
+        """Kills the workers. The pool's thread waits for the rest of a row that one of them sends, unless the queue of
+        results is closed."""
+        for worker in self._workers:
+            worker.kill()
+        vars(results)["_writer"].close()
 
     def _result(self, job: Future, row: int) -> bytes | None:
         """The result of the job of a row. Raises a `BrokenProcessPool` if a worker was killed, or all of them hang."""
@@ -97,10 +109,7 @@ class PrefetchPool(Generic[T]):
                 if seconds is None or time.monotonic() - since < seconds:
                     continue
                 error = _Hanging
-            # If one was killed while it sent a row, the pool's thread waits for the rest, until the pipe is closed
-            for worker in self._workers:
-                worker.kill()
-            vars(self._pool._result_queue)["_writer"].close()
+            self._kill(self._pool._result_queue)
             raise error
         return job.result()
 
