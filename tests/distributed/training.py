@@ -169,7 +169,7 @@ def observed(trainer, checkpoint=None):
         if "grad_norm" in entry
     ]
     return {
-        "update": {name: after[name] - before[name] for name in before},
+        "update": {name: after[name].cpu() - before[name].cpu() for name in before},
         "steps": steps,
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
     }

@@ -118,6 +118,8 @@ def _moved(
     sent = {group: packed_group(held[group]) for group, source, _ in moves if source == rank}
     sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
+    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # sends no memory of a GPU
+        device = torch.device("cpu")
     transfers, buffers = [], {}
     for group, source, to in moves:  # in the same order on both sides
         if source == rank:
