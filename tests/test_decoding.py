@@ -94,7 +94,7 @@ def test_tokens_and_random_state_are_those_of_generate(name, layouts, monkeypatc
     Completions beyond rooms of three tokens, and gemma3's window of 8; prompts that are shared or copied, as those
     of llama4, in chunks, always are.
     """
-    monkeypatch.setattr(forward, "_ROOM", 3)
+    monkeypatch.setattr(forward, "ROOM", 3)
     model, tokenizer, prompts = build(name)
     for part in split_samples(prompts, "media"):
         rows = [prompts[i] for i in part]
@@ -228,8 +228,8 @@ def test_memory_of_keys(group, length):
             cache.update(torch.ones(group, heads, 1, size), torch.ones(group, heads, 1, size), layer)
     tensors = [each for layer in (*layout.shared.values(), *cache.layers) for each in (layer.keys, layer.values)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    rooms = 1 + forward._ROOM
-    assert sum(storages.values()) <= 2 * 2 * heads * size * 4 * (length + forward._ROOM + group * rooms)
+    rooms = 1 + forward.ROOM
+    assert sum(storages.values()) <= 2 * 2 * heads * size * 4 * (length + forward.ROOM + group * rooms)
     assert cache.get_seq_length() == length + n
 
 

@@ -97,7 +97,7 @@ def test_decoding_copies_no_earlier_keys(monkeypatch):
     options = config(processor.tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
     args = (model, model, prompts[:1] * 2, options, processor.tokenizer.pad_token_id, model.device)
     found = {}
-    monkeypatch.setattr(decoding, "_ROOM", 3)
+    monkeypatch.setattr(decoding, "ROOM", 3)
     for is_shared in (False, True):
         with Counts() as counts:
             output = generate_completions(*args, shared_prefill=is_shared)

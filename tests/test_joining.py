@@ -109,8 +109,9 @@ def test_a_window_that_only_the_config_knows():
         output = model.generate(**inputs, generation_config=config, **{cache_name(): DynamicCache()})
         plain.append(output[0, inputs["input_ids"].size(1) :].tolist())
     for shared_prefill in (True, False):
-        sampled = PolicyForward(fallbacks=Fallbacks(isolate="media")).sample(
-            model, prompts, config, 0, shared_prefill=shared_prefill, generating=partial(nullcontext, model)
+        fallbacks = Fallbacks(isolate="media", shared_prefill=shared_prefill)
+        sampled = PolicyForward(fallbacks=fallbacks).sample(
+            model, prompts, config, 0, generating=partial(nullcontext, model)
         )
         assert sampled.tolist() == plain
 

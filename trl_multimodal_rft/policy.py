@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection
 
@@ -32,11 +33,14 @@ from .forward.processes import Processes, unreached_parameters
 from .forward.scores import DeferredParts, Scores, load_balancing_loss
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
+from .generation.graphs import TokenStep, step_on
 from .generation.transformers import Branches, generate_completions, without_router_logits
 from .models.critic import Critic, ValueHead
 from .models.parts import same_adapters
 from .models.wrapped import is_unsharded, unwrapped
 
+
+logger = logging.get_logger(__name__)
 
 # A packed row may have at most this share of the padded tokens: saving less makes no measurable difference (on a CPU,
 # see `benchmarks/`)
@@ -89,6 +93,7 @@ class Fallbacks:
     isolate: Literal["media", "prompt"] | None = None  # which prompts get a separate forward, see `completion_scores`
     logits_from_model: bool = False  # log-probabilities come from the model's logits instead of the fused head
     shared_prefill: bool = True  # prompts are prefilled once for all their completions
+    graph: bool = True  # tokens are sampled from a graph of the device, if it has any
 
 
 @dataclass
@@ -424,23 +429,23 @@ class PolicyForward:
         generation_config: GenerationConfig,
         pad_token_id: int,
         *,
-        shared_prefill: bool | None = None,
+        fallbacks: Fallbacks | None = None,
         generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
         branches: Branches | None = None,
     ) -> Any:
         """
         Samples a completion of each prompt with transformers.
 
-        Prompts are prefilled once, or for each completion, as `shared_prefill` or by default the fallbacks say.
+        Prompts are prefilled once, or for each completion, and a graph of the device runs the step of a token, as the
+        `fallbacks` say, by default the policy's. There, a graph that can't be captured is turned off.
         `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the cache to
         continue from, if ranks needn't wait for each other's forwards.
 
         Returns completions `(B, N)`; where all are sampled at once, what
         [`~generation.transformers.generate_completions`] returns.
         """
-        fallbacks = self.fallbacks
-        isolate = fallbacks.isolate
-        shared_prefill = fallbacks.shared_prefill if shared_prefill is None else shared_prefill
+        fallbacks, isolate = fallbacks or self.fallbacks, self.fallbacks.isolate
+        shared_prefill = fallbacks.shared_prefill
         if getattr(self.unwrapped(model), "_hf_peft_config_loaded", False):
             isolate, shared_prefill = "prompt", False  # Granite Speech uses the adapter where `generate` gets sounds
         with torch.no_grad():  # so that no rank waits for gradients
@@ -462,7 +467,7 @@ class PolicyForward:
                 if branches is None or branches.continuations is None:  # else the cache holds what the media gave
                     with self._autocast():
                         encode_once(unwrapped_model, [*prompts, *dummies], device)
-                outputs = []
+                outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
                 with without_router_logits(unwrapped_model):
                     for part in [*parts, *[parts[-1]] * surplus]:  # other ranks have more
                         output = generate_completions(
@@ -477,8 +482,14 @@ class PolicyForward:
                             dummies=dummies,
                             branches=branches,
                             tokenizer=None if self.processor is None else tokenizer_of(self.processor),
+                            runs=runs,
+                            casts_once=self.accelerator is not None and not is_sharded,
                         )
                         outputs.append(output)
+                        runs.reset()
+        if runs.obstacle is not None:
+            logger.warning(f"Tokens are sampled without a graph of the device from here on: {runs.obstacle}")
+            fallbacks.graph = False
         if len(parts) == 1:
             return outputs[0]
         outputs = outputs[: len(parts)]

@@ -71,8 +71,8 @@ def subject(
         top_k=0,
     )
 
-    def sample(prompts: list[EncodedPrompt], config: GenerationConfig, shared_prefill: bool):
-        return policy.sample(model, prompts, config, tokenizer.pad_token_id, shared_prefill=shared_prefill)
+    def sample(prompts: list[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks):
+        return policy.sample(model, prompts, config, tokenizer.pad_token_id, fallbacks=fallbacks)
 
     settings: dict[str, Any] = {
         "load_processor": lambda: processor,

@@ -108,7 +108,9 @@ class Checks:
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        allows_graph = self.policy.fallbacks.graph  # by the run's options
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
+        self.policy.fallbacks.graph &= allows_graph
         if state["self_check"] is not None:
             measured: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
             self.self_check = SelfCheck(**measured)

@@ -23,6 +23,7 @@ from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
+from ..generation.graphs import STEPS
 from ..models.modes import measuring
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded, replaced
@@ -122,8 +123,8 @@ class RunSettings:
     template_kwargs: dict[str, Any]
     generation_config: GenerationConfig
     eos_token_ids: Sequence[int]
-    # Samples completions by a config, from shared prefills or not; `None` if transformers doesn't sample
-    sample: Callable[[list[EncodedPrompt], GenerationConfig, bool], Any] | None
+    # Samples completions by a config and fallbacks; `None` if transformers doesn't sample
+    sample: Callable[[list[EncodedPrompt], GenerationConfig, Fallbacks], Any] | None
     generating: Callable[[], AbstractContextManager[nn.Module]]  # the model, ready to generate
     samples_rollouts: bool = True  # whether transformers samples what is trained on, too
     changes: Sequence[str] = ()  # options that change the distribution that is sampled from
@@ -343,6 +344,10 @@ class _Check(Measure):
         if sampled is None:
             return completions, None
         difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
+        if not is_exact and self.fallbacks.graph and self.device.type in STEPS:
+            found = f"sampling from a graph of the device differs by {difference:.0e}"
+            self.fall_back(found, "sampling without it", graph=False)
+            return self._sample_and_recompute(target)
         if not is_exact and self.fallbacks.shared_prefill:
             found = f"sampling from a shared prefill differs by {difference:.0e}"
             self.fall_back(found, "one prefill per completion", shared_prefill=False)
@@ -361,7 +366,7 @@ class _Check(Measure):
         config = copy.deepcopy(self.settings.generation_config)
         config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
         config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
-        output = self.attempt("sampling", lambda: sample([prompt, prompt], config, self.fallbacks.shared_prefill))
+        output = self.attempt("sampling", lambda: sample([prompt, prompt], config, self.fallbacks))
         if output is None and self.fallbacks.shared_prefill:
             self.fallbacks.shared_prefill = False
             return self._sample(prompt)

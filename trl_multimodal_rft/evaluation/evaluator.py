@@ -20,7 +20,9 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
+from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
 from ..generation.transformers import Branches, trim_after_eos
 from ..models.modes import ignore_deprecated_names, kept_random_state
@@ -121,7 +123,10 @@ def evaluate(
             "The weights of the model are sharded, which `evaluate` doesn't support; load the whole model on each "
             "process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
         )
-    install_encoder_attention(base)
+    if sharing_obstacle(base) is None:
+        install_prefix_attention(base)
+    else:
+        install_encoder_attention(base)
     # Without the accelerator, since ranks have different batches
     forward = PolicyForward(processor=processing_class, fallbacks=Fallbacks(isolate=family_of(base).isolate))
     encoder = PromptEncoder(

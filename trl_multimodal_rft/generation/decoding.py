@@ -29,9 +29,10 @@ from ..algorithms.completions import up_to_first_end
 from ..families import family_of
 from ..forward import kernels
 from ..forward.attention import decoder_inputs
-from ..forward.decoding import Decoding
+from ..forward.decoding import Decoding, set_lengths
 from ..forward.masks import POINTWISE_LAYERS
 from ..versions import cache_name
+from .graphs import TokenStep, weights_cast_once
 
 
 # Tokens between two looks at whether all completions have ended, where the host would wait for the device
@@ -70,6 +71,8 @@ def decode(
     layout: Decoding | None = None,
     keeps: bool = False,
     in_step: bool = False,
+    runs: TokenStep | None = None,
+    casts_once: bool = False,
     **inputs: torch.Tensor | Cache | bool | int | None,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """
@@ -86,6 +89,9 @@ def decode(
         layout, keeps, in_step ([`~forward.decoding.Decoding`], `bool`, `bool`, *optional*):
             How prompts are shared; whether the cache is used afterwards: it then holds all tokens but the last; and
             whether processes need each other's forwards, so that all go on until the last has ended.
+        runs, casts_once ([`~generation.graphs.TokenStep`], `bool`, *optional*):
+            What runs the step of a token if the layout has a `room`, so that shapes stay; whether autocast, in which
+            the model's forward runs, casts weights once, see [`~generation.graphs.weights_cast_once`].
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
@@ -97,24 +103,34 @@ def decode(
     ends = next((each.eos_token_id.to(device) for each in stopping_criteria if hasattr(each, "eos_token_id")), None)
     pad = config.pad_token_id if config.pad_token_id is not None or ends is None else int(ends[0])
     kept = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
-    leaves = not (keeps or kept or (layout is not None and layout.room))
+    leaves = not (keeps or kept)
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
-    step["position_ids"] = _last_positions(step, cache)
+    step["position_ids"], step["input_ids"] = _last_positions(step, cache), torch.empty_like(step["input_ids"])
     finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
     random, of_device = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
     processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
     shared = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
-    with shared, kernels.without_cudnn(), getattr(model, "_optimize_model_for_decode", nullcontext)():
+    optimized = getattr(model, "_optimize_model_for_decode", nullcontext)()
+    runs = TokenStep() if runs is None or layout is None or not layout.room else runs
+
+    def forward() -> torch.Tensor:
+        """Logits behind the tokens in the inputs of a step. It changes these in place."""
+        step["position_ids"].add_(1)
+        if layout is not None:
+            layout.advance()
+        return model(**step, return_dict=True).logits[:, -1].float()
+
+    with shared, kernels.without_cudnn(), optimized, weights_cast_once(model) if casts_once else nullcontext():
         while True:
             scores, before = logits, ids[:, :n]
             for process in processors:  # the list would inspect the signature of each, for each token
                 scores = process(before, scores)
             for name, values in kept.items():
-                values.append(logits if name == "logits" else scores)
+                values.append((logits if name == "logits" else scores).clone())
             token = ids[:, n : n + 1]
             if config.do_sample:
                 torch.multinomial(scores.softmax(-1), 1, out=token)
@@ -142,17 +158,21 @@ def decode(
                     rows = index if rows is None else rows[index]
                     _select_rows(cache, layout, index)
                     step["position_ids"] = step["position_ids"].index_select(-2, index)
+                    step["input_ids"] = step["input_ids"][: len(index)]
                     mask = None if mask is None else mask[index]
-            step["input_ids"] = token if rows is None else token[rows]
-            step["position_ids"].add_(1)
+                    runs.reset()
+            if layout is not None and 0 < layout.room < n - start:
+                layout.grow(cache.layers, min(2 * layout.room, stop - start))
+                runs.reset()
+            step["input_ids"].copy_(token if rows is None else token[rows])
             step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # it may be longer than the ids
-            logits = model(**step, return_dict=True).logits[:, -1].float()
-            if layout is not None:
-                layout.advance()
+            logits = runs(forward)
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
         while in_step and _most(0, device):
             model(**step)
+    if layout is not None and layout.room:
+        set_lengths(cache.layers, n - start - 1)
     if not config.return_dict_in_generate:
         return ids[:, :n]
     output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))

@@ -18,7 +18,7 @@ from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import takes_layouts
-from ..forward.decoding import CompletionLayer, share_prompts
+from ..forward.decoding import ROOM, CompletionLayer, share_prompts
 from ..forward.features import frozen_features
 from ..forward.inputs import left_pad, media_inputs
 from ..forward.layout import group_by_prompt
@@ -26,6 +26,7 @@ from ..forward.masks import linear_masks, trees_of, windows_as_forwarded
 from ..models.wrapped import replaced
 from ..versions import cache_name
 from .decoding import decode, decodes
+from .graphs import GraphedStep, TokenStep
 
 
 # Layers of caches without keys, of which older versions of transformers have one kind
@@ -135,6 +136,8 @@ def generate_completions(
     dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    runs: TokenStep | None = None,
+    casts_once: bool = False,
 ) -> Any:
     """
     Generates a completion of each prompt, equal to that of `generate` on repeated prompts.
@@ -143,17 +146,17 @@ def generate_completions(
     So is what they start with ([`~forward.trees.Node`]), which takes one more forward, unless processes need each
     other's forwards, `in_step`. Where family or options don't allow that, `generate` gets repeated prompts. `dummies`
     are prefilled, for the collectives in their encoders, but not completed. `branches` hold a cache to continue from,
-    and get the new one. Texts that end completions (`stop_strings`) need the `tokenizer`.
+    and get the new one. Texts that end completions (`stop_strings`) need the `tokenizer`. What `runs` the step of a
+    token may capture it, and where the forward runs under autocast, `casts_once` keeps casts of weights meanwhile.
 
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
     rows of dummies at the end.
     """
     config, room = generation_config, 0
-    is_eager = config.disable_compile or device.type == "cpu"
-    if config.cache_implementation == "static" and is_eager and branches is None and config.max_new_tokens:
-        if shares_prompts(unwrapped_model, has_room=True):
-            config, room = copy.copy(config), config.max_new_tokens
-            config.cache_implementation = None
+    is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
+    if (is_static or (isinstance(runs, GraphedStep) and not in_step)) and shares_prompts(unwrapped_model):
+        config, room = copy.copy(config), min(ROOM, config.max_new_tokens or ROOM)
+        config.cache_implementation = None if is_static else config.cache_implementation
     if not (shared_prefill and decodes(unwrapped_model, config)):
         if branches is not None:
             branches.obstacle = "`generate` uses another cache"
@@ -177,7 +180,7 @@ def generate_completions(
     elif obstacle is None and not in_step:
         past = _prefilled_prefixes(model, unwrapped_model, unique, device, pad_token_id)
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
-    index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model, room > 0), None
+    index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model), None
     size, rest = divmod(len(order), len(unique))
     if not shares or rest or order != [i // size for i in range(len(order))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
@@ -187,7 +190,8 @@ def generate_completions(
     keeps, mask = branches is not None, mask[index]
     batch = left_pad(prompts, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
-    loop = functools.partial(decode, logits=logits[index], layout=layout, keeps=keeps, in_step=in_step)
+    how = {"keeps": keeps, "in_step": in_step, "runs": runs, "casts_once": casts_once}
+    loop = functools.partial(decode, logits=logits[index], layout=layout, **how)
     inputs |= {"attention_mask": mask, cache_name(): cache, "custom_generate": loop}
     output = _generated(model, unwrapped_model, inputs, config, len(order))
     if branches is not None:
@@ -275,10 +279,10 @@ def _prefill(
         return cache, mask, model(**{**inputs, "logits_to_keep": 1}).logits[:, -1]
 
 
-def shares_prompts(model: PreTrainedModel, has_room: bool = False) -> bool:
-    """Whether completions of prompts hold keys and values of these once, and whether caches have room for all."""
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether completions of prompts hold keys and values of these once."""
     layers = {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
-    kinds = {DynamicLayer} if has_room else {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = {DynamicLayer, DynamicSlidingWindowLayer}
     has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # no windows
     return set() < layers - _WITHOUT_KEYS <= kinds and not has_chunks and takes_layouts(model)
 

@@ -29,6 +29,7 @@ from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
+from ..policy import Fallbacks
 from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, require
@@ -174,8 +175,8 @@ def check_settings(
 ) -> RunSettings:
     """What the self-check compares the policy with: a processor as transformers loads it, and its samples."""
 
-    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> torch.Tensor:
-        options: dict[str, Any] = {"shared_prefill": shared_prefill, "generating": transformers.generating}
+    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
+        options: dict[str, Any] = {"fallbacks": fallbacks, "generating": transformers.generating}
         return run.policy.sample(run.wrapped(), prompts, config, transformers.pad_token_id, **options)
 
     return RunSettings(

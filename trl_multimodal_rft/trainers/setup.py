@@ -425,9 +425,11 @@ def load_for_sampling(
 def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
     """Sets what TRL's constructor has no argument for."""
     # The trainer starts engines, and listens to signals, itself; a given reference needs no second one, nor a callback
-    others = {"use_vllm": False, "enable_jit_checkpoint": False}
+    others: dict[str, Any] = {"use_vllm": False, "enable_jit_checkpoint": False}
     if loaded.ref_model is not None:
         others |= {"beta": 0.0, "sync_ref_model": False}
+    if "disable_compile" in (given := mapping(args.generation_kwargs)):  # which TRL sets itself
+        others["generation_kwargs"] = {name: value for name, value in given.items() if name != "disable_compile"}
     with (
         image_token_id(loaded.model.config, placeholders),
         loading_in_trl(loaded.by_name),
@@ -454,7 +456,8 @@ def first_fallbacks(
             f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are computed from the model's logits, which needs more memory."
         )
-    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head)
+    graph = not mapping(args.generation_kwargs).get("disable_compile")
+    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, graph=graph)
 
 
 def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:

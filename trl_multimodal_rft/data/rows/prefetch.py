@@ -85,7 +85,7 @@ class PrefetchPool(Generic[T]):
             thread, results = pool._executor_manager_thread, pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
             self._kill(results)
-            if thread is not None:  # an interpreter that ends beside this thread writes to a pipe that the thread closes
+            if thread is not None:  # if it ends beside the interpreter, this writes to a pipe that the thread closes
                 thread.join(timeout=_END_SECONDS)
 
     def _kill(self, results: object) -> None:

@@ -22,6 +22,7 @@ from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
 from ...generation.decoding import decodes
+from ...generation.graphs import step_on
 from ...generation.transformers import generate_completions, without_router_logits
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.parts import count_parts
@@ -391,7 +392,9 @@ class Actor(nn.Module):
             if prompts is None:
                 sequences = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **inputs, **kwargs)
             else:
-                ids = generate_completions(self.model, base, prompts, effective, pad_id, input_ids.device)
+                device = input_ids.device
+                runs = None if effective.disable_compile else step_on(device)
+                ids = generate_completions(self.model, base, prompts, effective, pad_id, device, runs=runs)
                 sequences = torch.cat([input_ids, ids], dim=1)
         return self.process_sequences(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)
 

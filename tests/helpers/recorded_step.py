@@ -1,0 +1,87 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A step of a token that is captured and replayed without a GPU: it runs again, and must do what it did."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trl_multimodal_rft.generation.graphs import GraphedStep
+
+
+class Operations(TorchDispatchMode):
+    """
+    Records operations: what a graph keeps of their arguments. Of tensors made before, that is their address, and of
+    others that they were made in the step; of numbers, their values.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+        self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_local_scalar_dense" in str(function):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        inputs = [*map(self._kept, tree_leaves([args, kwargs or {}]))]
+        self.calls.append((str(function), inputs))
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if is_tensor(value) and argument.alias_info is not None and argument.alias_info.is_write:
+                self.overwritten.append((value, value.clone()))
+        output = function(*args, **(kwargs or {}))
+        held = {each.untyped_storage().data_ptr() for each in tree_leaves([args, kwargs or {}]) if is_tensor(each)}
+        for each in filter(is_tensor, tree_leaves(output)):
+            if (address := each.untyped_storage().data_ptr()) not in held:
+                self._made.add(address)
+        return output
+
+    def _kept(self, value):
+        if not is_tensor(value):
+            return repr(value)
+        place = "made" if value.untyped_storage().data_ptr() in self._made else value.data_ptr()
+        return place, tuple(value.shape), value.stride(), value.dtype
+
+
+def is_tensor(value) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class RecordedStep(GraphedStep):
+    """Instances are listed with how often they captured and replayed."""
+
+    instances: "list[RecordedStep]" = []
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.captures = self.replays = 0
+        self.instances.append(self)
+
+    def capture(self, step):
+        self._step, self._is_new = step, True
+        self._calls, output = self._run()
+        self.captures += 1
+        return output
+
+    def replay(self):
+        self.replays += 1
+        if self._is_new:  # the capture has run it
+            self._is_new = False
+            return
+        calls, output = self._run()
+        assert len(calls) == len(self._calls), f"{len(calls)} operations, captured were {len(self._calls)}"
+        for now, captured in zip(calls, self._calls, strict=True):
+            assert now == captured, f"{now}, captured was {captured}"
+        self._output.copy_(output)
+
+    def _run(self):
+        state = torch.get_rng_state()
+        operations = Operations()
+        try:
+            with operations:
+                output = self._step()
+        except RuntimeError:  # a capture runs nothing
+            for tensor, before in reversed(operations.overwritten):
+                tensor.copy_(before)
+            raise
+        assert torch.equal(torch.get_rng_state(), state), "a graph of a token draws no random numbers"
+        return operations.calls, output

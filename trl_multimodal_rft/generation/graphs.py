@@ -1,0 +1,172 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The step of a token without the host: as a CUDA graph, and with weights that autocast casts once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+# Graphs of failed captures, which torch's allocator goes on to ask whether they capture
+_FAILED: list[object] = []
+
+
+class TokenStep:
+    """Runs the step of a token, a function without arguments that reads and writes buffers that stay."""
+
+    obstacle: str | None = None  # why the step isn't captured
+
+    def __call__(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the output of a step: a tensor that the next step may overwrite."""
+        return step()
+
+    def reset(self) -> None:
+        """Forgets what was captured, since buffers have moved or changed their shapes."""
+
+
+class GraphedStep(TokenStep):
+    """
+    Captures the step of a token, and replays it from then on.
+
+    The first step after a [`reset`] runs as it is, since kernels are compiled and tuned by their first call. A step
+    that can't be captured, such as one that waits for a value, has the reason in `obstacle`, and runs as it is.
+    Subclasses capture and replay on a kind of device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._has_run = False
+        self._output: torch.Tensor | None = None
+
+    def __call__(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self.obstacle is not None or not self._has_run:
+            self._has_run = True
+            return step()
+        if self._output is None:
+            try:
+                self._output = self.capture(step)
+            except Exception as error:  # of the driver, of torch, or of code that asks for a value
+                self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
+                torch.clear_autocast_cache()  # casts that were captured didn't run
+                return step()
+        self.replay()
+        return self._output
+
+    def reset(self) -> None:
+        self._has_run, self._output = False, None
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Records a step without running it, and returns its output."""
+        raise NotImplementedError
+
+    def replay(self) -> None:
+        """Runs the step that was captured."""
+        raise NotImplementedError
+
+
+class CudaStep(GraphedStep):
+    """A step of a token as a [CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._pool: Any = None  # memory of all captures, which is released with it
+
+    def reset(self) -> None:
+        super().reset()
+        self._graph = None
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        try:
+            self._graph, output = _captured(step, self._pool.id, self.device)
+        except BaseException:
+            _recover(self._pool.id, self.device)
+            self._pool = None
+            raise
+        return output
+
+    def replay(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+
+
+def _captured(
+    step: Callable[[], torch.Tensor], pool: tuple[int, int], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """
+    A graph of a step, and its output. Unlike [`torch.cuda.graph`], this keeps what torch's allocator has cached, and
+    lets other threads allocate meanwhile.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            output = step()
+        except BaseException:
+            _FAILED.append(graph)
+            with suppress(RuntimeError):  # that the capture failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph, output
+
+
+def _recover(pool: tuple[int, int], device: torch.device) -> None:
+    """
+    Leaves a device as it was before a capture that failed: the allocator would go on to record, and the generator
+    would refuse to draw until a capture succeeds.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(index, pool)
+    value = torch.zeros(1, device=device)
+    _captured(lambda: value.add_(1), torch.cuda.graph_pool_handle(), device)
+
+
+# By the type of a device
+STEPS: dict[str, type[GraphedStep]] = {"cuda": CudaStep}
+
+
+def step_on(device: torch.device) -> TokenStep:
+    """What runs the step of a token on a device."""
+    return STEPS[device.type](device) if device.type in STEPS else TokenStep()
+
+
+@contextmanager
+def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Within the context, autocast casts each weight of the decoder and of the head once, and keeps the result.
+
+    It otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Nothing may ask
+    for gradients here. Casts that fill more than half of the free memory aren't kept.
+    """
+    head = model.get_output_embeddings()
+    modules = [model.get_decoder(), *([] if head is None else [head])]
+    weights = {each for module in modules for each in module.parameters() if each.dtype == torch.float32}
+    frozen = [each for each in weights if not each.requires_grad and each.is_leaf]
+    if not weights or 2 * sum(each.numel() for each in weights) > _free_bytes(model.device) / 2:
+        yield
+        return
+    torch.autocast_increment_nesting()  # casts are forgotten at the end of the outermost context
+    try:
+        for each in frozen:  # which autocast takes for temporary tensors
+            each.requires_grad_(True)
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory of a device that can be allocated."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
