@@ -1,14 +1,40 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The loop that samples behind a cache draws what `generate` draws, with the kernels and waits of GPUs."""
+"""
+The loop that samples behind a cache draws what `generate` draws, with kernels and waits of GPUs, and the same from a
+CUDA graph.
+"""
 
 import functools
+import gc
 import sys
 from contextlib import contextmanager
 
 import pytest
+import torch
+from helpers.devices import GPU, IS_STAND_IN, NO_STAND_IN
+from helpers.four_bits import NF4, save_wide
+from helpers.recorded_step import RecordedStep
 from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
 from trl_multimodal_rft.forward import decoding
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.generation.graphs import step_on
+
+
+def step_of(device):
+    """A graph of the device, or what records one."""
+    device = torch.device(device)
+    return RecordedStep(device) if IS_STAND_IN or device.type == "cpu" else step_on(device)
+
+
+def in_autocast(forward, device):
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        with torch.autocast(device, torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize("short", [0, 64])
@@ -34,7 +60,92 @@ def test_bfloat16(name, device):
     assert 0 < errors[1] <= 1.5 * errors[0]
 
 
-def test_waits(device):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "gemma3", "qwen3_5", "qwen3_vl_moe"])
+def test_graph_generates_the_same_tokens(name, dtype, device, monkeypatch):
+    """Rooms grow, windows slide, states change in place, and completions that have ended leave."""
+    if name == "qwen3_5" and device == "cpu" and dtype != "float32":
+        pytest.skip("its layers need float32 on a CPU")
+    monkeypatch.setattr(generation, "ROOM", 16)
+    model, tokenizer, rows = build(name)
+    model.to(device, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    if dtype == "autocast":
+        model.forward = in_autocast(model.forward, device)
+    for ends in (20, 4):
+        config = options(tokenizer, eos_token_id=list(range(30, 400, ends)), max_new_tokens=64)
+        static = options(tokenizer, eos_token_id=config.eos_token_id, max_new_tokens=64, cache_implementation="static")
+        expected, before = sample(model, rows, static)
+        step = step_of(device)
+        found, after = sample(model, rows, config, runs=step, casts_once=dtype == "autocast")
+        assert step.obstacle is None, step.obstacle
+        assert torch.equal(found, expected) and torch.equal(after, before)
+
+
+@NO_STAND_IN
+def test_graph_of_4_bits(device, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    _, tokenizer, rows = build("qwen2_5_vl")
+    model_class = save_wide("qwen2_5_vl", tmp_path)
+    four = {"quantization_config": NF4, "dtype": torch.float32, "device_map": {"": device}}
+    model = model_class.from_pretrained(tmp_path, **four)
+    install_prefix_attention(model)
+    static = options(tokenizer, cache_implementation="static")
+    expected, _ = sample(model, rows, static)
+    step = step_of(device)
+    found, _ = sample(model, rows, options(tokenizer), runs=step)
+    assert step.obstacle is None, step.obstacle
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("error", ["value", "python"])
+def test_a_capture_that_fails_harms_nothing(error, device):
+    """The generator draws, memory is freed, and another step is captured."""
+    model, tokenizer, rows = build("qwen2_5_vl")
+    expected, before = sample(model.to(device), rows, options(tokenizer, cache_implementation="static"))
+    calls = 0
+
+    def wait(module, args, output):
+        nonlocal calls
+        calls += 1
+        if error == "value":
+            return output * float(output.detach().isfinite().all())
+        if calls == 3:  # of the prefill, of a step that runs as it is, and of the capture
+            raise KeyError("of a hook")
+        return output
+
+    hook = model.get_decoder().layers[1].register_forward_hook(wait)
+    step = step_of(device)
+    found, after = sample(model, rows, options(tokenizer), runs=step)
+    hook.remove()
+    assert step.obstacle is not None and torch.equal(found, expected) and torch.equal(after, before)
+    torch.rand(3, device=device)
+    step = step_of(device)
+    found, after = sample(model, rows, options(tokenizer), runs=step)
+    assert step.obstacle is None and torch.equal(found, expected) and torch.equal(after, before)
+
+
+@pytest.mark.usefixtures("freed")
+@pytest.mark.parametrize("_", [pytest.param(0, marks=[*GPU, NO_STAND_IN])])
+def test_memory_of_a_graph_is_free_afterwards(_):
+    model, tokenizer, rows = build("qwen2_5_vl")
+    model.to("cuda")
+
+    def held():
+        gc.collect()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    found = []
+    for _ in range(4):
+        step = step_on(torch.device("cuda"))
+        sample(model, rows, options(tokenizer, max_new_tokens=40), runs=step)
+        assert step.obstacle is None
+        del step
+        found.append(held())
+    assert found[1] == found[-1]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_waits(graph, device):
     """The host waits for every 16th token, and uploads nothing for a token."""
     fake_cuda = sys.modules.get("fake_cuda")
     if fake_cuda is None or device == "cpu":
@@ -43,10 +154,12 @@ def test_waits(device):
     sample(model.to(device), rows, options(tokenizer))  # encodes the media
     totals = []
     for n in (16, 80):
+        step = functools.partial(step_of, device) if graph else lambda: None
         with fake_cuda.watch() as watch:
-            sample(model, rows, options(tokenizer, max_new_tokens=n, eos_token_id=None))
+            sample(model, rows, options(tokenizer, max_new_tokens=n, eos_token_id=None), runs=step())
         with fake_cuda.watch() as ended:
-            sample(model, rows, options(tokenizer, max_new_tokens=n, min_new_tokens=n, eos_token_id=[30]))
+            config = options(tokenizer, max_new_tokens=n, min_new_tokens=n, eos_token_id=[30])
+            sample(model, rows, config, runs=step())
         totals.append([sum(each.values()) for each in (watch.waits, watch.uploads, ended.waits, ended.uploads)])
     more = [b - a for a, b in zip(*totals, strict=True)]
     assert more == [0, 0, 4, 0], (more, ended.waits, ended.uploads)

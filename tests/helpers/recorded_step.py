@@ -79,7 +79,7 @@ class RecordedStep(GraphedStep):
         try:
             with operations:
                 output = self._step()
-        except RuntimeError:  # a capture runs nothing
+        except Exception:  # a capture runs nothing
             for tensor, before in reversed(operations.overwritten):
                 tensor.copy_(before)
             raise
