@@ -238,7 +238,8 @@ def synced(trainer):
     ours, trl = given
     assert {weight.dtype for weight in trl.values()} == {torch.float32}
     differ = [name for name in ours | trl if not torch.equal(ours[name], trl[name].bfloat16())]
-    return {"cast_otherwise": differ, "gathered": counts[0] / counts[1]}
+    # A single process gathers nothing
+    return {"cast_otherwise": differ, "gathered": counts[0] / counts[1] if counts[1] else None}
 
 
 def compared(straight, resumed):

@@ -60,6 +60,8 @@ class Measured:
     peak: int  # their maximum
     cache: list[tuple[float, int | None]]  # of layers, bytes of a token's keys and values, and the window
     sharing: int  # completions that hold the keys and values of a prompt once
+    decoder: int  # weights of the decoder and of the LM head
+    vocabulary: int  # tokens of the LM head
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
     parts: int  # forwards of a micro-batch
@@ -153,6 +155,10 @@ def measure(args: argparse.Namespace) -> Measured:
         peak=peak,
         cache=_cache_of_layers(args, mode, base),
         sharing=min(_completions(args), args.num_generations) if shares_prompts(base) else 1,
+        decoder=sum(
+            each.numel() for each in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
+        ),
+        vocabulary=0 if lm_head is None else len(lm_head.weight),
         prompt_tokens=len(prompt),
         tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
         parts=len(parts),
@@ -275,18 +281,24 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     else:
         each = _cache(measured, prompt + args.completion_tokens)
     cache = _completions(args) * each
-    vllm = 0.0
+    graph = casts = vllm = 0.0
+    if args.device == "cuda" and not _is_sharded(args):
+        graph = 6.0 * _completions(args) * measured.vocabulary  # logits of a token, also in float32
+        casts = 2.0 * measured.decoder if args.bf16 and args.dtype == "float32" and not args.load_in_4bit else 0.0
     if args.use_vllm:
-        cache = gathered_to_sample = 0.0
+        cache = graph = casts = gathered_to_sample = 0.0
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
     states = weights + gradients + optimizer + critic + reference + buffers
     update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
     if reference and args.strategy == "fsdp2":  # TRL shards it as one unit, which scoring gathers
         update = max(update, states + 2 * (trained + frozen))
     if args.trainer == "sft":
-        cache = gathered_to_sample = generation = 0.0
+        cache = graph = casts = gathered_to_sample = generation = 0.0
     else:
-        generation = states + gathered_to_sample + cache + vllm
+        generation = states + gathered_to_sample + cache + graph + vllm
+        if casts > (args.gpu_memory * GIB - generation) / 2:  # these aren't kept
+            casts = 0.0
+        generation += casts
     host = 0.0
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(of_critic[1:])
@@ -309,6 +321,8 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         "activations": measured.held,
         "logits and backward": measured.peak - measured.held,
         "KV cache": cache,
+        "graph of a token": graph,
+        "cast weights": casts,
         "gathered to sample": gathered_to_sample,
         "vLLM": vllm,
         "update": update,

@@ -71,12 +71,8 @@ class CudaStep(GraphedStep):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None  # of the last capture, without which the pool would end
         self._pool: Any = None  # memory of all captures, which is released with it
-
-    def reset(self) -> None:
-        super().reset()
-        self._graph = None
 
     def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._pool is None:
