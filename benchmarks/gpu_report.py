@@ -94,12 +94,14 @@ def usual_rows() -> Iterator[list]:
     for row in (image, long):
         yield update(*row)
         yield update(*row, "--checkpointing")
+    yield update(*image, "--torch_compile")
     yield update("image", 8, 512, "--prompts", 4, "--checkpointing")
     yield update("audio", 8, 256)
     yield update("audio", 8, 256, "--checkpointing")
     yield update(*video, "--checkpointing")
     for group in (8, 64):
         yield [SAMPLING, "--case", "image", "--group", group, "--tokens", 128]
+    yield [SAMPLING, "--case", "image", "--group", 8, "--tokens", 128, "--torch_compile"]
     yield [STEP, "--case", "image", "--group", 8, "--tokens", 256, "--checkpointing"]
 
 
@@ -110,6 +112,8 @@ def further_rows() -> Iterator[list]:
     for tokens, case, group in itertools.product((128, 1024), ("image", "audio", "long", "long_audio"), (8, 16)):
         yield update(case, group, tokens, "--checkpointing")
     yield update("text", 2, 128)
+    for group, tokens in itertools.product((8, 64, 256), (128, 1024)):
+        yield [SAMPLING, "--case", "long", "--group", group, "--tokens", tokens]
 
 
 TINY = (
@@ -134,6 +138,7 @@ def settings(args: argparse.Namespace, rows: Sequence[list]) -> dict[str, argpar
         prompts = row.prompts or policy_update.CASES[row.case].prompts
         name = f"{part}: {family}, {row.case}, {prompts} x {row.group} x {row.tokens}"
         name += ", lognormal" * (row.lengths == "lognormal") + ", checkpointing" * row.checkpointing
+        name += ", compiled" * row.torch_compile
         named[name] = row
     return named
 
@@ -386,7 +391,9 @@ def sizes(row: dict) -> list[str]:
         tokens += f", {sum(lengths) / len(lengths):,.0f} on average"
     is_varied = setting["case"] == "varied"  # the rows of the latest step aren't those of the reported one
     return [
-        setting["family"] + (", checkpointing" if setting["checkpointing"] else ""),
+        setting["family"]
+        + ", checkpointing" * setting["checkpointing"]
+        + ", compiled layers" * setting["torch_compile"],
         "varied" if is_varied else f"{setting['prompt_tokens']:,} ({setting['media_tokens']:,})",
         f"{setting['prompts']} x {setting['group']}",
         tokens,
@@ -510,7 +517,7 @@ def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[]
         return {
             f"{name}; {side}": lambda name=name, row=row, side=side: add(name, row, side)
             for name, row in settings(args, rows).items()
-            for side in SIDES
+            for side in args.sides
         }
 
     first, last = TINY if args.preset == "tiny" else (usual_rows(), further_rows())
@@ -573,6 +580,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, default=20, help="time of a trainer in a row; sampling has twice that"
     )
     parser.add_argument("--rows", nargs="+", help="measure what has one of these in its name, such as `tower`, `1024`")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="trainers to measure")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="output file")
     return parse_options(parser, argv, device="cuda", repeats=1, seed=0)
 

@@ -723,11 +723,11 @@ def build_trainers(
     prompts, group = args.prompts or case.prompts, args.group or case.group
     tokens = args.tokens or LONGEST
     # Prefetching would hide the media processing from the measurement
-    own = {"media_prefetch": 0}
+    own = {"media_prefetch": 0, "torch_compile": args.torch_compile}
     if case.answers is not None:
         return build_pair_trainers(args, folder)
     if family.hears:
-        padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {**own, "packing": "padded"}
+        padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {"media_prefetch": 0, "packing": "padded"}
     else:
         padded = GRPOTrainer, GRPOConfig, {}
     contestants, sides = {}, {"trl": padded, "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own)}
@@ -963,6 +963,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="completions come with log-probabilities, corrected as those of vLLM",
     )
     parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
+    parser.add_argument("--torch_compile", action="store_true", help="compile the layers of ours")
     parser.add_argument("--freeze_tower", action="store_true", help="freeze the encoder and its projector")
     parser.add_argument("--updates_only", action="store_true", help="measure only updates, without sampling")
     parser.add_argument(

@@ -58,6 +58,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         return
     original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
 
+    @torch.compiler.disable
     def attention(
         module: nn.Module,
         query: torch.Tensor,

@@ -145,6 +145,7 @@ def _precomputed(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str
     return added
 
 
+@torch.compiler.disable
 def _varlen_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -177,6 +178,7 @@ def _varlen_attention(
     return torch.cat([sdpa(*sequence, None)[0] for sequence in sequences], dim=1), None
 
 
+@torch.compiler.disable
 def _sdpa_without_cudnn(
     module: nn.Module, *states: torch.Tensor | None, **options: Unpack[AttentionOptions]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -122,6 +122,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
+@torch.compiler.disable
 def _prefix_forward(
     mixer: nn.Module,
     hidden_states: torch.Tensor,

@@ -340,7 +340,8 @@ NOT_WHEN_READING = {
     "pad_token": ((None,), "set `processing_class.tokenizer.pad_token`"),
     "use_liger_kernel": (
         (False,),
-        "its forwards don't know packed rows; use `model_init_kwargs={'use_kernels': True}`",
+        "its forward takes the place of the one that scores packed rows, and TRL will remove the option; "
+        "`torch_compile=True` fuses the operations of layers",
     ),
     "train_sampling_strategy": (("random", "sequential"), "lengths aren't known before rows are read"),
     "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),

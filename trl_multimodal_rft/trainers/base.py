@@ -70,6 +70,7 @@ from .run import MetricLog, RewardFunctions, Run
 from .setup import (
     around_trl_constructor,
     check_launch,
+    compile_models,
     enable_packing,
     feature_dtype,
     first_fallbacks,
@@ -209,6 +210,7 @@ class MultimodalTrainer(CheckpointMixin):
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
+        compile_models(self.accelerator, args, self.model, self.ref_model)
         self._complete_parts()
         self._add_log_callbacks()
 

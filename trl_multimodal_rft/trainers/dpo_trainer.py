@@ -30,7 +30,7 @@ from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import load_reference, loading_in_trl, resolve_config
+from .setup import IN_CONSTRUCTOR, load_reference, loading_in_trl, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -112,14 +112,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         parent: Any = super()  # typed as GRPO's by the mixins
         with (
             loading_in_trl(loaded.by_name),
-            # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and listen to
-            # signals
-            replaced(
-                args,
-                enable_jit_checkpoint=False,
-                precompute_ref_log_probs=False,
-                ddp_find_unused_parameters=False,
-            ),
+            # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
+            replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **IN_CONSTRUCTOR),
         ):
             parent.__init__(
                 model=model,

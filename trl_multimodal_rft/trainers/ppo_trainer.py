@@ -47,7 +47,7 @@ from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
-from .setup import resolve_config, warn_of_unread
+from .setup import compile_models, resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -252,6 +252,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         freeze_backbone(critic.model, self.args.freeze)
         if not sharing_obstacle(critic.model):
             install_prefix_attention(critic.model)
+        compile_models(self.accelerator, self.args, critic.model)
         theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
         if type(critic.model) is not type(policy) or theirs != own:
             raise ValueError(

@@ -35,7 +35,7 @@ from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .configs import ReadingConfig
 from .optimizer import freeze_and_check
-from .setup import Loaded, check_launch, has_unread_rows, load_parts, modalities, warn_of_unread
+from .setup import Loaded, check_launch, compile_models, has_unread_rows, load_parts, modalities, warn_of_unread
 from .signatures import EvalRows, Model, Processor
 
 
@@ -105,6 +105,7 @@ class CompletionTrainer(CheckpointMixin):
             install_encoder_attention(model)
             if not obstacle:  # padded rows, too, need what it corrects
                 install_prefix_attention(model)
+        compile_models(self.accelerator, self.args, self.model, self.ref_model)
         fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)

@@ -27,7 +27,7 @@ from ..reporting.model_card import common_lines
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .reward_config import MultimodalRewardConfig
-from .setup import loading_in_trl, resolve_config
+from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
@@ -120,7 +120,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         tokenizer = tokenizer_of(processing_class)
         self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
         parent: Any = super()  # typed as GRPO's by the mixins
-        with loading_in_trl(loaded.by_name), replaced(args, enable_jit_checkpoint=False):
+        with loading_in_trl(loaded.by_name), replaced(args, **IN_CONSTRUCTOR):
             parent.__init__(
                 model=model,
                 args=args,

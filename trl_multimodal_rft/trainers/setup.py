@@ -28,6 +28,7 @@ from transformers import (
     ProcessorMixin,
     TrainingArguments,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import (
@@ -47,6 +48,7 @@ from ..encoding.processors import adopt_template, check_processor, load_processo
 from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of, family_of_processor, input_modalities
 from ..forward.attention import install_prefix_attention
+from ..forward.compiled import compile_layers, compile_options
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
@@ -421,11 +423,15 @@ def load_for_sampling(
     return loaded
 
 
+# Values of options in TRL's constructor: trainers listen to signals, and compile layers in place of models, themselves
+IN_CONSTRUCTOR: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile_backend": "no"}
+
+
 @contextmanager
 def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
     """Sets what TRL's constructor has no argument for."""
-    # The trainer starts engines, and listens to signals, itself; a given reference needs no second one, nor a callback
-    others: dict[str, Any] = {"use_vllm": False, "enable_jit_checkpoint": False}
+    # The trainer starts engines itself; a given reference needs no second one, nor a callback
+    others = {**IN_CONSTRUCTOR, "use_vllm": False}
     if loaded.ref_model is not None:
         others |= {"beta": 0.0, "sync_ref_model": False}
     if "disable_compile" in (given := mapping(args.generation_kwargs)):  # which TRL sets itself
@@ -489,6 +495,21 @@ def enable_packing(
             f"multiple of {group}."
         )
     return True
+
+
+def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Module | None) -> None:
+    """Compiles the layers of models with `torch_compile=True`, see [`~forward.compiled.compile_layers`]."""
+    options = compile_options(args.torch_compile_backend, args.torch_compile_mode)
+    if options is None:
+        return
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "`torch_compile=True` compiles layers whose weights ZeRO-3 gathers within them, module by module; use "
+            "`fsdp2.yaml`, which gathers them before a layer, or ZeRO-2."
+        )
+    for model in models:
+        if model is not None:
+            compile_layers(unwrapped(accelerator, model), options, logger.warning)
 
 
 def prepare_reference(

@@ -20,7 +20,7 @@ from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import loading_in_trl, resolve_config
+from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -126,8 +126,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         with (
             loading_in_trl(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
-            # `assistant_only_loss`, and would listen to signals. All three are done here
-            replaced(args, packing=False, assistant_only_loss=False, enable_jit_checkpoint=False),
+            # `assistant_only_loss`. Both are done here
+            replaced(args, packing=False, assistant_only_loss=False, **IN_CONSTRUCTOR),
         ):
             parent.__init__(
                 model=model,

@@ -1,0 +1,112 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Layers of a decoder and of encoders that `torch.compile` compiles one by one, with attention outside of graphs."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.utils import counters
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .states import install_prefix_states
+
+
+# A graph that ends in a nested call takes the calling functions with it, instead of one graph for each of them.
+# Floats of a layer, such as epsilons, are constants. The limit counts graphs of all layers, of scores and losses, and
+# of prompts and single tokens.
+_CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
+
+
+def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
+    """
+    Arguments of `torch.compile` for a backend and a mode, by default those of `accelerate launch`; `None` without a
+    backend.
+    """
+    plugin = TorchDynamoPlugin(backend=backend, mode=mode)
+    return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
+
+
+def compile_layers(model: PreTrainedModel, options: dict[str, Any], report: Callable[[str], None] = print) -> None:
+    """
+    Compiles the layers of a model's decoder and encoders in place: one set of graphs for all layers and lengths.
+
+    Attention, states of linear attention, and caches run outside of the graphs, since they depend on lengths, on
+    prompts and on the index of a layer. Hooks of modules, such as those of FSDP2, run outside, too. Names of weights
+    don't change.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+        options (`dict[str, Any]`):
+            Arguments of `torch.compile`.
+        report (`Callable`):
+            Gets a line about a class of layers whose graphs end elsewhere, too, when the first of them runs.
+    """
+    install_prefix_states(model)
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for layer in [*_layers(model)]:
+        if type(layer) not in classes:
+            classes[type(layer)] = _compiled_class(type(layer), options, report)
+        layer.__class__ = classes[type(layer)]
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model that aren't compiled yet, without layers within layers."""
+    for child in module.children():
+        if not isinstance(child, GradientCheckpointingLayer):
+            yield from _layers(child)
+        elif not hasattr(child, "is_compiled"):
+            yield child
+
+
+def _compiled_class(
+    layer_class: type[nn.Module], options: dict[str, Any], report: Callable[[str], None]
+) -> type[nn.Module]:
+    """
+    A subclass with the same name, whose forward is compiled.
+
+    transformers adds gradient checkpointing around the forward of each class of layers. `nn.Module.compile` would put
+    it into the graph, where attention can't be left out, and then compile nothing.
+    """
+    compiled = torch.compile(layer_class.forward, **options)
+
+    @functools.wraps(layer_class.forward)
+    def forward(layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states._is_view():  # else the graph would depend on the shape of the base
+            hidden_states = hidden_states.clone()
+        args, breaks = tuple(map(_outside, args)), counters["graph_break"]
+        kwargs, n_known = {name: _outside(value) for name, value in kwargs.items()}, len(breaks)
+        with config.patch(_CONFIG):
+            output = compiled(layer, hidden_states, *args, **kwargs)
+        found = [each for each in itertools.islice(breaks, n_known, None) if "torch.compiler.disable" not in each]
+        if found:
+            why = found[0].partition("Explanation: ")[2].partition("\n")[0]
+            report(f"Layers of {layer_class.__name__} are compiled in more parts than others: {why}")
+        return output
+
+    names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__}
+    return type(layer_class.__name__, (layer_class,), {**names, "forward": forward, "is_compiled": True})
+
+
+class _CacheOutside:
+    """A cache that graphs end at, since its update reads the index of the layer and counts tokens."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    @torch.compiler.disable
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _outside(value: Any) -> Any:
+    return _CacheOutside(value) if isinstance(value, Cache) else value
