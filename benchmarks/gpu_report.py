@@ -94,7 +94,7 @@ def usual_rows() -> Iterator[list]:
     for row in (image, long):
         yield update(*row)
         yield update(*row, "--checkpointing")
-    yield update(*image, "--torch_compile")
+    yield update(*image, "--torch_compile", "--checkpointing")
     yield update("image", 8, 512, "--prompts", 4, "--checkpointing")
     yield update("audio", 8, 256)
     yield update("audio", 8, 256, "--checkpointing")
@@ -518,6 +518,7 @@ def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[]
             f"{name}; {side}": lambda name=name, row=row, side=side: add(name, row, side)
             for name, row in settings(args, rows).items()
             for side in args.sides
+            if side == "ours" or not row.torch_compile  # whose baseline is in another row
         }
 
     first, last = TINY if args.preset == "tiny" else (usual_rows(), further_rows())
