@@ -224,6 +224,16 @@ def test_disable_compile_turns_it_off(recorded, tmp_path, caplog):
     assert recorded == [] and not trainer._policy.fallbacks.graph
 
 
+def test_a_resumed_run_goes_by_its_options(recorded, tmp_path, caplog):
+    trainer = train(tmp_path, caplog)
+    state = trainer.checks.state_dict()
+    assert state["fallbacks"]["graph"]
+    for graph in (True, False):
+        trainer._policy.fallbacks.graph = graph
+        trainer.checks.load_state_dict(state)
+        assert trainer._policy.fallbacks.graph == graph
+
+
 def test_a_graph_that_is_wrong_is_found_by_the_self_check(recorded, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(RecordedStep, "replay", lambda self: None)  # the logits of the token before
     trainer = train(tmp_path, caplog, max_completion_length=12)
