@@ -502,7 +502,8 @@ def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[]
         ours = kept.pop(name, None)
         kept.clear()
         try:
-            measure(row, side, args.seconds * (1 if row.part == UPDATE else 2), measured)
+            factor = (1 if row.part == UPDATE else 2) * (5 if row.torch_compile else 1)  # compilers take a while
+            measure(row, side, args.seconds * factor, measured)
         except (TimeoutError, torch.OutOfMemoryError) as error:
             measured["error"] = str(error) if isinstance(error, TimeoutError) else "out of memory"
             raise
@@ -578,7 +579,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=["tiny", "3b", "7b"], default="3b", help="size of the models")
     parser.add_argument("--minutes", type=float, default=9, help="time after which no new measurement starts")
     parser.add_argument(
-        "--seconds", type=float, default=20, help="time of a trainer in a row; sampling has twice that"
+        "--seconds",
+        type=float,
+        default=20,
+        help="time of a trainer in a row; sampling has twice that, compiled layers five times",
     )
     parser.add_argument("--rows", nargs="+", help="measure what has one of these in its name, such as `tower`, `1024`")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="trainers to measure")
