@@ -117,8 +117,8 @@ def _captured(
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """
-    The stream of all captures. torch holds a workspace of cuBLAS, 33 MiB on Hopper, for each stream that has multiplied
-    matrices: this one gets it here, where it isn't a part of a graph's memory.
+    The stream of all captures. torch holds a workspace of cuBLAS, 33 MiB on Hopper, for each stream that multiplies
+    matrices. This stream gets it here, where it isn't a part of a graph's memory.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
