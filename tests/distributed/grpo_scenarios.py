@@ -149,6 +149,13 @@ def whole_groups_checkpointed(folder):
     return {**result, **found, "tokens": [sum(map(len, ids)) for ids in trainer.completions]}
 
 
+def compiled_layers(folder):
+    """Layers are compiled on two ranks, and not in one process."""
+    options = {"torch_compile_backend": "eager"} if start().num_processes > 1 else {}
+    trainer, result = train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **options)
+    return {**result, "compiled": sum(hasattr(each, "is_compiled") for each in trainer.model.modules())}
+
+
 def without_signal(folder):
     """First no group of the first rank has a signal, then one of each rank's, then none at all."""
 

@@ -111,7 +111,8 @@ def weight(engine, name):
     if name in IN_DEFAULT_RUN.get(engine, ()):
         return []
     is_first = name == FOR_EACH_ENGINE and engine != "zero1"
-    return [pytest.mark.gate if engine == "ddp" or is_first else pytest.mark.slow]
+    is_light = engine == "ddp" and name != "compiled_layers"
+    return [pytest.mark.gate if is_light or is_first else pytest.mark.slow]
 
 
 def of(*tables):
@@ -198,6 +199,13 @@ def test_trains_as_one_process(two, one, engine, scenario):
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
     assert_same_metrics(two, one, [*METRICS, *(MICRO_BATCHES if scenario in ONE_MICRO_BATCH else [])])
+
+
+@on(["ddp", "fsdp2"], "compiled_layers")
+def test_compiled_layers_train_as_others_in_one_process(two, one, engine):
+    assert two[0]["sharded"] == (engine == "fsdp2") and (two[0]["compiled"], one[0]["compiled"]) == (4, 0)
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
 
 
 @on(["ddp"], "straddling_group", "straddling_groups")

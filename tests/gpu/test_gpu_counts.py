@@ -29,6 +29,17 @@ def test_counts_of_an_update(case):
         assert layer["forward"][0] <= 95 and layer["backward"][0] <= 175, layer
 
 
+def test_compiled_layers_dispatch_a_third():
+    """A graph counts as one operator."""
+    from gpu_counts import count, per_layer  # which need the stand-in
+
+    plain, compiled = (
+        per_layer(count("image", compiled=each), count("image", layers=4, compiled=each)) for each in (False, True)
+    )
+    totals = [sum(layer[each][0] for each in ("forward", "backward")) for layer in (plain, compiled)]
+    assert 3 * totals[1] <= totals[0], totals
+
+
 def test_waits_of_encoders_as_transformers_has_them(monkeypatch):
     """Three in each layer, which the counts would show."""
     from gpu_counts import count, per_layer

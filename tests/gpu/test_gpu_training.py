@@ -72,6 +72,22 @@ def test_equals_trl(objects, device):
 
 
 @NO_STAND_IN
+@pytest.mark.filterwarnings("ignore")  # of compilers
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
+def test_compiled_layers_train_as_others(device, tmp_path):
+    """Runs in float32; then compiled layers sample."""
+    options = {"use_cpu": False, "learning_rate": 1e-1, "self_check": False, "tf32": False}
+    plain = run(InjectedOurs, "qwen2_5_vl", image_rows(), **options)
+    ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **options, torch_compile=True)
+    assert sum(hasattr(each, "is_compiled") for each in ours.trainer.model.modules()) == 4
+    assert norm(plain.update) > 0 and relative_difference(plain.update, ours.update) <= 1e-5
+    sampling = {"use_cpu": False, "max_steps": 1, "tf32": False, "torch_compile": True}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, **sampling, **AS_SHIPPED)
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/mean_length"] > 0
+
+
+@NO_STAND_IN
 @pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
 def test_weights_in_4_bits(family, rows, device, tmp_path):
     """An adapter trains as on the same weights without quantization."""
