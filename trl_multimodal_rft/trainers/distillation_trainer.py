@@ -25,7 +25,7 @@ from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
 from .rollout_logs import log_contribution
 from .setup import resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .teacher import (
     Teacher,
     check_teacher,
@@ -120,7 +120,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         sampler: Sampler | None = None,
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
-        arguments = given(locals(), "teacher_model")
+        arguments = arguments_of(locals(), "teacher_model")
         teacher = load_teacher(teacher_model, args)
         if teacher is model:
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")

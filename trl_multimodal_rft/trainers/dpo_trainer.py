@@ -30,7 +30,7 @@ from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .setup import load_reference, loading_in_trl, resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 # What TRL's loss reads of a model's outputs, besides log-probabilities
@@ -97,7 +97,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
     ):
         args = resolve_config(MultimodalDPOConfig, args, model)
-        arguments = given(locals())
+        arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_reading(arguments, datasets)
         model, processing_class = loaded.model, loaded.processing_class

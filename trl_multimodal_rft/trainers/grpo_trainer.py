@@ -34,7 +34,7 @@ from .grpo_config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
 from .rollout_logs import reward_index
 from .setup import resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
@@ -134,7 +134,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = resolve_config(self._config_class, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
             raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
-        super().__init__(**given(locals()))
+        super().__init__(**arguments_of(locals()))
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)

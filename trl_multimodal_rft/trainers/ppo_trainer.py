@@ -48,7 +48,7 @@ from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 # Folders in addition to the policy's files, in a checkpoint and in the final model
@@ -164,7 +164,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         sampler: Sampler | None = None,
     ):
         args = resolve_config(self._config_class, args, model)
-        arguments = given(locals(), "value_model", "ptx_dataset")
+        arguments = arguments_of(locals(), "value_model", "ptx_dataset")
         check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
         if value_model is not None and (args.estimator.name != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"

@@ -28,7 +28,7 @@ from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completion
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .reward_config import MultimodalRewardConfig
 from .setup import loading_in_trl, resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 logger = get_logger(__name__)
@@ -113,7 +113,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         peft_config: Adapter = None,
     ):
         args = resolve_config(MultimodalRewardConfig, args, model)
-        arguments = given(locals())
+        arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_reading(arguments, datasets, load=load_reward_model)
         model, processing_class = as_reward_model(loaded.model), loaded.processing_class

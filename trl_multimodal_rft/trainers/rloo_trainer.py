@@ -20,7 +20,7 @@ from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
 from .rollout_logs import reward_index
 from .setup import resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
@@ -94,7 +94,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         sampler: Sampler | None = None,
     ):
         args = resolve_config(MultimodalRLOOConfig, args, model)
-        super().__init__(**given(locals()))
+        super().__init__(**arguments_of(locals()))
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
 
     # Rollout

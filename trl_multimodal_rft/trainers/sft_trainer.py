@@ -23,7 +23,7 @@ from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .setup import loading_in_trl, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, given
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 # Columns of rows, in addition to that of plain text, with `remove_unused_columns`
@@ -114,7 +114,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
             args = MultimodalSFTConfig(**options)
         args = resolve_config(MultimodalSFTConfig, args, model)
-        arguments = given(locals(), "formatting_func", "options")
+        arguments = arguments_of(locals(), "formatting_func", "options")
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_reading(arguments, datasets)
         model, processing_class = loaded.model, loaded.processing_class

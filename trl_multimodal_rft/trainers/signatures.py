@@ -22,6 +22,6 @@ Processor = PreTrainedTokenizerBase | ProcessorMixin
 Optimizers = tuple[Optimizer | None, LambdaLR | None]
 
 
-def given(scope: dict[str, Any], *left_out: str) -> dict[str, Any]:
+def arguments_of(scope: dict[str, Any], *left_out: str) -> dict[str, Any]:
     """The arguments of a constructor, of its `locals()` before it has others, but for those that are left out."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__", *left_out)}
