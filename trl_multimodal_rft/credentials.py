@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 
 # A URL in a text, which may contain quotes
@@ -98,7 +99,11 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     """
     value = getattr(value, "value", value)  # of an enumeration
     if isinstance(value, str):
-        return _without_secrets_in_text(value)
+        with suppress(ValueError):  # of a text that isn't JSON
+            if value.startswith("{"):
+                kept = without_secrets(parsed := json.loads(value))
+                return value if kept == parsed else json.dumps(kept)
+        return masked(value)
     if isinstance(value, (list, tuple)):
         is_command = all(isinstance(word, str) for word in value) and any(word.startswith("--") for word in value)
         return masked_words(value) if is_command else [without_secrets(entry) for entry in value]
@@ -109,17 +114,6 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
         for name, entry in value.items()
         if not is_secret(str(name), is_variable=is_environment)
     }
-
-
-def _without_secrets_in_text(text: str) -> str:
-    if text.startswith("{"):
-        try:
-            parsed = json.loads(text)
-        except ValueError:
-            return masked(text)
-        kept = without_secrets(parsed)
-        return text if kept == parsed else json.dumps(kept)
-    return masked(text)
 
 
 def without_credentials(text: str) -> str:

@@ -153,10 +153,7 @@ class Family:
 
 
 FAMILIES = (
-    Family(
-        model_types=("apertus1p5",),
-        towers={"image": "model.vision_tokenizer", "audio": "model.audio_tokenizer"},
-    ),
+    Family(model_types=("apertus1p5",), towers={"image": "model.vision_tokenizer", "audio": "model.audio_tokenizer"}),
     Family(
         model_types=("audioflamingo3", "musicflamingo"),
         processors=("AudioFlamingo3Processor", "MusicFlamingoProcessor"),
@@ -183,10 +180,7 @@ FAMILIES = (
         media_padding={"image_position_ids": -1},  # marks padding patches
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
-    Family(
-        model_types=("gemma4_unified",),
-        padded="its masks for generation differ from those of its forward",
-    ),
+    Family(model_types=("gemma4_unified",), padded="its masks for generation differ from those of its forward"),
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         isolate="media",  # writes images and videos with one token, and takes one of both a call
@@ -223,10 +217,7 @@ FAMILIES = (
         model_types=("kyutai_speech_to_text", "voxtral_realtime"),
         refused="it consumes one audio frame per generated token, so there is no prompt/completion split",
     ),
-    Family(
-        model_types=("llama4", "llama4_text"),
-        query_scale=_llama4_query_scale,
-    ),
+    Family(model_types=("llama4", "llama4_text"), query_scale=_llama4_query_scale),
     Family(
         model_types=("llava_onevision", "perception_lm"),
         isolate="media",  # frames or tiles that pad a medium would become features
@@ -259,16 +250,9 @@ FAMILIES = (
         model_types=("phi4_multimodal",),
         isolate="media",  # images in a batch change audio features, and their sizes those of other images
         has_frame_mask=False,
-        towers={
-            "image": "model.embed_tokens_extend.image_embed",
-            "audio": "model.embed_tokens_extend.audio_embed",
-        },
+        towers={"image": "model.embed_tokens_extend.image_embed", "audio": "model.embed_tokens_extend.audio_embed"},
     ),
-    Family(
-        model_types=("qwen2_audio",),
-        processors=("Qwen2AudioProcessor",),
-        audio_limit=_whisper_window,
-    ),
+    Family(model_types=("qwen2_audio",), processors=("Qwen2AudioProcessor",), audio_limit=_whisper_window),
     Family(
         model_types=("qwen2_vl", "qwen2_5_vl"),
         processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor"),

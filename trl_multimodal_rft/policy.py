@@ -116,11 +116,7 @@ class PolicyForward:
         return unwrapped(self.accelerator, model)
 
     def worth_packing(
-        self,
-        prompts: Sequence[EncodedPrompt],
-        lengths: Sequence[int],
-        size: int,
-        model: PreTrainedModel | None = None,
+        self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int, model: PreTrainedModel | None = None
     ) -> bool:
         """
         Whether packed rows are possible, and enough shorter than padded ones, for `size` completions per forward. With

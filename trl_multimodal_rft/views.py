@@ -127,8 +127,7 @@ class View:
         changed = np.ascontiguousarray(changed, source.dtype)  # torch takes no array in reverse
         if isinstance(media, PIL.Image.Image):
             return cast(M, PIL.Image.fromarray(changed[0]))
-        is_tensor = isinstance(media, torch.Tensor)
-        return cast(M, torch.from_numpy(changed).permute(0, 3, 1, 2) if is_tensor else changed)
+        return cast(M, torch.from_numpy(changed).permute(0, 3, 1, 2) if isinstance(media, torch.Tensor) else changed)
 
 
 def as_view(source: "str | Callable | View") -> View:
@@ -246,5 +245,4 @@ def noise(media: np.ndarray, rng: np.random.Generator, level: Annotated[float, "
 @view("mask_audio", modalities=("audio",), strength="ratio")
 def mask_audio(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.6, segments: Count = 20) -> np.ndarray:
     """Silence in place of a share of a sound's segments of equal length."""
-    masked = rng.random(segments) < ratio
-    return np.where(masked[np.arange(len(media)) * segments // len(media)], 0, media)
+    return np.where((rng.random(segments) < ratio)[np.arange(len(media)) * segments // len(media)], 0, media)

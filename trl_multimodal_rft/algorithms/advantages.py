@@ -138,10 +138,7 @@ def group_statistics(
 
 @estimator("group_norm", alias="grpo", needs="group")
 def group_norm(
-    rewards: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    scale: Literal["group", "batch", "none"] = "group",
+    rewards: torch.Tensor, group_ids: torch.Tensor, *, scale: Literal["group", "batch", "none"] = "group"
 ) -> torch.Tensor:
     r"""
     GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group,
@@ -218,8 +215,7 @@ def reinforce_baseline(
     groups = group_statistics(rewards, group_ids)
     weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
     scorable = ~rewards.isnan().cpu()
-    whitened = whiten(groups.centred, groups.live[groups.index] & scorable, torch.where(scorable, weights, 0))
-    return whitened.to(rewards)
+    return whiten(groups.centred, groups.live[groups.index] & scorable, torch.where(scorable, weights, 0)).to(rewards)
 
 
 @estimator("cpgd", needs="group")
@@ -310,8 +306,7 @@ def turn_norm(
         groups = group_statistics(returns, owners, 1 / rows.bincount().double()[rows])
         differs = torch.zeros(len(groups.live)).double().index_add(0, groups.index, live) > 0
         centred = torch.where(differs[groups.index], groups.centred, 0)
-    advantages = centred / (groups.std(correction=1) + _EPS)[groups.index]
-    return steps.on_tokens(advantages, mask).to(rewards)
+    return steps.on_tokens(centred / (groups.std(correction=1) + _EPS)[groups.index], mask).to(rewards)
 
 
 @estimator("ps_grpo", needs="group", reads="steps")

@@ -50,8 +50,7 @@ def mask_completions(
     if prompt_attention_mask is None:
         prompt_attention_mask = (prompts == pad_token_id).long().cumprod(1) == 0
     sequences = torch.cat([prompts, completions.masked_fill(~actions, pad_token_id)], dim=1)
-    attention_mask = torch.cat([prompt_attention_mask.long(), actions.long()], dim=1)
-    return sequences, attention_mask, actions, truncated
+    return sequences, torch.cat([prompt_attention_mask.long(), actions.long()], dim=1), actions, truncated
 
 
 def _is_any(ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -53,8 +53,7 @@ def approx_kl(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, 
         `torch.Tensor`: The estimate, shape `(B, T)`, 0 outside the mask.
     """
     mask = mask.bool()
-    d = torch.where(mask, logps, 0) - torch.where(mask, ref_logps, 0)
-    return KL_ESTIMATORS[estimator](d)
+    return KL_ESTIMATORS[estimator](torch.where(mask, logps, 0) - torch.where(mask, ref_logps, 0))
 
 
 class FixedKLController:

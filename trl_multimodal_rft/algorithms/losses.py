@@ -256,9 +256,8 @@ def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | floa
 def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
     """Shares of tokens or completions that are clipped. Shapes: `low`, `high` `(B, T)` or `(B, 1)`."""
     shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
-    means = {f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()}
     return {
-        **means,
+        **{f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()},
         "clip_ratio/low_min": smallest(completion_means(shares["low"], mask)),
         "clip_ratio/high_max": largest(completion_means(shares["high"], mask)),
     }

@@ -27,12 +27,7 @@ def terminal_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(
-    rewards: torch.Tensor,
-    mask: torch.Tensor,
-    old_logps: Any = None,
-    ref_logps: Any = None,
-    *,
-    kl_coef: float = 0.0,
+    rewards: torch.Tensor, mask: torch.Tensor, old_logps: Any = None, ref_logps: Any = None, *, kl_coef: float = 0.0
 ) -> torch.Tensor:
     """
     Reward of each token: that of its completion on the last one, minus the KL penalty (k1) of every token.
@@ -149,8 +144,7 @@ def whiten(
     values, weights = torch.where(mask, values, 0), mask if weights is None else weights
 
     def mean(x):
-        sums = [(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
-        total, count = reduce(torch.stack(sums))
+        total, count = reduce(torch.stack([(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]))
         return total / count.clamp(min=1)
 
     # Two passes: centred by the mean first, the variance doesn't cancel for means far from 0

@@ -62,8 +62,7 @@ def noise_of(repeats: torch.Tensor) -> torch.Tensor:
     """Noise of a difference of log-probabilities, `(..., N)`, from repeats `(R, ..., N)`."""
     variance = 2 * repeats.var(0)
     # A few repeats may underestimate that of a token, but not that of all
-    noise = variance.maximum(variance.mean(-1, keepdim=True)).sqrt()
-    return noise.nan_to_num(nan=0.0, posinf=0.0)
+    return variance.maximum(variance.mean(-1, keepdim=True)).sqrt().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def measure_noise(
@@ -98,6 +97,5 @@ def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) ->
         embeddings = model.get_input_embeddings()
         hooks.enter_context(embeddings.register_forward_hook(lambda module, args, output: moved(output)))
         for name in find_towers(model).values():
-            tower = model.get_submodule(name)
-            hooks.enter_context(tower.register_forward_pre_hook(move_inputs, with_kwargs=True))
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(move_inputs, with_kwargs=True))
         yield

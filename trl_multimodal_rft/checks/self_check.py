@@ -381,8 +381,7 @@ class _Check(Measure):
         ids = output["sequences"][:2, -logits.size(1) :]
         mask = self._mask(ids)
         if output.get("scores") is not None:
-            scores = torch.stack(output["scores"], dim=1)[:2].float()
-            self._compare_distributions(logits, scores, ids, mask, config)
+            self._compare_distributions(logits, torch.stack(output["scores"], dim=1)[:2].float(), ids, mask, config)
         return ids, mask, _logps(logits, ids)
 
     def _compare_distributions(
@@ -397,8 +396,7 @@ class _Check(Measure):
         suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
         drawn = _logps(scores, ids)
         self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
-        expected = _logps(logits.index_fill(-1, suppressed, -math.inf), ids)
-        unexplained = self.difference(expected, drawn, mask)
+        unexplained = self.difference(_logps(logits.index_fill(-1, suppressed, -math.inf), ids), drawn, mask)
         if not self.settings.changes and not unexplained <= STRICT:  # from the same logits
             raise self.inexact(
                 f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "

@@ -26,11 +26,7 @@ Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
 def check_sequences(
-    policy: PolicyForward,
-    model: nn.Module,
-    sequences: Sequence[SupervisedSequence],
-    packs: bool,
-    plain: Plain,
+    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: Plain
 ) -> SelfCheck:
     """
     Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
@@ -56,7 +52,7 @@ def check_sequences(
     """
     measure = Measure(policy, model, engine_positions=False)
     cases = _cases(measure, sequences, plain)
-    rows = _chosen(*cases)
+    rows = cases[2]
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
 
@@ -85,7 +81,7 @@ def check_pairs(
     """
     measure = Measure(policy, model, engine_positions=False)
     cases = _cases(measure, pairs, plain)
-    rows = [row for pair in _chosen(*cases) for row in pair.sequences(measure.model)]
+    rows = [row for pair in cases[2] for row in pair.sequences(measure.model)]
     completions = [row.input_ids[row.learned] for row in rows]
     ids, mask = (each.to(measure.device) for each in padded(completions))
     last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
@@ -103,8 +99,7 @@ def check_pairs(
             return policy.rewards(model, (prompts, ids, mask), **options).values
         return policy.score(model, prompts, ids, mask, **options).logps
 
-    compared = mask[:, :1] > 0 if rewards else mask.bool() & last
-    return _compare(measure, cases, by_model, score, compared, packs)
+    return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)
 
 
 def _compare(
@@ -119,7 +114,7 @@ def _compare(
     Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, and
     with those of other media, and media tensors with those of the processor.
     """
-    (targets, donors, _), rows, features, media = cases, _chosen(*cases), list[float](), dict[str, float]()
+    (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
         features.append(measure.features(ours, {name: plain[name] for name in ours.keys() & plain.keys()}))
     with measuring(measure.prepared, measure.device):
@@ -139,16 +134,12 @@ def _compare(
 
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
-    return measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)  # which may be blank
-
-
-def _chosen(targets: list[Case], donors: dict[str, EncodedPrompt], partners: list[Any]) -> list[Any]:
-    """The rows to measure, of all ranks."""
-    return list(dict.fromkeys([*(case.prompt for case in targets), *partners]))
+    """Rows whose media are compared, those to take other media from by modality, and all to measure, of all ranks."""
+    read = measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)  # which may be blank
+    return *read[:2], list(dict.fromkeys([*(case.prompt for case in read[0]), *read[2]]))
 
 
 def _compared(row: SupervisedSequence) -> torch.Tensor:
     """Which tokens after the first are compared: those of the last that are learned, or else all that are."""
-    last = torch.arange(len(row)) >= len(row) - _LAST
-    learned = row.learned & last
+    learned = row.learned & (torch.arange(len(row)) >= len(row) - _LAST)
     return (learned if learned[1:].any() else row.learned)[1:]

@@ -78,12 +78,11 @@ class RowChecker(torch.utils.data.Dataset):
     ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.raises_overlong = args.audio_overlong == "raise"
-        rules = rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES})
         self.encoder = PromptEncoder(
             model,
             processor,
             args.chat_template_kwargs,
-            media_rules=rules,
+            media_rules=rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES}),
             ignored_media_columns=args.ignored_media_columns or (),
             keep_decoded=True,
         )
@@ -165,8 +164,7 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
     try:
-        total = len(rows) if isinstance(rows, Dataset) else None
-        with progress_bar(total, "check") as bar:
+        with progress_bar(len(rows) if isinstance(rows, Dataset) else None, "check") as bar:
             for checked in loader:
                 yield checked
                 n_checked += 1

@@ -46,8 +46,7 @@ def convert(args: argparse.Namespace) -> DatasetDict:
 def run(args: argparse.Namespace) -> None:
     check_empty(args.output_dir)
     dataset = convert(args)
-    rules = rules_of(args.media_rules, media_dir=args.media_dir)
-    write_folder(dataset, args.output_dir, rules)
+    write_folder(dataset, args.output_dir, rules_of(args.media_rules, media_dir=args.media_dir))
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")

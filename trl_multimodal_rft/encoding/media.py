@@ -64,10 +64,7 @@ _QWEN_FPS = 2.0
 
 
 def decode_media(
-    refs: list[MediaRef],
-    processor: Processor,
-    audio_overlong: Literal["raise", "truncate"],
-    view: View | None = None,
+    refs: list[MediaRef], processor: Processor, audio_overlong: Literal["raise", "truncate"], view: View | None = None
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """Decodes media for a processor, keyed by the `id` of their reference, with the `processor_kwargs` for them."""
     decoded: dict[int, Any] = {}

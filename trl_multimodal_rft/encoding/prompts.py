@@ -140,8 +140,7 @@ class EncodedPrompt:
         Returns:
             [`EncodedPrompt`]: The part, at the positions of the whole.
         """
-        first = (self.media_span or (0, 0))[0]
-        has_media = first in range(*span.indices(len(self)))
+        has_media = (self.media_span or (0, 0))[0] in range(*span.indices(len(self)))
         return EncodedPrompt(
             self.input_ids[span],
             {name: value[span] for name, value in self.token_fields.items()},
@@ -209,8 +208,7 @@ def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTraine
 
 def placeholder_tokens(model: PreTrainedModel, processor: Processor) -> list[str]:
     """The tokens of [`placeholder_token_ids`] as text."""
-    tokenizer = tokenizer_of(processor)
-    tokens = tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
+    tokens = tokenizer_of(processor).convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
     return [token for token in tokens if token is not None]
 
 
@@ -327,8 +325,7 @@ def encode_messages(
     token_fields = {name: outputs[name][0] for name in (*TOKEN_FIELDS, *family.token_masks) if name in outputs}
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
-    known = torch.tensor(sorted(set().union(*placeholders.values())))
-    is_placeholder = torch.isin(input_ids, known)
+    is_placeholder = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
     check_ids(input_ids[~is_placeholder], model.config, row)  # some of which are in no vocabulary
     positions = is_placeholder.nonzero()[:, 0].tolist()
     return EncodedPrompt(

@@ -286,8 +286,7 @@ class SupervisedEncoder:
             raise _no_prompt(f"row {row.row_index}")
         pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
         chat, completion = _chat(pair, f"row {row.row_index}", column)
-        messages = self._messages(pair, chat, completion, column)
-        return pair, messages, len(chat)
+        return pair, self._messages(pair, chat, completion, column), len(chat)
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """

@@ -165,8 +165,7 @@ class Evaluation:
         rollout, skipped = self._read(batch)
         rows = [row for row in batch if row.row_index not in skipped]
         self.skipped |= skipped
-        answers = self._answer(rollout)
-        records = [{"index": row.row_index, **answer} for row, answer in zip(rows, answers, strict=True)]
+        records = [{"index": row.row_index, **answer} for row, answer in zip(rows, self._answer(rollout), strict=True)]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
             with_medium = [row for row, each in zip(rows, prompts, strict=True) if self.args.ablate in each.modalities]
@@ -214,10 +213,9 @@ class Evaluation:
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str):
                 raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
-        columns = restore_rows(rows, self.encoder.media_rules)
         encoded = [
             EncodedRow(row.row_index, restored, row, prompt)
-            for row, restored, prompt in zip(rows, columns, messages, strict=True)
+            for row, restored, prompt in zip(rows, restore_rows(rows, self.encoder.media_rules), messages, strict=True)
         ]
         return collect(
             [each for each in encoded for _ in range(n)],

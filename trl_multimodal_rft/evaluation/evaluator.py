@@ -115,8 +115,7 @@ def evaluate(
         ", so that each of {launched} processes would evaluate all rows. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
-    is_actor = hasattr(model, "model_for")
-    module = model.model if is_actor and isinstance(model.model, nn.Module) else model
+    module = model.model if hasattr(model, "model_for") and isinstance(model.model, nn.Module) else model
     base = unwrapped(accelerator, module)
     if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
         raise ValueError(

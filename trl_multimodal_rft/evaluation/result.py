@@ -111,8 +111,7 @@ def aggregate(
     for k in args.majority_at or ():
         # Answers that differ in case, whitespace or punctuation only agree
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
-        votes = majority_at_k(answers, [record["correct"] for record in scored], k)
-        add(f"majority@{k}", votes, is_binary=n < 2 * k)
+        add(f"majority@{k}", majority_at_k(answers, [record["correct"] for record in scored], k), is_binary=n < 2 * k)
     if args.group_by is not None:
         for value in sorted({record[GROUP] for record in scored}):
             of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]

@@ -15,10 +15,7 @@ T = TypeVar("T")
 
 
 def micro_batch_order(
-    prompts: Sequence[EncodedPrompt],
-    lengths: Sequence[int],
-    n_batches: int,
-    generator: torch.Generator | None = None,
+    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, generator: torch.Generator | None = None
 ) -> list[int]:
     """
     An order of completions that keeps groups together, and prompts that start alike, and balances packed lengths over

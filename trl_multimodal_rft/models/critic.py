@@ -133,10 +133,9 @@ class Critic(nn.Module):
         """Saves the backbone as transformers does, and the head next to it, see [`ValueHead.save_pretrained`]."""
         backbone = head = None
         if state_dict is not None:
-            prefixes = f"model.{self.model.base_model_prefix}.", "head."
             backbone, head = (
                 {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-                for prefix in prefixes
+                for prefix in (f"model.{self.model.base_model_prefix}.", "head.")
             )
         self.model.base_model.save_pretrained(folder, state_dict=backbone)
         self.head.save_pretrained(folder, head)
@@ -145,8 +144,7 @@ class Critic(nn.Module):
         """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`]; nothing without a head."""
         if not self.head.load(folder):
             return False
-        saved = Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype)
-        self.load_state_dict(saved.state_dict())
+        self.load_state_dict(Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype).state_dict())
         return True
 
     @classmethod
@@ -179,7 +177,7 @@ class Critic(nn.Module):
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
         if getattr(model_class.config_class, "model_type", None) not in types:
             # It would load as the policy's class, with random weights
-            raise _other_family(f"{types[0]!r} model", model_class)
+            raise other_family(f"{types[0]!r} model", model_class.__name__)
         is_scored = is_reward_model(config.get("architectures"))
         check_weights(str(Path(folder, kwargs.get("subfolder", ""))))
         with loading_errors(str(folder)), whole_weights(_head_weights):
@@ -212,11 +210,11 @@ class Critic(nn.Module):
         if isinstance(model, model_class) and getattr(model, "score", None) is None:
             return cls(model)
         if model.config.model_type != getattr(model_class.config_class, "model_type", None):
-            raise _other_family(type(model).__name__, model_class)
+            raise other_family(type(model).__name__, model_class.__name__)
         with torch.device("meta"):
             shell = model_class(model.config)  # this class knows masks and positions
         if type(model.base_model) is not type(shell.base_model):
-            raise _other_family(type(model).__name__, model_class)
+            raise other_family(type(model).__name__, model_class.__name__)
         setattr(shell, shell.base_model_prefix, model.base_model)
         critic = cls(shell)
         if model.config.num_labels != 1:
@@ -258,8 +256,9 @@ def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
     return {*head.parameters()} - {*tied.parameters()}
 
 
-def _other_family(label: str, model_class: type[PreTrainedModel]) -> ValueError:
+def other_family(label: str, policy: str) -> ValueError:
+    """The error of a critic that takes other tokens or media than its policy."""
     return ValueError(
         f"The critic must be of the policy's family, to take the same tokens and media: it is a {label}, the policy a "
-        f"{model_class.__name__}."
+        f"{policy}."
     )

@@ -28,10 +28,9 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
     """Within the context, an object, and no other of its class, has other attributes or methods, or further ones."""
-    inherited = {name: getattr(type(owner), name, None) for name in values}
     before = {
         name: getattr(owner, name)
-        for name, of_class in inherited.items()
+        for name, of_class in {name: getattr(type(owner), name, None) for name in values}.items()
         if name in vars(owner) or isinstance(of_class, property) or (of_class is None and hasattr(owner, name))
     }
     for name, value in values.items():
@@ -85,5 +84,4 @@ def is_unsharded(accelerator: Accelerator) -> bool:
 
 def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
     """Dtype of mixed precision, or else of the model."""
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return autocast.get(accelerator.mixed_precision, model.dtype)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, model.dtype)

@@ -48,9 +48,7 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
     _Panel("Reward functions", "mean of completions", {"": "rewards/(.+)/mean"}),
     _Panel("Entropy", "nats per token", {"entropy": "entropy"}),
     _Panel(
-        "Completion length",
-        "tokens, shortest to longest",
-        {"length": "completions/mean_length|response_length_mean"},
+        "Completion length", "tokens, shortest to longest", {"length": "completions/mean_length|response_length_mean"}
     ),
     _Panel(
         "Contribution of media",

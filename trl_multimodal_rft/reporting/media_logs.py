@@ -174,8 +174,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
             values.append((files[0] if column == kind else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
         # In chunks, each of at most 2 GB
-        array = pa.chunked_array([pa.array([value], storage) for value in values])
-        table = table.append_column(name, array)
+        table = table.append_column(name, pa.chunked_array([pa.array([value], storage) for value in values]))
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), **features.arrow_schema.metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")  # so that readers see whole files
@@ -354,14 +353,12 @@ class MediaLogCallback(TrainerCallback):
     def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
         if self.args.log_unique_prompts:
             # Prompts with media may share their text
-            keys = pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True)))
-            kept = ~keys.duplicated()
+            kept = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
             frame = frame[kept].reset_index(drop=True)
             media = [row for row, keep in zip(media, kept, strict=True) if keep]
         numbers = frame.select_dtypes("float")
         rounded = {name: numbers[name].map(lambda value: float(f"{value:.6g}")) for name in numbers}
-        texts = {name: frame[name].map(as_text) for name in ("prompt", "completion")}
-        return frame.assign(**rounded, **texts), media
+        return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media
 
     def _send(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
         trackers = self.args.report_to or ()

@@ -16,13 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_fr
 from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerState,
-    TrainingArguments,
-    is_wandb_available,
-)
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState, TrainingArguments, is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
 from ..algorithms.advantages import ESTIMATORS
@@ -153,10 +147,9 @@ class CardNotes:
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     if isinstance(prompt, str):
         return (("user", prompt),)
-    contents = [(message["role"], message.get("content") or "") for message in prompt]
     return tuple(
         (role, content if isinstance(content, str) else "".join(block.get("text") or "" for block in content))
-        for role, content in contents
+        for role, content in [(message["role"], message.get("content") or "") for message in prompt]
     )
 
 
@@ -205,8 +198,7 @@ def quick_start(
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
     name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
-    template = environment.from_string(_TEMPLATES.joinpath(name).read_text(encoding="utf-8"))
-    return template.render(values)
+    return environment.from_string(_TEMPLATES.joinpath(name).read_text(encoding="utf-8")).render(values)
 
 
 @dataclass
@@ -361,5 +353,4 @@ def _cited(name: str) -> str:
 
 def _listed(words: Iterable[str]) -> str:
     *others, last = [*words] or [""]
-    parts = [", ".join(others), last]
-    return " and ".join(part for part in parts if part)
+    return " and ".join(part for part in [", ".join(others), last] if part)

@@ -398,8 +398,7 @@ def _is_expression(text: str) -> bool:
         return False
     bare = _ESCAPE.sub("", bare).strip("$?;°\"' ")
     depths = [0, *accumulate((character in "([{") - (character in ")]}") for character in bare)]
-    is_balanced = min(depths) == depths[-1] == bare.count("|") % 2 == 0
-    return is_balanced and _READABLE.fullmatch(bare) is not None
+    return min(depths) == depths[-1] == bare.count("|") % 2 == 0 and _READABLE.fullmatch(bare) is not None
 
 
 def _number(text: str) -> Fraction | None:

@@ -199,11 +199,7 @@ class JudgeReward(Server):
             }
             text = _NAMES.sub(lambda name, texts=texts: texts[name[1]], self.template)
             content = [*_media_blocks(prompt, encode), {"type": "text", "text": text}] if self.media else text
-            payloads[place] = {
-                "model": self.model,
-                "messages": [{"role": "user", "content": content}],
-                **self.options,
-            }
+            payloads[place] = {"model": self.model, "messages": [{"role": "user", "content": content}], **self.options}
         return payloads
 
     def _ask(self, session: requests.Session, request: tuple[str, dict[str, Any]]) -> None:

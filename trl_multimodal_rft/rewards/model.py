@@ -141,8 +141,7 @@ class RewardModel:
         Raises:
             `ValueError`: If nothing there has trained a score.
         """
-        init_kwargs = model_init_kwargs or {}
-        return cls(*load_trained_reward_model(name, revision, trust_remote_code, **init_kwargs), **kwargs)
+        return cls(*load_trained_reward_model(name, revision, trust_remote_code, **model_init_kwargs or {}), **kwargs)
 
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument

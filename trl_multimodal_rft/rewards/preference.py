@@ -52,8 +52,7 @@ def preference_reward(
         references = references_of(solutions, position, "preference_reward")
         right = {reference: verdict_in(reference) for reference in references}
         if wrong := [reference for reference, each in right.items() if each is None]:
-            problem = f"column 'solution': {wrong[0]!r:.100} is no verdict; write 'A', 'B' or 'tie'."
-            raise RowError(position, problem)
+            raise RowError(position, f"column 'solution': {wrong[0]!r:.100} is no verdict; write 'A', 'B' or 'tie'.")
         verdict = verdict_in(completion_text(completion))
         rewards.append(float(verdict is not None and verdict in right.values()) if references else None)
     return rewards

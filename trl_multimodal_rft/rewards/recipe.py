@@ -69,9 +69,7 @@ def add_rewards(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def apply_recipe(
-    reward_funcs: dict[str, Callable],
-    recipe: dict[str, list[tuple[str, str, float]]],
-    label_column: str = "label",
+    reward_funcs: dict[str, Callable], recipe: dict[str, list[tuple[str, str, float]]], label_column: str = "label"
 ) -> list[Callable]:
     """
     Selects and weights reward functions by the label of each row, for any trainer with TRL's reward functions.

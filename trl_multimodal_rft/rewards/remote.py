@@ -142,8 +142,7 @@ class RemoteReward(Server):
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float | None]:
         """Requests the rewards of completions. Labels and media are sent; trainers pass the rules of the run."""
-        rows = rows_of_batch(prompts, columns, [self.label_column])
-        payload = self._payload(rows, completions, media_rules)
+        payload = self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
         parts = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)

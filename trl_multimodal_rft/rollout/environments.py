@@ -99,8 +99,7 @@ class Environments:
         """A reward function for each kind of environment that has `get_reward`, by the name of its class."""
         kinds = dict.fromkeys(type(environment) for environment, *_ in self.pool.values())
         rewarded = [kind for kind in kinds if hasattr(kind, "get_reward")]
-        names = distinct_names([kind.__name__ for kind in rewarded])
-        return dict(zip(names, map(reward_of, rewarded), strict=True))
+        return dict(zip(distinct_names([kind.__name__ for kind in rewarded]), map(reward_of, rewarded), strict=True))
 
     def fresh(self) -> "Environments":
         return Environments(self.standalone, self.factory, self.media_rules)
@@ -220,8 +219,7 @@ def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: 
         )
     if args.max_steps <= 0:
         raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else ends the run.")
-    n_rows = args.generation_batch_size // args.num_generations
-    return Dataset.from_dict({"prompt": [_NO_PROMPT] * n_rows})
+    return Dataset.from_dict({"prompt": [_NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
 
 
 def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> str | None:

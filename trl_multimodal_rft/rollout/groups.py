@@ -46,8 +46,7 @@ class GroupBuffer:
         """Chooses at most `n` different groups at random, which stay, and drops those that are too old."""
         if self.max_age is not None:
             self._groups = [group for group in self._groups if step - group.step <= self.max_age]
-        order = torch.randperm(len(self._groups), generator=self._generator)[:n]
-        return [self._groups[i] for i in order.tolist()]
+        return [self._groups[i] for i in torch.randperm(len(self._groups), generator=self._generator)[:n].tolist()]
 
     def take(self, n: int) -> list[Rollout]:
         """Removes at most `n` groups, the oldest first."""

@@ -219,8 +219,7 @@ def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Ob
     rest = [each for each in _take_blocks(value, blocks, media) if each not in (None, {})]
     texts = [each if isinstance(each, str) else json.dumps(each) for each in rest]
     blocks += [{"type": "text", "text": each} for each in (*texts, last) if each]
-    has_media = any(block["type"] != "text" for block in blocks)
-    return blocks if has_media else "\n".join(block["text"] for block in blocks)
+    return blocks if any(block["type"] != "text" for block in blocks) else "\n".join(block["text"] for block in blocks)
 
 
 def _pixels(value: Value) -> np.ndarray:

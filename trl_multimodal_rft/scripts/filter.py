@@ -47,8 +47,7 @@ class FilterArguments(EvaluationArguments):
     output_dir: str = option("outputs/filter", "Empty folder for the kept rows and the report.")
 
     def __post_init__(self):
-        names = ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without")
-        for name in names:
+        for name in ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without"):
             if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise ValueError(f"`--{name}` has no effect with `--by {self.by}`; leave it out, or change `--by`.")
         if self.by == "accuracy":
@@ -154,10 +153,7 @@ ARGUMENTS = (RFTScriptArguments, FilterArguments, EvaluationConfig, ModelConfig)
 
 
 def main(
-    script_args: RFTScriptArguments,
-    filter_args: FilterArguments,
-    config: EvaluationConfig,
-    model_args: ModelConfig,
+    script_args: RFTScriptArguments, filter_args: FilterArguments, config: EvaluationConfig, model_args: ModelConfig
 ) -> None:
     """Answers the training split, with and without a medium or several times, and saves rows with a report."""
     config = _checked(config, filter_args.by)
@@ -180,8 +176,7 @@ def main(
         rates = {name: [_share(record.get(key)) for record in result.rows] for name, key in names.items()}
         scored = {name: [rate for rate in each if rate is not None] for name, each in rates.items()}
         n = config.num_samples
-        figure = histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)])
-        save_figure(figure, Path(filter_args.plot))
+        save_figure(histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)]), Path(filter_args.plot))
     if not report["kept"]:
         raise ValueError("No row is left, so nothing is written; change the thresholds or the model.")
     if accelerator.is_main_process:
@@ -191,7 +186,6 @@ def main(
             shares = {record["index"]: _share(record["correct"]) for record in result.rows}
             rows = rows.remove_columns([PASS_RATE] if PASS_RATE in rows.column_names else [])
             rows = rows.add_column(PASS_RATE, [shares[index] for index in kept])
-        rules = MediaRules(media_dir=filter_args.media_dir)
-        write_folder(rows, filter_args.output_dir, rules)
+        write_folder(rows, filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()

@@ -25,8 +25,7 @@ logger = get_logger(__name__)
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
     """Rows with the prompts that the arguments make."""
-    completion = getattr(script_args, "completion", None)
-    rows = with_texts(rows, {"prompt": script_args.prompt, "completion": completion})
+    rows = with_texts(rows, {"prompt": script_args.prompt, "completion": getattr(script_args, "completion", None)})
     return with_system_message(rows, script_args.system_prompt)
 
 
@@ -81,8 +80,7 @@ def trainer_inputs(
     }
     if isinstance(script_args, RFTScriptArguments):
         judge = script_args.reward_model_name_or_path
-        default = ["accuracy_reward", "format_reward"] if judge is None else []
-        functions = script_args.load_rewards(default)
+        functions = script_args.load_rewards(["accuracy_reward", "format_reward"] if judge is None else [])
         inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
     if isinstance(script_args, RLScriptArguments) and script_args.chat_template_path is not None:
         source = str(model_args.model_name_or_path), model_args.model_revision, training_args.trust_remote_code
@@ -145,7 +143,4 @@ def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
     """Adapter and quantization, as a trainer takes them."""
     if model_args.use_peft:
         require_module("peft", "peft")
-    return {
-        "quantization_config": get_quantization_config(model_args),
-        "peft_config": get_peft_config(model_args),
-    }
+    return {"quantization_config": get_quantization_config(model_args), "peft_config": get_peft_config(model_args)}

@@ -28,8 +28,7 @@ def collect() -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for script in SCRIPTS:
         for option in options(importlib.import_module(f"{__package__}.commands").script_of(script).ARGUMENTS):
-            row = rows.setdefault(json.dumps(option), {**option, "commands": []})
-            row["commands"].append(script)
+            rows.setdefault(json.dumps(option), {**option, "commands": []})["commands"].append(script)
     return {
         "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
         "rewards": [*REWARD_NAMES],

@@ -252,8 +252,7 @@ def launched_parser(
     for group, rows in sections.items():
         section = parser.add_argument_group(GROUPS[group]) if group else parser
         for option in rows:
-            is_shown = shows_all or group not in _ONLY_IN_FULL_HELP
-            _add_option(section, option if is_shown else {**option, "help": None})
+            _add_option(section, option if shows_all or group not in _ONLY_IN_FULL_HELP else {**option, "help": None})
             if option["optional"]:
                 parser.optional.add(option["name"])
     return parser

@@ -149,8 +149,7 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     size, accelerator = min(n, _PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
     asked = [each._replace(count=1, most=min(each.most, _PROBE_LENGTH)) for each in requests]
-    sampled = on_all_ranks(accelerator, lambda: flight.sample(asked))
-    ids, logps = ([*each] for each in zip(*sampled, strict=True))
+    ids, logps = ([*each] for each in zip(*on_all_ranks(accelerator, lambda: flight.sample(asked)), strict=True))
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
     options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}

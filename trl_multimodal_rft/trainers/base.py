@@ -39,13 +39,7 @@ from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler
-from ..rollout.score import (
-    engine_metrics,
-    n_on_policy,
-    rollout_ratios,
-    score_with_view,
-    without_gradient,
-)
+from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
 from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
@@ -64,7 +58,7 @@ from .engine import (
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
-from .rollout_logs import ReadMetrics, RolloutLog
+from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import MetricLog, RewardFunctions, Run
 from .setup import (
@@ -150,11 +144,7 @@ class MultimodalTrainer(CheckpointMixin):
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
-                model=loaded.model,
-                args=args,
-                processing_class=loaded.processing_class,
-                **sources.for_trl(),
-                **kwargs,
+                model=loaded.model, args=args, processing_class=loaded.processing_class, **sources.for_trl(), **kwargs
             )
         freeze_and_check(self.model, args, self.optimizer)
         self._load_processor = loaded.load_processor
@@ -200,8 +190,7 @@ class MultimodalTrainer(CheckpointMixin):
         for i, source in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             options = self.accelerator, args, self.chat_template_kwargs
             self.reward_funcs[i] = with_media_reader(self.reward_funcs[i], *source, *options)
-        unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        self._run = self._make_run(unseen)
+        self._run = self._make_run({name for name, dataset in datasets.items() if has_unread_rows(dataset)})
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         if args.needs_rewards:
             makes_prompts = rollout_func is not None or factory is not None
@@ -342,7 +331,16 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Completions of rows with their advantages, by the stages below in their order."""
-        raise NotImplementedError
+        self._check_policy()
+        rollout = self._collect(inputs)
+        with self.offloading():
+            self._sample(rollout)
+        self._score_rollout(rollout)
+        self._check_sampler(rollout)
+        self._reward(rollout)
+        self._estimate(rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
+        return rollout
 
     def _draw_extra(self, n: int) -> Rollout:
         return self._draw(self._stream.draw(n))
@@ -387,6 +385,14 @@ class MultimodalTrainer(CheckpointMixin):
         """Calls tools as in training, unless the options say otherwise."""
         most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
         return self._run.tool_loop(self.sampler, **{**most, **options})
+
+    def _score_rollout(self, rollout: Rollout) -> None:
+        """Scores of the policy that sampled, and of its reference, where they are needed before the update."""
+        raise NotImplementedError
+
+    def _estimate(self, rollout: Rollout) -> None:
+        """Advantages, and the metrics of rewards."""
+        raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
         self._run.reward_together(rollout)

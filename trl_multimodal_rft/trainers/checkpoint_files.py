@@ -208,8 +208,7 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
         state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, state, options=options)
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         return
     saved = model_class.from_pretrained(folder, dtype=model.dtype)
     if is_deepspeed_zero3_enabled():  # which has split what was loaded, too

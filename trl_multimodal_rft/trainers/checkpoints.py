@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
@@ -62,8 +61,6 @@ from .signals import EndOnSignal, end_with_launcher
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as Trainer
-
-    from .configs import TrainerConfig
 else:
     Trainer = object
 
@@ -176,8 +173,10 @@ class CheckpointMixin(Trainer):
                 )
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             self._resumed_from = checkpoint
-            run = self.accelerator, self.args, self._tag_names[1], is_peft_model(self.model)
-            differs = _difference(checkpoint, *run) if checkpoint and self.args.should_save else None
+            differs = None
+            if checkpoint and self.args.should_save:
+                differs = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
+                differs = differs or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
             (differs,) = broadcast_object_list([differs])
             if differs is not None:
                 raise ValueError(differs)
@@ -191,8 +190,7 @@ class CheckpointMixin(Trainer):
             if console is not None:
                 console.begin(type(self).__name__)
                 stack.callback(console.end)
-                handler = self.callback_handler
-                others = [each for each in handler.callbacks if isinstance(each, CompactLogCallback)][1:]
+                others = [each for each in self.callback_handler.callbacks if isinstance(each, CompactLogCallback)][1:]
                 for printer in (*PRINTERS, *others):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
@@ -503,8 +501,7 @@ class CheckpointMixin(Trainer):
             write_card(run, model_name, dataset_name)
 
     def _training_lines(self) -> list[tuple[str, str]]:
-        rewards = ", ".join(map(in_code, self.reward_func_names))
-        return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
+        return [*training_lines(self.args.to_dict()), ("Rewards", ", ".join(map(in_code, self.reward_func_names)))]
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         return []
@@ -533,14 +530,6 @@ class CheckpointMixin(Trainer):
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
-
-
-def _difference(
-    checkpoint: str, accelerator: Accelerator, args: "TrainerConfig", algorithm: str, has_adapter: bool
-) -> str | None:
-    """Why a run can't resume from a checkpoint of another one."""
-    differs = other_run(checkpoint, algorithm, has_adapter) or other_layout(accelerator, checkpoint)
-    return differs or other_parts(checkpoint, args)
 
 
 class _RestoreState(TrainerCallback):

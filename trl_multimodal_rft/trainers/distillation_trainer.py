@@ -25,7 +25,7 @@ from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
 from .rollout_logs import log_contribution
 from .setup import resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .teacher import (
     Teacher,
     check_teacher,
@@ -120,6 +120,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         sampler: Sampler | None = None,
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
+        arguments = arguments_of(locals(), "teacher_model")
         teacher = load_teacher(teacher_model, args)
         if teacher is model:
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
@@ -134,21 +135,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
                 f"`self_teacher={args.self_teacher!r}` is about a student that teaches itself, but there is a teacher."
             )
         rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
-        super().__init__(
-            model=model,
-            reward_funcs=None,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            ref_model=None if teacher is None else teacher.eval(),
-            peft_config=peft_config,
-            tools=tools,
-            sampler=sampler,
-        )
+        super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # which waits in the host's memory, too
         url = args.teacher_model_server_url

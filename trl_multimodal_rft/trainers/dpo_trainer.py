@@ -26,12 +26,11 @@ from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded, replaced, unwrapped
 from ..reporting.model_card import common_lines
-from .arguments import check_arguments
 from .dpo_config import MultimodalDPOConfig
 from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .setup import IN_CONSTRUCTOR, load_reference, loading_in_trl, resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 # What TRL's loss reads of a model's outputs, besides log-probabilities
@@ -97,11 +96,10 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         peft_config: Adapter = None,
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
     ):
-        check_arguments(ref_model=ref_model)
         args = resolve_config(MultimodalDPOConfig, args, model)
+        arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
-        loaded = load_for_reading(model, args, processing_class, datasets, objects)
+        loaded = load_for_reading(arguments, datasets)
         model, processing_class = loaded.model, loaded.processing_class
         self._starts_as_reference = ref_model is None
         if ref_model is None:
@@ -109,25 +107,17 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         self._rejected, self._measured_step = args.rejected_view_settings, -1
         collator = PreferenceCollator(unwrapped(None, model), processing_class, args, view=self._rejected.view)
         collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
-        parent: Any = super()  # typed as GRPO's by the mixins
         with (
             loading_in_trl(loaded.by_name),
             # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
             replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **IN_CONSTRUCTOR),
         ):
-            parent.__init__(
-                model=model,
-                ref_model=ref_model,
-                args=args,
-                data_collator=collator,
-                # Without any, TRL raises
-                train_dataset=None if train_dataset is None else _without_rows(train_dataset, processing_class),
-                eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
-                processing_class=processing_class,
-                optimizers=optimizers,
-                compute_metrics=compute_metrics,
-                **objects,
-            )
+            arguments |= {"model": model, "ref_model": ref_model}
+            arguments |= {"processing_class": processing_class, "data_collator": collator}
+            if train_dataset is not None:  # else TRL raises
+                arguments["train_dataset"] = _without_rows(train_dataset, processing_class)
+            arguments["eval_dataset"] = None if eval_dataset is None else _without_rows(None, processing_class)
+            super().__init__(**arguments)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
         self._start_reading(

@@ -12,10 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
@@ -290,8 +287,7 @@ def continue_after_tools(
     if run.is_training:
         contexts, lengths = by_context(rollout.prompts, list(map(len, ids)))
         tokens = chain.from_iterable(ids)
-        behind = [[*islice(tokens, n)] for n in lengths]
-        run.checks.on_tool_media(run.model(), contexts, behind, sampler.is_engine)
+        run.checks.on_tool_media(run.model(), contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
     counts = sum((each.counts for each in trajectories), Counter())
     counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
     *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)

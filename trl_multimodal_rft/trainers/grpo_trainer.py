@@ -32,9 +32,9 @@ from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
-from .rollout_logs import log_contribution, reward_index
+from .rollout_logs import reward_index
 from .setup import resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
@@ -134,24 +134,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = resolve_config(self._config_class, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
             raise ValueError("`cast_lm_head_to_fp32` casts the head of a reference that is loaded; drop `ref_model`.")
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-            ref_model=ref_model,
-            sampler=sampler,
-        )
+        super().__init__(**arguments_of(locals()))
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
@@ -185,27 +168,15 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             weigh_by_dependency(self._run, rollout)
         return rollout
 
-    def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        self._check_policy()
-        rollout = self._collect(inputs)
-        with self.offloading():
-            self._sample(rollout)
-        if self.args.loss_view is not None and self.model.training:
-            add_view(self._run, rollout)
-        self._score_old(rollout)
-        if self.args.beta != 0:
-            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
-        self._check_sampler(rollout)
-        self._reward(rollout)
-        self._estimate(rollout)
-        log_contribution(self._run, rollout, self._steps_per_rollout)
-        return rollout
-
-    def _score_old(self, rollout: Rollout) -> None:
-        """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
+    def _score_rollout(self, rollout: Rollout) -> None:
         args, later = self.args, self._groups is not None or self.args.loss_view_settings.measures_dependency
+        if args.loss_view is not None and self.model.training:
+            add_view(self._run, rollout)
+        # Where advantages need them before the update, or later ones do
         if (later and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])
+        if args.beta != 0:
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """Scores parts under the policy, with entropies if those of the rollout choose tokens."""

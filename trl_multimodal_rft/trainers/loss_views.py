@@ -78,8 +78,7 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if view.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
-        counts = replaces & mask.any(1)
-        everyone = run.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
+        everyone = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
         weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, view.advantage_min)
         run.metrics.add({"view/weight_max": weights.max().item()})
         local = local_rows(run.accelerator, weights, len(rollout))

@@ -42,8 +42,7 @@ def write_manifest(
 def measure_together(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
     """What a manifest lists of a folder; each process reads a share of it. All processes have to call this."""
     (names,) = broadcast_object_list([[*_files(folder)]])
-    measured = _measure_files(folder, names[process_index::num_processes])
-    return dict(sorted(gather_object([*measured.items()])))
+    return dict(sorted(gather_object([*_measure_files(folder, names[process_index::num_processes]).items()])))
 
 
 def verify_checkpoint(checkpoint: str | Path) -> list[str]:

@@ -136,8 +136,7 @@ def split_groups(
         )
     ids = {id(parameter) for parameter in critic.parameters()}
     if regroup:
-        rates = {"critic": args.value_learning_rate}
-        split_by_rate(model, optimizer, args, rates, dict.fromkeys(ids, "critic"))
+        split_by_rate(model, optimizer, args, {"critic": args.value_learning_rate}, dict.fromkeys(ids, "critic"))
     owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(

@@ -114,13 +114,8 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
                 f"{self.temperature}. Set one of them back."
             )
         if self.estimator.needs != "critic":
-            for name in (
-                "bootstrap_truncated",
-                "shared_trunk",
-                "value_learning_rate",
-                "value_lr_scheduler_type",
-                "freezing_actor_steps",
-            ):
+            names = ("bootstrap_truncated", "shared_trunk", "value_learning_rate", "value_lr_scheduler_type")
+            for name in (*names, "freezing_actor_steps"):
                 if getattr(self, name):
                     raise ValueError(
                         f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` "

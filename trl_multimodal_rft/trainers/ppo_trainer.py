@@ -31,7 +31,7 @@ from ..encoding.supervised import SupervisedEncoder
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
-from ..models.critic import Critic, ValueHead, add_critic, policy_alone
+from ..models.critic import Critic, ValueHead, add_critic, other_family, policy_alone
 from ..models.modes import checkpoint_activations, fix_encoders
 from ..models.parts import freeze_backbone
 from ..models.towers import freeze_as_built
@@ -48,7 +48,7 @@ from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import compile_models, resolve_config, warn_of_unread
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 # Folders in addition to the policy's files, in a checkpoint and in the final model
@@ -164,6 +164,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         sampler: Sampler | None = None,
     ):
         args = resolve_config(self._config_class, args, model)
+        arguments = arguments_of(locals(), "value_model", "ptx_dataset")
         check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
         if value_model is not None and (args.estimator.name != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
@@ -173,21 +174,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
             )
         warn_of_unread(args, {"ptx_dataset": ptx_dataset}, supervised=True)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            ref_model=ref_model,
-            sampler=sampler,
-        )
+        super().__init__(**arguments)
         options: Any = args.gradient_checkpointing_kwargs or {}
         reentrant = options.get("use_reentrant") and args.gradient_checkpointing
         once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
@@ -255,10 +242,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         compile_models(self.accelerator, self.args, critic.model)
         theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
         if type(critic.model) is not type(policy) or theirs != own:
-            raise ValueError(
-                f"The critic must be of the policy's family, to take the same tokens and media: it is a "
-                f"{type(critic.model).__name__} with {theirs} tokens, the policy a {type(policy).__name__} with {own}."
-            )
+            names = (type(critic.model).__name__, type(policy).__name__)
+            raise other_family(f"{names[0]} with {theirs} tokens", f"{names[1]} with {own}")
         return critic
 
     # Rollout
@@ -335,8 +320,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             if self.kl_coef != 0 and args.kl_target is None:
                 logged["kl_coef"].append(self.kl_coef)
             if self.critic is not None:
-                rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
-                logged["value_learning_rate"].append(rate)
+                logged["value_learning_rate"].append(self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)])
         return LossOutput(loss, metrics)
 
     @property
@@ -375,8 +359,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _fingerprints(self):
         if self._ptx_dataset is None:
             return super()._fingerprints()
-        own = fingerprint(self._ptx_dataset, self.args.rules.media_dir)
-        return {**super()._fingerprints(), "ptx_dataset": own}
+        return {**super()._fingerprints(), "ptx_dataset": fingerprint(self._ptx_dataset, self.args.rules.media_dir)}
 
     def _batches(self) -> dict[str, Any]:
         return {**super()._batches(), "bootstrap_truncated": self.args.bootstrap_truncated}
@@ -464,5 +447,4 @@ class _SyncPolicy(SyncRefModelCallback):
     """Leaves the critic out, of which the reference has none."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        policy = policy_alone(extract_model_from_parallel(model))
-        super().on_step_end(args, state, control, model=policy, **kwargs)
+        super().on_step_end(args, state, control, model=policy_alone(extract_model_from_parallel(model)), **kwargs)

@@ -33,10 +33,9 @@ from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
-from .configs import ReadingConfig
 from .optimizer import freeze_and_check
 from .setup import Loaded, check_launch, compile_models, has_unread_rows, load_parts, modalities, warn_of_unread
-from .signatures import EvalRows, Model, Processor
+from .signatures import EvalRows, Processor
 
 
 logger = get_logger(__name__)
@@ -130,18 +129,13 @@ class CompletionTrainer(CheckpointMixin):
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: NumItems = None,
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: NumItems = None
     ) -> Any:
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
         if self.args.self_check and self.model.training:
             plain = partial(inputs["plain"], cache(self._load_processor))
-            check = partial(self._check_rows, packs=self._packs, plain=plain)
-            self.checks.on_rows(check, model, inputs["sequences"])
+            self.checks.on_rows(partial(self._check_rows, packs=self._packs, plain=plain), model, inputs["sequences"])
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
@@ -199,18 +193,14 @@ class CompletionTrainer(CheckpointMixin):
 
 
 def load_for_reading(
-    model: Model,
-    args: ReadingConfig,
-    processing_class: Processor | None,
-    datasets: dict[str, Any],
-    objects: dict[str, Any],
-    load: Callable[..., PreTrainedModel] = load_model,
+    arguments: dict[str, Any], datasets: dict[str, Any], load: Callable[..., PreTrainedModel] = load_model
 ) -> Loaded:
-    """[`load_parts`] of a trainer that reads completions, after checks of its arguments, `objects` among them."""
-    check_arguments(**datasets, **objects, processing_class=processing_class)
+    """[`load_parts`] of a trainer that reads completions, by the checked `arguments` of its constructor."""
+    check_arguments(**arguments)
+    model, args = arguments["model"], arguments["args"]
     check_launch(args, model)
     warn_of_unread(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
-    loaded = load_parts(model, args, processing_class, objects["quantization_config"], 0, load)
-    check_adapter(loaded.model, objects["peft_config"])
+    loaded = load_parts(model, args, arguments["processing_class"], arguments["quantization_config"], 0, load)
+    check_adapter(loaded.model, arguments["peft_config"])
     return loaded

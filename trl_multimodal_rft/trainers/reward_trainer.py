@@ -28,7 +28,7 @@ from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completion
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .reward_config import MultimodalRewardConfig
 from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 logger = get_logger(__name__)
@@ -113,26 +113,16 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         peft_config: Adapter = None,
     ):
         args = resolve_config(MultimodalRewardConfig, args, model)
+        arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
-        loaded = load_for_reading(model, args, processing_class, datasets, objects, load=load_reward_model)
+        loaded = load_for_reading(arguments, datasets, load=load_reward_model)
         model, processing_class = as_reward_model(loaded.model), loaded.processing_class
         tokenizer = tokenizer_of(processing_class)
         self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
-        parent: Any = super()  # typed as GRPO's by the mixins
         with loading_in_trl(loaded.by_name), replaced(args, **IN_CONSTRUCTOR):
-            parent.__init__(
-                model=model,
-                args=args,
-                data_collator=self.data_collator,
-                **datasets,
-                processing_class=tokenizer,  # of which TRL reads and sets tokens
-                compute_metrics=compute_metrics,
-                optimizers=optimizers,
-                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                **objects,
-            )
+            arguments |= {"model": model, "data_collator": self.data_collator}
+            arguments["processing_class"] = tokenizer  # of which TRL reads and sets tokens
+            super().__init__(**arguments)
         if args.chat_template_path is not None:
             processing_class.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = processing_class

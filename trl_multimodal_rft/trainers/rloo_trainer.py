@@ -2,7 +2,6 @@
 """REINFORCE Leave-One-Out with media."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 from transformers import BitsAndBytesConfig, TrainerCallback
@@ -19,9 +18,9 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
-from .rollout_logs import log_contribution, reward_index
+from .rollout_logs import reward_index
 from .setup import resolve_config
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
@@ -95,42 +94,17 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         sampler: Sampler | None = None,
     ):
         args = resolve_config(MultimodalRLOOConfig, args, model)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-            sampler=sampler,
-        )
+        super().__init__(**arguments_of(locals()))
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
 
     # Rollout
 
-    def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        self._check_policy()
-        rollout = self._collect(inputs)
-        with self.offloading():
-            self._sample(rollout)
+    def _score_rollout(self, rollout: Rollout) -> None:
         exchanges = self._groups is not None and self.model.training
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
             rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
-        self._check_sampler(rollout)
-        self._reward(rollout)
-        self._estimate(rollout)
-        log_contribution(self._run, rollout, self._steps_per_rollout)
-        return rollout
 
     def _estimate(self, rollout: Rollout) -> None:
         """Leave-one-out advantages with the KL penalty in the reward."""

@@ -29,8 +29,7 @@ class Views(NamedTuple):
 
     def prompts(self, rollout: Rollout) -> list[EncodedPrompt]:
         """What is sampled from: a prompt for each completion, and for each further one."""
-        own = (self.share.get(i, prompt) for i, prompt in enumerate(rollout.prompts))
-        return [*own, *self.contrast.values()]
+        return [*(self.share.get(i, prompt) for i, prompt in enumerate(rollout.prompts)), *self.contrast.values()]
 
 
 def under_views(run: Run, rollout: Rollout, step: int) -> Views:
@@ -107,13 +106,8 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     rewards = require(rollout.rewards.per_func)[:, 0]
     bonus = contrast_bonus(rewards, found, size, ratio=others.reward_ratio, bonus=others.bonus)
     if (has := _in_same_groups(~found.isnan(), size)).any():
-        run.metrics.add(
-            {
-                "contrast/accuracy": found.nanmean().item(),
-                "contrast/accuracy_clean": rewards[has].nanmean().item(),
-                "contrast/bonus": bonus[has].mean().item(),
-            }
-        )
+        means = {"accuracy": found.nanmean(), "accuracy_clean": rewards[has].nanmean(), "bonus": bonus[has].mean()}
+        run.metrics.add({f"contrast/{name}": value.item() for name, value in means.items()})
     return bonus
 
 

@@ -282,7 +282,6 @@ class Run:
     def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
         """Calls each completion's tools, with further fields of the loop."""
         args = self.args
-        anyone = functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool
         fields: dict[str, Any] = {
             "encoder": self.prompts,
             "max_media": args.max_tool_media,
@@ -290,7 +289,7 @@ class Run:
             "ends": self.ends,
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
-            "anyone": anyone,
+            "anyone": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,
             "loop": self.rewards.loop,
         }
         return ToolLoop(**{**fields, **options})

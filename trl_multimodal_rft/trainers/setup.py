@@ -151,8 +151,7 @@ def check_takes_media(
     """A tokenizer is enough for text, with a model that takes media, too, but not for rows with media."""
     if isinstance(processing_class, ProcessorMixin):
         return
-    datasets = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
-    for dataset in datasets:
+    for dataset in (part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])):
         if not isinstance(dataset, Dataset):
             continue  # streams are read once, and say so then
         rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
@@ -436,11 +435,7 @@ def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: s
         others |= {"beta": 0.0, "sync_ref_model": False}
     if "disable_compile" in (given := mapping(args.generation_kwargs)):  # which TRL sets itself
         others["generation_kwargs"] = {name: value for name, value in given.items() if name != "disable_compile"}
-    with (
-        image_token_id(loaded.model.config, placeholders),
-        loading_in_trl(loaded.by_name),
-        replaced(args, **others),
-    ):
+    with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **others):
         yield
 
 
@@ -468,8 +463,7 @@ def first_fallbacks(
 
 def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
     """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
-    view = getattr(args, "loss_view_settings", LossView())
-    compared = view.temperature is not None
+    compared = getattr(args, "loss_view_settings", LossView()).temperature is not None
     return ("log_probs", "entropy") if compared else ("log_probs",)
 
 
@@ -570,8 +564,7 @@ def reward_sources(
             processors[i : i + 1] = [each or processor for each in processors[i : i + 1]]
         elif isinstance(each, str):  # which TRL loads
             register_reward_model(each, revision, trusts)
-    by_name = [isinstance(each, str) for each in reward_funcs]
-    return RewardSources(reward_funcs, processors, by_name, of_environments)
+    return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
 
 
 def with_media_reader(
@@ -615,20 +608,31 @@ def load_policy(
     quantization_config: BitsAndBytesConfig | None = None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
-    init_kwargs = dict(mapping(args.model_init_kwargs))
-    if quantization_config is not None:
-        if "quantization_config" in init_kwargs:
-            raise ValueError(
-                "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Set it as a "
-                "trainer argument."
-            )
-        init_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
-        init_kwargs["device_map"] = None
-    init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    model = load(name, **init_kwargs)
+    init_kwargs = mapping(args.model_init_kwargs)
+    if quantization_config is not None and "quantization_config" in init_kwargs:
+        raise ValueError(
+            "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Set it as a "
+            "trainer argument."
+        )
+    model = load_by_name(name, args, init_kwargs, quantization_config, load)
     freeze_as_built(model)
     return model
+
+
+def load_by_name(
+    name: str,
+    args: TrainerConfig,
+    init_kwargs: dict[str, Any],
+    quantization_config: BitsAndBytesConfig | None = None,
+    load: Callable[..., PreTrainedModel] = load_model,
+) -> PreTrainedModel:
+    """A model as TRL loads it: where several processes train, each places its own."""
+    options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+        options["device_map"] = None
+    return load(name, **options)
 
 
 def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:
@@ -653,12 +657,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
             "it, or set `beta=0`."
         )
     init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
-    init_kwargs |= args.model_init_kwargs or {}
-    if quantization_config is not None:
-        init_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
-        init_kwargs["device_map"] = None
-    return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
+    return load_by_name(name, args, {**init_kwargs, **(args.model_init_kwargs or {})}, quantization_config)
 
 
 def feature_dtype(models: Iterable[nn.Module]) -> torch.dtype | None:

@@ -96,8 +96,7 @@ class SupervisedCollator:
         elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
             sequence = self.encoder.encode_text(row[args.dataset_text_field], row.row_index)
         else:
-            encoder = self._encoder_of(row)
-            sequence = encoder.encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
+            sequence = self._encoder_of(row).encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         check_ids(sequence.input_ids, self.model.config, row.row_index)
         if args.max_length is None or len(sequence) <= args.max_length:
             return sequence

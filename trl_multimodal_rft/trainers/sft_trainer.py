@@ -23,7 +23,7 @@ from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
-from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
 # Columns of rows, in addition to that of plain text, with `remove_unused_columns`
@@ -111,41 +111,29 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         if type(args) is TrainingArguments:  # as TRL takes them; `to_dict` hides the token
-            given: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
-            args = MultimodalSFTConfig(**given)
+            options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
+            args = MultimodalSFTConfig(**options)
         args = resolve_config(MultimodalSFTConfig, args, model)
+        arguments = arguments_of(locals(), "formatting_func", "options")
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        objects = {"callbacks": callbacks, "peft_config": peft_config, "quantization_config": quantization_config}
-        loaded = load_for_reading(model, args, processing_class, datasets, objects)
+        loaded = load_for_reading(arguments, datasets)
         model, processing_class = loaded.model, loaded.processing_class
 
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
         train_dataset = collator.prepare(train_dataset, "train")
         eval_dataset = collator.prepare(eval_dataset, "eval")
-        parent: Any = super()  # typed as GRPO's by the mixins
         with (
             loading_in_trl(loaded.by_name),
             # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
             # `assistant_only_loss`. Both are done here
             replaced(args, packing=False, assistant_only_loss=False, **IN_CONSTRUCTOR),
         ):
-            parent.__init__(
-                model=model,
-                args=args,
-                data_collator=collator,
-                # The constructor reads the first row, which decodes no media in Arrow's format
-                train_dataset=train_dataset.with_format("arrow")
-                if isinstance(train_dataset, Dataset)
-                else undecoded(train_dataset),
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                optimizers=optimizers,
-                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-                **objects,
-                compute_loss_func=compute_loss_func,
-                compute_metrics=compute_metrics,
-                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            )
+            arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
+            arguments["eval_dataset"] = eval_dataset
+            # The constructor reads the first row, which decodes no media in Arrow's format
+            in_arrow = isinstance(train_dataset, Dataset)
+            arguments["train_dataset"] = train_dataset.with_format("arrow") if in_arrow else undecoded(train_dataset)
+            super().__init__(**arguments)
         self.train_dataset: Any = train_dataset
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
@@ -165,8 +153,6 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             check=check_sequences,
         )
         self._complete_parts()
-
-    # Rows
 
     # Update
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Types of arguments that all trainers take."""
+"""Arguments that all trainers take."""
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.optim import Optimizer
@@ -20,3 +20,8 @@ Rows = Dataset | IterableDataset | None
 EvalRows = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
 Processor = PreTrainedTokenizerBase | ProcessorMixin
 Optimizers = tuple[Optimizer | None, LambdaLR | None]
+
+
+def arguments_of(scope: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    """The arguments of a constructor, of its `locals()` before it has others, but for those that are left out."""
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__", *left_out)}

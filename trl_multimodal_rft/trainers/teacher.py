@@ -24,7 +24,6 @@ from ..generation.vllm_server import EngineRequest, on_all_ranks
 from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
-from ..models.pretrained import load_model
 from ..rollout.collect import view_prompts
 from ..rollout.prompt_encoder import reads_apart
 from ..rollout.rollout import Rollout, require
@@ -33,6 +32,7 @@ from ..views import as_view
 from .configs import mapping
 from .ema import MovingAverage
 from .run import Run
+from .setup import load_by_name
 
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def load_teacher(
         return teacher
     if args.teacher_model_revision is not None:
         init_kwargs.setdefault("revision", args.teacher_model_revision)
-    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
-        init_kwargs["device_map"] = None
-    return load_model(teacher, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
+    return load_by_name(teacher, args, init_kwargs)
 
 
 def check_teacher(
@@ -178,8 +176,7 @@ def server_teacher(
     if server.vocab_size != size:
         obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {size}"
     else:
-        other = load_processor(server.name, server.revision, args.trust_remote_code)
-        obstacle = _other_processor(processor, other)
+        obstacle = _other_processor(processor, load_processor(server.name, server.revision, args.trust_remote_code))
     if obstacle is not None:
         raise ValueError(f"The teacher {server.name!r} can't score completions of the student: {obstacle}.")
     return server

@@ -245,8 +245,7 @@ def _ogg(stream: BinaryIO, size: int) -> str | None:
 
 def _ogg_checksum(page: bytes) -> bytes:
     """zlib's with all bits in the other order, and another start."""
-    register = zlib.crc32(page.translate(_MIRRORED), 2**32 - 1) ^ (2**32 - 1)
-    return register.to_bytes(4, "big").translate(_MIRRORED)
+    return (zlib.crc32(page.translate(_MIRRORED), 2**32 - 1) ^ (2**32 - 1)).to_bytes(4, "big").translate(_MIRRORED)
 
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:

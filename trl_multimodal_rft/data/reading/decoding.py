@@ -164,8 +164,7 @@ def load_audio(
             raise ref.error(f"{count} samples are too short for a spectrogram; remove the row")
         if resampler is not None:
             pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
-        samples = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return np.ascontiguousarray(samples, dtype=np.float32)
+        return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), dtype=np.float32)
 
 
 def load_sound_of_video(
@@ -272,8 +271,7 @@ def qwen_frame_size(
     total_pixels = options.get("total_pixels", vision.MODEL_SEQ_LEN * factor**2 * 0.9)
     share = total_pixels / count * vision.FRAME_FACTOR
     ceiling = max(min(vision.VIDEO_MAX_TOKEN_NUM * factor**2, share), int(min_pixels * 1.05))
-    max_pixels = min(options.get("max_pixels", ceiling), ceiling)
-    return vision.smart_resize(height, width, factor, min_pixels, max_pixels)
+    return vision.smart_resize(height, width, factor, min_pixels, min(options.get("max_pixels", ceiling), ceiling))
 
 
 def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
@@ -530,8 +528,7 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
             metadata, index = _scan_video(ref, stream)
             if index is not None and is_indexed(stream) and is_torchcodec_usable():
                 decoders = importlib.import_module("torchcodec.decoders")
-                decoder = decoders.VideoDecoder(stream, stream_index=index, num_ffmpeg_threads=0)
-                yield _torchcodec_frames(ref, decoder)
+                yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, stream_index=index, num_ffmpeg_threads=0))
             else:
                 yield metadata, partial(_decode_frames, stream)
 
@@ -593,8 +590,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     The metadata of a video, and the index of its stream if each packet is a frame, decoding may start at any keyframe,
     and frames aren't mirrored. In clips that were cut without re-encoding, frames are counted by decoding them.
     """
-    av = require_module("av", "video")
-    with av.open(stream) as container:
+    with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")

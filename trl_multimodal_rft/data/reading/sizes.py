@@ -19,8 +19,7 @@ def media_size(ref: MediaRef) -> dict[str, float]:
     The size of a medium in its file, whatever the limits: `pixels` of an image or a frame, `seconds`, and `frames`.
     Empty for a list of frames and for a medium that would have to be downloaded again.
     """
-    holds_samples = isinstance(ref.source, dict) and ref.source.get("array") is not None
-    source = None if holds_samples else encoded_source(ref)
+    source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}
     # Only headers are read, and sounds up to their limit

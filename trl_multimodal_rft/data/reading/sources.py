@@ -98,12 +98,7 @@ class Bounded:
     """A stream of which every read raises once its time or its number of bytes is used up."""
 
     def __init__(
-        self,
-        ref: MediaRef,
-        stream: IO[bytes],
-        until: float,
-        most: float = math.inf,
-        at_once: float = math.inf,
+        self, ref: MediaRef, stream: IO[bytes], until: float, most: float = math.inf, at_once: float = math.inf
     ):
         self.most, self.until = most, until
         self._ref, self._stream, self._at_once, self._read = ref, stream, at_once, 0

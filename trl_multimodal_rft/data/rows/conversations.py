@@ -49,10 +49,9 @@ def conversation(
     if column in ("query", "instruction"):
         asked = required(row, index, "messages", "conversations", column)
         asked += f"\n{row['input']}" if column == "instruction" and row.get("input") else ""
-        pairs = [*(row.get("history") or ()), [asked, row.get("response" if column == "query" else "output")]]
         turns: Iterable = [
             {"role": role, "content": text}
-            for pair in pairs
+            for pair in [*(row.get("history") or ()), [asked, row.get("response" if column == "query" else "output")]]
             for role, text in zip(("user", "assistant"), pair, strict=True)
             if text is not None
         ]

@@ -58,8 +58,7 @@ def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
         if features is None or not any(map(_holds_media, features.values())):
             return dataset
         # `decode` undoes the decoding ahead that remote streams come with
-        stream = dataset.decode(num_threads=0).cast(_stored(features))
-        return stream.map(partial(_encoded_row, features=features))
+        return dataset.decode(num_threads=0).cast(_stored(features)).map(partial(_encoded_row, features=features))
     if isinstance(dataset, Dataset) and dataset.format["type"] is None:
         return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
     return dataset
@@ -77,8 +76,7 @@ class StoredRows:
         return len(self._tables)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        table = cast(pa.Table, self._tables[indices])
-        columns = self._stored.decode_batch(table.to_pydict())  # of other features
+        columns = self._stored.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())  # of other features
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [_encoded_row(row, self._features) for row in rows]
 

@@ -535,8 +535,7 @@ def _convert(
     block = {"type": Value("string"), "text": Value("string"), **types}
     parts = []
     for name, values in columns.items():
-        is_chat = name == chat
-        features = Features({name: List({"role": Value("string"), "content": List(block)})}) if is_chat else None
+        features = Features({name: List({"role": Value("string"), "content": List(block)})}) if name == chat else None
         try:
             parts.append(Dataset.from_dict({name: values}, features))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

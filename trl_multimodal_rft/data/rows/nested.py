@@ -31,8 +31,7 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
 def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
     """A nested value in which `change(item, feature, path)` replaces what the leaves of its feature describe."""
     if isinstance(feature, dict) and isinstance(value, dict):
-        items = value.items()
-        return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in items})
+        return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in value.items()})
     if isinstance(feature, (List, LargeList)) and isinstance(value, list):
         return cast(T, [map_features(item, feature.feature, change, f"{path}[{i}]") for i, item in enumerate(value)])
     return change(value, feature, path)

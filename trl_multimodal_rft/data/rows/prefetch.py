@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from transformers.utils import logging
@@ -82,10 +82,11 @@ class PrefetchPool(Generic[T]):
         self._jobs = {}
         if (pool := self._pool) is not None:
             self._pool = None
-            thread, results = pool._executor_manager_thread, pool._result_queue
+            thread = cast(threading.Thread | None, pool._executor_manager_thread)
+            results = pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
             self._kill(results)
-            if thread is not None:  # if it ends beside the interpreter, this writes to a pipe that the thread closes
+            if thread is not None:  # which closes a pipe that an interpreter that ends beside it would write to
                 thread.join(timeout=_END_SECONDS)
 
     def _kill(self, results: object) -> None:
@@ -151,8 +152,7 @@ class PrefetchPool(Generic[T]):
 
     def _fork(self, row: int) -> Future:
         """Starts the workers with a row."""
-        context = multiprocessing.get_context("fork")
-        self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._read,))
+        self._pool = ProcessPoolExecutor(self._num_workers, multiprocessing.get_context("fork"), _start, (self._read,))
         gc.freeze()  # workers can't destroy tensors of the parent's GPU, so their collector must not find any
         try:
             return self._pool.submit(_work, row)

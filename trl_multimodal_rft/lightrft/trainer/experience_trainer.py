@@ -43,15 +43,8 @@ WHOLE_WEIGHTS = (
 )
 
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
-_OF_ACTIONS = (
-    "approx_kl",
-    "clip_ratio/high_mean",
-    "clip_ratio/low_mean",
-    "clip_ratio/region_mean",
-    "entropy",
-    "kl",
-    "ratio/mean",
-)
+_OF_ACTIONS = ("approx_kl", "clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean", "entropy", "kl")
+_OF_ACTIONS += ("ratio/mean",)
 _OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
 
 # Entries of `info` that are logged
@@ -222,11 +215,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends)
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        rates = self.lr_scheduler.get_last_lr()
-        for is_critic, rate in zip(self._critic_groups or [False], rates, strict=False):
+        for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
             metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
-        syncs = ends or self.is_deepspeed_enabled
-        with nullcontext() if syncs else self.accelerator.no_sync(model=model):
+        with nullcontext() if ends or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
             self.training_step(model, micro_batch, None)
         micro_batch.release()
         if not ends:

@@ -23,13 +23,7 @@ from ..models.actor_vl import ActorVL
 from ..models.critic import Critic
 from .experience import Experience
 from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
-from .ppo_options import (
-    OF_SAMPLING,
-    check_rollout,
-    config_of,
-    joined_optimizers,
-    rows_of,
-)
+from .ppo_options import OF_SAMPLING, check_rollout, config_of, joined_optimizers, rows_of
 from .replay_buffer import ReplayBuffer
 
 

@@ -34,11 +34,7 @@ class ReplayBuffer:
     """
 
     def __init__(
-        self,
-        sample_batch_size: int = 8,
-        limit: int = 0,
-        cpu_offload: bool = True,
-        packing_samples: bool = False,
+        self, sample_batch_size: int = 8, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False
     ):
         self.sample_batch_size = sample_batch_size
         self.limit = max(limit, 0)

@@ -100,12 +100,7 @@ class RolloutAdvantages:
 
     @torch.no_grad()
     def get_advantages_and_returns(
-        self,
-        values: Tokens,
-        rewards: Tokens,
-        action_mask: Tokens | None,
-        gamma: float,
-        lambd: float,
+        self, values: Tokens, rewards: Tokens, action_mask: Tokens | None, gamma: float, lambd: float
     ) -> tuple[Tokens, ...]:
         """Generalized advantage estimation, see [`~algorithms.advantages.gae`]. Shapes: `values` `(B, A)`."""
         return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
