@@ -92,7 +92,7 @@ class CudaStep(GraphedStep):
 
 
 def _captured(
-    step: Callable[[], torch.Tensor], pool: tuple[int, int], device: torch.device
+    step: Callable[[], torch.Tensor], pool: Any, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """
     A graph of a step, and its output. Unlike [`torch.cuda.graph`], this keeps what torch's allocator has cached, and
@@ -128,7 +128,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _recover(pool: tuple[int, int], device: torch.device) -> None:
+def _recover(pool: Any, device: torch.device) -> None:
     """
     Leaves a device as it was before a capture that failed: the allocator would go on to record, and the generator
     would refuse to draw until a capture succeeds.
