@@ -243,10 +243,10 @@ def test_a_graph_that_is_wrong_is_found_by_the_self_check(recorded, tmp_path, ca
 
 def test_a_capture_that_fails_says_why_once(recorded, tmp_path, caplog, monkeypatch):
     def fail(self, step):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise RuntimeError("no capture of this step\nmore")
 
     monkeypatch.setattr(RecordedStep, "capture", fail)
     trainer = train(tmp_path, caplog, max_completion_length=12)
     lines = [record.message for record in caplog.records if "without a graph" in record.message]
-    assert len(lines) == 1 and lines[0].endswith("here on: operation not permitted when stream is capturing")
+    assert len(lines) == 1 and lines[0].endswith("of the device: no capture of this step")
     assert not trainer._policy.fallbacks.graph and len(recorded) == 1

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import logging
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection
 
@@ -39,8 +38,6 @@ from .models.critic import Critic, ValueHead
 from .models.parts import same_adapters
 from .models.wrapped import is_unsharded, unwrapped
 
-
-logger = logging.get_logger(__name__)
 
 # A packed row may have at most this share of the padded tokens: saving less makes no measurable difference (on a CPU,
 # see `benchmarks/`)
@@ -457,6 +454,7 @@ class PolicyForward:
                 why = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
                 branches.obstacle, branches = why, None
             surplus = self.processes.n_forwards(prompts, isolate, dummies) - len(parts)
+            is_cast = self.accelerator is not None and self.accelerator.mixed_precision in ("bf16", "fp16")
             with ready as generating_model, same_adapters(generating_model):
                 unwrapped_model = self.unwrapped(generating_model)
                 device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
@@ -479,13 +477,11 @@ class PolicyForward:
                             branches=branches,
                             tokenizer=None if self.processor is None else tokenizer_of(self.processor),
                             runs=runs,
-                            casts_once=self.accelerator is not None and not is_sharded,
+                            casts_once=is_cast and not is_sharded,
                         )
                         outputs.append(output)
                         runs.reset()
-        if runs.obstacle is not None:
-            logger.warning(f"Tokens are sampled without a graph of the device from here on: {runs.obstacle}")
-            fallbacks.graph = False
+        fallbacks.graph &= runs.obstacle is None
         if len(parts) == 1:
             return outputs[0]
         outputs = outputs[: len(parts)]

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
+
+logger: Any = logging.get_logger(__name__)
 
 # Graphs of failed captures, which torch's allocator goes on to ask whether they capture
 _FAILED: list[object] = []
@@ -50,6 +53,7 @@ class GraphedStep(TokenStep):
                 self._output = self.capture(step)
             except Exception as error:  # of the driver, of torch, or of code that asks for a value
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
+                logger.warning_once(f"Tokens are sampled without a graph of the device: {self.obstacle}")
                 torch.clear_autocast_cache()  # casts that were captured didn't run
                 return step()
         self.replay()
