@@ -83,13 +83,13 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     compiled = torch.compile(layer_class.forward, **options)
 
     @functools.wraps(layer_class.forward)
-    def forward(layer: nn.Module, hidden_states: torch.Tensor, *args: Value, **kwargs: Value) -> Value:
-        if hidden_states._is_view():  # else the graph would depend on the shape of the base
-            hidden_states = hidden_states.clone()
+    def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
+        if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
+            args = args[0].clone(), *args[1:]  # else the graph would depend on the shape of the base
         named, breaks = {name: _outside(value) for name, value in kwargs.items()}, counters["graph_break"]
         n_known = len(breaks)
         with config.patch(_CONFIG):
-            output = compiled(layer, hidden_states, *map(_outside, args), **named)
+            output = compiled(layer, *map(_outside, args), **named)
         found = [each for each in itertools.islice(breaks, n_known, None) if "torch.compiler.disable" not in each]
         if found:
             why = found[0].partition("Explanation: ")[2].partition("\n")[0]
