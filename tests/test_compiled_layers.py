@@ -54,7 +54,8 @@ def scored(model, prompts, seed, packed=True):
 
 def assert_equal(actual, expected):
     (logps, gradients), (expected_logps, expected_gradients) = actual, expected
-    assert (logps - expected_logps).abs().max() <= 1e-6
+    # 1e-6 is the distance of two numbers around 8 in float32
+    assert (logps - expected_logps).abs().max() <= 1e-6 * expected_logps.abs().max().clamp(min=1)
     assert gradients.keys() == expected_gradients.keys()
     assert norm(expected_gradients) > 0 and relative_difference(expected_gradients, gradients) <= 1e-6
 
@@ -62,7 +63,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize(
     ("family", "backend"),
     slow_but(
-        [*((family, "aot_eager") for family in GRAPHS), ("qwen2_5_vl", "inductor")], ("qwen2_audio", "aot_eager")
+        [*((family, "aot_eager") for family in GRAPHS), ("qwen2_audio", "inductor")], ("qwen2_audio", "aot_eager")
     ),
 )
 def test_scores_and_gradients_are_equal(family, backend):
@@ -90,14 +91,14 @@ def test_checkpoints_are_outside_of_graphs():
     model, prompts = build("qwen2_5_vl")
     enable_checkpointing(model)
     expected = [scored(model, prompts, 0, packed) for packed in (True, False)]
-    counter = compiled(model, "aot_eager")
+    counter = compiled(model, "eager")
     for packed, each in zip((True, False), expected, strict=True):
         assert_equal(scored(model, prompts, 0, packed), each)
     assert 4 <= counter.frame_count <= 8
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "gemma3", "qwen3_5"], None))
-def test_samples_the_same_tokens(family):
+@pytest.mark.parametrize(("family", "most"), slow_but([("qwen2_5_vl", 6), ("gemma3", 7), ("qwen3_5", 10)], None))
+def test_samples_the_same_tokens(family, most):
     """Neither a layer nor a token needs another graph behind a cache."""
     model, tokenizer, rows = build_for_sampling(family)
     config = options(tokenizer)
@@ -108,7 +109,7 @@ def test_samples_the_same_tokens(family):
         assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(drawn, expected, strict=True))
         assert torch.equal(left, state)
         counts.append(counter.frame_count)
-    assert counts[0] == counts[1] <= 10
+    assert counts[0] == counts[1] <= most, counts
 
 
 @pytest.mark.slow
@@ -130,10 +131,10 @@ def test_trains_the_same(objects):
     """The trainer compiles layers and not the model."""
     given = {"use_cpu": True, "learning_rate": 1e-1, "self_check": False, "objects": objects}
     plain = run(InjectedOurs, "qwen2_5_vl", image_rows(), **given)
-    ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **given, torch_compile_backend="aot_eager")
+    ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **given, torch_compile_backend="eager")
     assert norm(plain.update) > 0 and relative_difference(plain.update, ours.update) <= 1e-5
     assert ours.trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
-    assert ours.trainer.args.torch_compile_backend == "aot_eager"
+    assert ours.trainer.args.torch_compile_backend == "eager"
     assert sum(hasattr(each, "is_compiled") for each in ours.trainer.model.modules()) == 4
 
 

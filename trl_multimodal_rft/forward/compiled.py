@@ -14,8 +14,16 @@ from torch._dynamo.utils import counters
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .decoding import Decoding
+from .layout import PrefixLayout
 from .states import install_prefix_states
 
+
+# What a layer is given and returns
+Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | None, ...] | bool | int | None
+
+# Arguments of `torch.compile`
+Options = dict[str, Any]
 
 # A graph that ends in a nested call takes the calling functions with it, instead of one graph for each of them.
 # Floats of a layer, such as epsilons, are constants. The limit counts graphs of all layers, of scores and losses, and
@@ -23,7 +31,7 @@ from .states import install_prefix_states
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
-def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
+def compile_options(backend: str | None, mode: str | None) -> Options | None:
     """
     Arguments of `torch.compile` for a backend and a mode, by default those of `accelerate launch`; `None` without a
     backend.
@@ -32,7 +40,7 @@ def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | N
     return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
 
 
-def compile_layers(model: PreTrainedModel, options: dict[str, Any], report: Callable[[str], None] = print) -> None:
+def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[str], None] = print) -> None:
     """
     Compiles the layers of a model's decoder and encoders in place: one set of graphs for all layers and lengths.
 
@@ -65,9 +73,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _compiled_class(
-    layer_class: type[nn.Module], options: dict[str, Any], report: Callable[[str], None]
-) -> type[nn.Module]:
+def _compiled_class(layer_class: type[nn.Module], options: Options, report: Callable[[str], None]) -> type[nn.Module]:
     """
     A subclass with the same name, whose forward is compiled.
 
@@ -77,13 +83,13 @@ def _compiled_class(
     compiled = torch.compile(layer_class.forward, **options)
 
     @functools.wraps(layer_class.forward)
-    def forward(layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden_states._is_view():  # else the graph would depend on the shape of the base
-            hidden_states = hidden_states.clone()
-        args, breaks = tuple(map(_outside, args)), counters["graph_break"]
-        kwargs, n_known = {name: _outside(value) for name, value in kwargs.items()}, len(breaks)
+    def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
+        if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
+            args = args[0].clone(), *args[1:]  # else the graph would depend on the shape of the base
+        named, breaks = {name: _outside(value) for name, value in kwargs.items()}, counters["graph_break"]
+        n_known = len(breaks)
         with config.patch(_CONFIG):
-            output = compiled(layer, hidden_states, *args, **kwargs)
+            output = compiled(layer, *map(_outside, args), **named)
         found = [each for each in itertools.islice(breaks, n_known, None) if "torch.compiler.disable" not in each]
         if found:
             why = found[0].partition("Explanation: ")[2].partition("\n")[0]
@@ -101,12 +107,14 @@ class _CacheOutside:
         self._cache = cache
 
     @torch.compiler.disable
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.update(*args, **kwargs)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, **kwargs: Value
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(key_states, value_states, layer_idx, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value | Callable:
         return getattr(self._cache, name)
 
 
-def _outside(value: Any) -> Any:
+def _outside(value: Value) -> Value | _CacheOutside:
     return _CacheOutside(value) if isinstance(value, Cache) else value
