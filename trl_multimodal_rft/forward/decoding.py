@@ -1,14 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Completions while they are decoded, a token at a time: their cache, and attention to prompts that it holds once."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from . import kernels
@@ -146,10 +145,10 @@ class Decoding:
         left = self.masked((torch.arange(size, device=token.device) <= token + (size - window))[None, None, None])
         return left if padding is None else padding + left, mask
 
-    def grow(self, layers: Iterable[object], room: int) -> None:
-        """Makes room for so many tokens of each completion in the layers of a cache."""
+    def grow(self, cache: Cache, room: int) -> None:
+        """Makes room for so many tokens of each completion in a cache."""
         self.room = room
-        for layer in layers:
+        for layer in cache.layers:
             if isinstance(layer, CompletionLayer):
                 layer.grow(room)
 
@@ -197,14 +196,14 @@ class Decoding:
         return output.transpose(1, 2)
 
 
-def set_lengths(layers: Iterable[object], n: int) -> None:
-    """Tells layers of a cache, whose shapes stay, that they have `n` tokens of each completion."""
-    for layer in layers:
+def set_lengths(cache: Cache, n: int) -> None:
+    """Tells a cache, whose shapes stay, that it has `n` tokens of each completion."""
+    for layer in cache.layers:
         if isinstance(layer, CompletionLayer):
             layer.n = n
 
 
-def _window(layer: object) -> int | None:
+def _window(layer: DynamicLayer) -> int | None:
     """Attention window of a cache layer."""
     return getattr(layer, "sliding_window", None)
 
@@ -220,7 +219,7 @@ def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: in
     Makes a cache of prompts, whose tokens are where `mask` `(N, P)` is 1, one of `n_rows` completions, as many for
     each, and returns what these share. Layers with states get one for each completion.
     """
-    windows = {_window(layer) for layer in cache.layers}
+    windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     copied = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)
     layout, n = Decoding({}, room=room), mask.size(1) if copied else 0
     if room:  # which all masks need

@@ -162,7 +162,7 @@ def decode(
                     mask = None if mask is None else mask[index]
                     runs.reset()
             if layout is not None and 0 < layout.room < n - start:
-                layout.grow(cache.layers, min(2 * layout.room, stop - start))
+                layout.grow(cache, min(2 * layout.room, stop - start))
                 runs.reset()
             step["input_ids"].copy_(token if rows is None else token[rows])
             step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # it may be longer than the ids
@@ -172,7 +172,7 @@ def decode(
         while in_step and _most(0, device):
             model(**step)
     if layout is not None and layout.room:
-        set_lengths(cache.layers, n - start - 1)
+        set_lengths(cache, n - start - 1)
     if not config.return_dict_in_generate:
         return ids[:, :n]
     output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))

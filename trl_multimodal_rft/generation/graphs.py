@@ -2,19 +2,19 @@
 """The step of a token without the host: as a CUDA graph, and with weights that autocast casts once."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 
-logger: Any = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # Graphs of failed captures, which torch's allocator goes on to ask whether they capture
-_FAILED: list[object] = []
+_FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class TokenStep:
@@ -53,7 +53,7 @@ class GraphedStep(TokenStep):
                 self._output = self.capture(step)
             except Exception as error:  # of the driver, of torch, or of code that asks for a value
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
-                logger.warning_once(f"Tokens are sampled without a graph of the device: {self.obstacle}")
+                _warn(self.obstacle)
                 torch.clear_autocast_cache()  # casts that were captured didn't run
                 return step()
         self.replay()
@@ -71,21 +71,27 @@ class GraphedStep(TokenStep):
         raise NotImplementedError
 
 
+@functools.cache
+def _warn(obstacle: str) -> None:
+    """Says once why nothing is captured."""
+    logger.warning(f"Tokens are sampled without a graph of the device: {obstacle}")
+
+
 class CudaStep(GraphedStep):
     """A step of a token as a [CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
         self._graph: torch.cuda.CUDAGraph | None = None  # of the last capture, without which the pool would end
-        self._pool: Any = None  # memory of all captures, which is released with it
+        self._pool: torch.cuda.MemPool | None = None  # memory of all captures, which is released with it
 
     def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         try:
-            self._graph, output = _captured(step, self._pool.id, self.device)
+            self._graph, output = _captured(step, self._pool, self.device)
         except BaseException:
-            _recover(self._pool.id, self.device)
+            _recover(self._pool, self.device)
             self._pool = None
             raise
         return output
@@ -96,7 +102,7 @@ class CudaStep(GraphedStep):
 
 
 def _captured(
-    step: Callable[[], torch.Tensor], pool: Any, device: torch.device
+    step: Callable[[], torch.Tensor], pool: torch.cuda.MemPool, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """
     A graph of a step, and its output. Unlike [`torch.cuda.graph`], this keeps what torch's allocator has cached, and
@@ -105,7 +111,7 @@ def _captured(
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=cast("torch.cuda._POOL_HANDLE", pool.id), capture_error_mode="thread_local")
         try:
             output = step()
         except BaseException:
@@ -132,15 +138,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _recover(pool: Any, device: torch.device) -> None:
+def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
     """
     Leaves a device as it was before a capture that failed: the allocator would go on to record, and the generator
     would refuse to draw until a capture succeeds.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_endAllocateToPool(index, pool.id)
     value = torch.zeros(1, device=device)
-    _captured(lambda: value.add_(1), torch.cuda.graph_pool_handle(), device)
+    _captured(lambda: value.add_(1), torch.cuda.MemPool(), device)
 
 
 # By the type of a device
