@@ -185,7 +185,9 @@ def stale(texts: dict[Path, str]) -> list[str]:
 
 
 def main() -> int:
-    before = {path: path.read_bytes() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]  # not those of environments
+    paths = [ROOT / name for name in subprocess.check_output(git, cwd=ROOT, text=True).splitlines()]
+    before = {path: path.read_bytes() for path in paths if path.exists()}
     ruff = [sys.executable, "-m", "ruff"]
     is_wrong = subprocess.run([*ruff, "check", "--fix", "--quiet", "."], cwd=ROOT).returncode
     subprocess.run([*ruff, "format", "--quiet", "."], cwd=ROOT, check=True)

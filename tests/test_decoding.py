@@ -248,6 +248,32 @@ class Shapes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", ["shared", "copied", "rows", "static"])
+def test_processes_that_wait_for_each_other_run_more_steps(kind, first, monkeypatch):
+    """All completions of this process end, with their `first` token or later, and those of another go on."""
+    monkeypatch.setattr(forward, "SHORT_PROMPT", 1000 if kind == "copied" else 0)
+    if kind == "rows":  # each with its own prompt
+        monkeypatch.setattr(generation, "shares_prompts", lambda model: False)
+    model, tokenizer, rows = build("qwen2_5_vl")
+    ends = {"eos_token_id": [*range(len(tokenizer))]} if first else {}
+    config = options(tokenizer, **ends)
+    expected, before = sample(model, rows, config)
+    asked = []
+
+    def most(left, device):
+        asked.append(left)
+        return left or asked.count(0) < 4  # three more steps
+
+    monkeypatch.setattr(decoding, "_most", most)
+    steps, own = [], model.forward
+    model.forward = lambda *args, **kwargs: steps.append(len(kwargs["input_ids"])) or own(*args, **kwargs)
+    static = {"cache_implementation": "static"} if kind == "static" else {}
+    found, after = sample(model, rows, options(tokenizer, **ends, **static), in_step=True)
+    assert torch.equal(found, expected) and torch.equal(after, before)
+    assert (expected.size(1) == 1) == first and len(steps) == 1 + expected.size(1) - 1 + 3
+
+
 @pytest.mark.parametrize("name", slow_but(["qwen2_5_vl", "qwen3_5"], "qwen3_5"))
 def test_static_form(name, layouts):
     """Each step runs the same operations on the same shapes, and the host waits for none of its values."""
@@ -280,7 +306,8 @@ def test_static_form(name, layouts):
 def test_static_form_compiles_once(layouts):
     """The step for the first token compiles; tokens after it reuse that, and are the same."""
     model, tokenizer, rows = build("qwen2_5_vl")
-    expected, _ = sample(model, rows, options(tokenizer))
+    endless = {"eos_token_id": None}  # completions that have ended leave, which is another shape
+    expected, _ = sample(model, rows, options(tokenizer, **endless))
     counter, forward, frames = torch._dynamo.testing.CompileCounter(), model.forward, []
     compiled = torch.compile(forward, backend=counter, dynamic=False)
 
@@ -292,7 +319,8 @@ def test_static_form_compiles_once(layouts):
         return output
 
     model.forward = watched
-    assert torch.equal(sample(model, rows, options(tokenizer, cache_implementation="static"))[0], expected)
+    config = options(tokenizer, cache_implementation="static", **endless)
+    assert torch.equal(sample(model, rows, config)[0], expected)
     assert 0 < frames[0] == frames[-1] and len(frames) == expected.size(1) - 1 > 10
 
 

@@ -29,6 +29,7 @@ def test_counts_of_an_update(case):
         assert layer["forward"][0] <= 95 and layer["backward"][0] <= 175, layer
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo, of what it looks at
 def test_compiled_layers_dispatch_a_third():
     """A graph counts as one operator."""
     from gpu_counts import count, per_layer  # which need the stand-in

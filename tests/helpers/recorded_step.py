@@ -11,7 +11,7 @@ from trl_multimodal_rft.generation.graphs import GraphedStep
 class Operations(TorchDispatchMode):
     """
     Records operations: what a graph keeps of their arguments. Of tensors made before, that is their address, and of
-    others that they were made in the step; of numbers, their values.
+    others that they were made in the step; of numbers, and of tensors that Python makes of numbers, their values.
     """
 
     def __init__(self):
@@ -23,6 +23,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if "_local_scalar_dense" in str(function):
             raise RuntimeError("operation not permitted when stream is capturing")
+        if function is torch.ops.aten.lift_fresh.default:
+            self._made.add(args[0].untyped_storage().data_ptr())
+            self.calls.append((str(function), args[0].tolist()))
         inputs = [*map(self._kept, tree_leaves([args, kwargs or {}]))]
         self.calls.append((str(function), inputs))
         for argument, value in zip(function._schema.arguments, args, strict=False):

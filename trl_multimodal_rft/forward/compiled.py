@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
@@ -29,15 +28,6 @@ Options = dict[str, Any]
 # Floats of a layer, such as epsilons, are constants. The limit counts graphs of all layers, of scores and losses, and
 # of prompts and single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
-
-
-def compile_options(backend: str | None, mode: str | None) -> Options | None:
-    """
-    Arguments of `torch.compile` for a backend and a mode, by default those of `accelerate launch`; `None` without a
-    backend.
-    """
-    plugin = TorchDynamoPlugin(backend=backend, mode=mode)
-    return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
 
 
 def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[str], None] = print) -> None:

@@ -107,7 +107,7 @@ def decode(
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
-    step["position_ids"], step["input_ids"] = _last_positions(step, cache), torch.empty_like(step["input_ids"])
+    step["position_ids"], step["input_ids"] = _last_positions(step, cache), step["input_ids"].clone()
     finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
     states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
@@ -170,7 +170,7 @@ def decode(
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
         while in_step and _most(0, device):
-            model(**step)
+            forward()
     if layout is not None and layout.room:
         set_lengths(cache, n - start - 1)
     if not config.return_dict_in_generate:

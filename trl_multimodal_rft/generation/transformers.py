@@ -154,8 +154,9 @@ def generate_completions(
     """
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
-    if (is_static or (isinstance(runs, GraphedStep) and not in_step)) and shares_prompts(unwrapped_model):
-        config, room = copy.copy(config), min(ROOM, config.max_new_tokens or ROOM)
+    if (is_static or isinstance(runs, GraphedStep)) and shares_prompts(unwrapped_model):
+        # Processes that wait for each other run more steps than they have tokens
+        config, room = copy.copy(config), 0 if in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
     if not (shared_prefill and decodes(unwrapped_model, config)):
         if branches is not None:

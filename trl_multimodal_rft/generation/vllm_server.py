@@ -50,8 +50,9 @@ T = TypeVar("T")
 
 # Settings of a server that processed media depend on, in the two parts of its configuration
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
-_OF_MEDIA = ("mm_processor_kwargs", "mm_device_do_normalize", "video_pruning_rate", "video_pruning_method")
-_OF_MEDIA += ("language_model_only",)
+_OF_MEDIA = """
+mm_processor_kwargs mm_device_do_normalize video_pruning_rate video_pruning_method language_model_only
+""".split()
 _GENERATE = "/inference/v1/generate"
 _INFO = "/server_info?config_format=json"
 # Most bytes of an answer: per token and log-probability, and for the rest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -48,7 +48,6 @@ from ..encoding.processors import adopt_template, check_processor, load_processo
 from ..encoding.prompts import check_encodes
 from ..families import MODALITIES, family_of, family_of_processor, input_modalities
 from ..forward.attention import install_prefix_attention
-from ..forward.compiled import compile_layers, compile_options
 from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
@@ -491,6 +490,15 @@ def enable_packing(
     return True
 
 
+def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
+    """
+    Arguments of `torch.compile` for a backend and a mode, by default those of `accelerate launch`; `None` without a
+    backend.
+    """
+    plugin = TorchDynamoPlugin(backend=backend, mode=mode)
+    return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
+
+
 def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Module | None) -> None:
     """Compiles the layers of models with `torch_compile=True`, see [`~forward.compiled.compile_layers`]."""
     options = compile_options(args.torch_compile_backend, args.torch_compile_mode)
@@ -501,6 +509,8 @@ def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Mo
             "`torch_compile=True` compiles layers whose weights ZeRO-3 gathers within them, module by module; use "
             "`fsdp2.yaml`, which gathers them before a layer, or ZeRO-2."
         )
+    from ..forward.compiled import compile_layers  # which few runs need
+
     for model in models:
         if model is not None:
             compile_layers(unwrapped(accelerator, model), options, logger.warning)

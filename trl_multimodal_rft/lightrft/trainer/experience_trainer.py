@@ -43,8 +43,9 @@ WHOLE_WEIGHTS = (
 )
 
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
-_OF_ACTIONS = ("approx_kl", "clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean", "entropy", "kl")
-_OF_ACTIONS += ("ratio/mean",)
+_OF_ACTIONS = """
+approx_kl clip_ratio/high_mean clip_ratio/low_mean clip_ratio/region_mean entropy kl ratio/mean
+""".split()
 _OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
 
 # Entries of `info` that are logged

@@ -19,11 +19,12 @@ from .experience_trainer import WHOLE_WEIGHTS
 
 
 # Options of the config that only the rollouts and the loop of `MultimodalPPOTrainer` have
-_OF_ROLLOUTS = ("cache_implementation", "chat_template_kwargs", "dynamic_sampling", "eval_delay", "eval_on_start")
-_OF_ROLLOUTS += ("generation_kwargs", "load_best_model_at_end", "log_completions", "mask_truncated_completions")
-_OF_ROLLOUTS += ("min_p", "multi_objective_aggregation", "repetition_penalty", "replay_buffer_size", "reward_weights")
-_OF_ROLLOUTS += ("scale_rewards", "shared_trunk", "sync_ref_model", "top_k", "top_p")
-_OF_ROLLOUTS += ("use_transformers_continuous_batching", "use_vllm")
+_OF_ROLLOUTS = """
+cache_implementation chat_template_kwargs dynamic_sampling eval_delay eval_on_start generation_kwargs
+load_best_model_at_end log_completions mask_truncated_completions min_p multi_objective_aggregation
+repetition_penalty replay_buffer_size reward_weights scale_rewards shared_trunk sync_ref_model top_k top_p
+use_transformers_continuous_batching use_vllm
+""".split()
 
 # Options of generation without effect on greedy decoding
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
