@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tests of GPU computation (`make test-gpu`). They run on the CPU, too (`make test-slow`)."""
+"""Tests of GPU computation (`make test-gpu`). They run on the CPU, too (`make test-weekly`)."""
 
 import gc
 import os
