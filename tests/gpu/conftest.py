@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tests of GPU computation (`make test-gpu`). They run on the CPU, too (`make test-weekly`)."""
+"""
+Tests of GPU computation (`make test-gpu`). On a CPU, they run on a stand-in for a GPU (`test_fake_cuda.py`) and in a
+rehearsal.
+"""
 
 import gc
 import os
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.devices import GPU, gated_backward_obstacle
+from helpers.devices import DEVICE, GPU_OR_REHEARSAL, gated_backward_obstacle
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -27,7 +30,7 @@ def pytest_runtest_setup(item):
             pytest.skip(obstacle)
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=GPU), pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(DEVICE, marks=GPU_OR_REHEARSAL)])
 def device(request, monkeypatch):
     """Returns the device, with float32 matrix products in full precision."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

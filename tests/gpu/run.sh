@@ -22,16 +22,16 @@ if ! command -v "${CC:-gcc}" gcc clang > /dev/null; then
 fi
 echo "installed after $SECONDS s"
 # Seconds after which tests that hang leave the time to the report, and those of a trainer in a row
-which=gpu preset=${PRESET:-3b} tests_end=180 seconds=20
+preset=${PRESET:-3b} tests_end=180 seconds=20
 if [ "$device" = cpu ]; then
     export REHEARSAL=1
-    which="slow or gpu" preset=tiny tests_end=0 minutes=120 seconds=600
+    preset=tiny tests_end=0 minutes=120 seconds=600
 fi
 code=0
 if [ "$part" != report ]; then
     workers=$(($(env -u OMP_NUM_THREADS nproc) / 2 + 1)) # processes of engines run beside them
     options=(-n $workers --dist loadgroup -p no:cacheprovider -p no:benchmark -v -rs --durations 20)
-    timeout -s INT -k 15 $tests_end python3 -m pytest tests/gpu -m "$which" "${options[@]}" 2>&1 |
+    timeout -s INT -k 15 $tests_end python3 -m pytest tests/gpu -m gpu "${options[@]}" 2>&1 |
         tee "$out/tests.txt" || code=$?
     echo "tested after $SECONDS s"
 fi

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from helpers.devices import DEVICE, GPU_OR_REHEARSAL
 from helpers.distillation_runs import teacher
 from helpers.trainer_utils import AS_SHIPPED, PLAIN, audio_rows, image_rows, load, make_trainer, video_rows
 from test_sft import picture_rows
@@ -76,7 +75,6 @@ def make(name, device, folder):
     return make_trainer(trainer_class, None, rows, folder, objects=objects, **AS_SHIPPED, **options)
 
 
-@pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=GPU_OR_REHEARSAL)], indirect=True)
 @pytest.mark.parametrize("name", RUNS)
 def test_two_updates(name, device, tmp_path):
     trainer = make(name, device, tmp_path)
