@@ -60,7 +60,7 @@ ADDED = [
 ]
 LOOKS = [
     f"tests/test_{name}.py"
-    for name in "added fix docs house cli cli_check cli_estimate mutations architecture".split()
+    for name in "added fix docs house cli".split()
 ]
 
 
