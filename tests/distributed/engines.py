@@ -5,9 +5,10 @@ DDP, FSDP2, ZERO1, ZERO2, ZERO3 = ENGINES = ["ddp", "fsdp2", "zero1", "zero2", "
 SHARDED = [FSDP2, ZERO3]  # those that shard weights
 PARTS = [FSDP2, ZERO1, ZERO2, ZERO3]  # those that shard anything
 
-# What an engine can break has all of them, here with how
-WITH_EACH = {
-    "whole_groups_checkpointed": "hooks of layers that run again",
+# ZeRO-1 has the first of what an engine can break, and some of `IN_TURN`: its parts are those of ZeRO-2, and it gathers
+# nothing in a forward pass
+WITH_EACH = {"whole_groups_checkpointed": "hooks of layers that run again"}
+WITHOUT_ZERO1 = {
     "token_budget": "several forward and backward passes before a reduction",
     "papo_token_budget": "two forward passes for each backward, several times before a reduction",
     "adapter_images": "frozen weights beside trained ones, and their checkpoints",
@@ -17,11 +18,6 @@ WITH_EACH = {
     "offloaded": "optimizer states that are moved and brought back",
     "ppo_adapter": "two models in one optimizer, one with frozen weights",
     "ppo_parts": "two models with several passes each",
-}
-# These have all but ZeRO-1, whose parts are those of ZeRO-2, and which gathers nothing in a forward pass
-WITHOUT_ZERO1 = {
-    "hybrid": "layers of two kinds, which are wrapped and gathered apart",
-    "without_signal": "ranks that skip a forward pass in which others gather",
     "balanced": "ranks that exchange what they forward",
     "mixed_vision": "ranks that skip an encoder in which others gather",
     "mixed_omni": "ranks that skip two encoders, each another one",
@@ -30,10 +26,15 @@ WITHOUT_ZERO1 = {
     "mixed_adapted": "encoders whose weights are frozen beside adapters",
     "mixed_critic": "two models with encoders",
     "parts_adapter": "groups of weights with rates of their own, of which some are frozen",
+    "ppo_resumed": "checkpoints of two models",
+}
+# Weights in shards are gathered in a forward pass, and have checkpoints of their own; ZeRO-2's are whole
+WITH_SHARDED_WEIGHTS = {
+    "hybrid": "layers of two kinds, which are wrapped and gathered apart",
+    "without_signal": "ranks that skip a forward pass in which others gather",
     "parts_ppo": "two models with groups of weights",
     "parts_resumed": "checkpoints of groups of weights",
     "ppo_saved": "checkpoints of two models",
-    "ppo_resumed": "checkpoints of two models",
     "sft_adapter": "frozen weights beside trained ones",
     "dpo_pairs": "a second model, which is sharded like the first, and ranks with more forwards than others",
     "dpo_adapter": "a reference that is the policy without its adapter",
@@ -90,6 +91,8 @@ IN_TURN = {
 
 def engines_of(scenario: str) -> list[str]:
     """Returns the engines of a scenario of the tables."""
+    if scenario in WITH_SHARDED_WEIGHTS:
+        return [DDP, *SHARDED]
     if scenario in WITHOUT_ZERO1:
         return [engine for engine in ENGINES if engine != ZERO1]
     return ENGINES if scenario in WITH_EACH else [DDP, IN_TURN[scenario]]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from engines import IN_TURN, PARTS, SHARDED, WITH_EACH, WITHOUT_ZERO1, engines_of
+from engines import IN_TURN, PARTS, SHARDED, WITH_EACH, WITH_SHARDED_WEIGHTS, WITHOUT_ZERO1, engines_of
 from launcher import Run
 
 
@@ -25,7 +25,7 @@ DDP += ["rloo", "views", "one_image", "without_signal", "asynchronous", FOR_EACH
 DDP += [*TOKEN_BUDGET, *SPLIT, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, *VIEWS_IN_PARTS, "papo_without_media"]
 # Groups on one rank or on two, accumulation, a reference, adapters, several forward and backward passes a step, and
 # statistics of the global batch
-WITH_SHARDS = [name for name in [*DDP, "hybrid"] if name in WITH_EACH | WITHOUT_ZERO1 | IN_TURN]
+WITH_SHARDS = [name for name in [*DDP, "hybrid"] if name in WITH_EACH | WITHOUT_ZERO1 | WITH_SHARDED_WEIGHTS | IN_TURN]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
 METRICS += ["packing/skipped_frac", "view/weight_max", "view/reward", "view/reward_clean"]
 METRICS += ["contrast/accuracy", "contrast/bonus", "staleness/mean", "staleness/max"]
