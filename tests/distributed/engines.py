@@ -5,7 +5,7 @@ DDP, FSDP2, ZERO1, ZERO2, ZERO3 = ENGINES = ["ddp", "fsdp2", "zero1", "zero2", "
 SHARDED = [FSDP2, ZERO3]  # those that shard weights
 PARTS = [FSDP2, ZERO1, ZERO2, ZERO3]  # those that shard anything
 
-# ZeRO-1 has the first of what an engine can break, and some of `IN_TURN`: its parts are those of ZeRO-2, and no forward
+# What an engine can break. ZeRO-1 has the first, and some of `IN_TURN`: its parts are those of ZeRO-2, and no forward
 # pass gathers anything
 WITH_EACH = {"whole_groups_checkpointed": "hooks of layers that run again"}
 WITHOUT_ZERO1 = {
