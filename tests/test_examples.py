@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1")
-# The demos with a hundred held-out rows and, except `test_tools`, a cold start of a few steps
+# The demos with forty held-out rows and, except `test_tools`, a cold start of a few steps
 BRIEF = """
 import functools, runpy, sys
 sys.path.insert(0, "examples")
@@ -42,7 +42,7 @@ def brief(task):
     @functools.wraps(task)
     def rows(*args, **options):
         splits = task(*args, **options)
-        splits["test"] = splits["test"].select(range(100))
+        splits["test"] = splits["test"].select(range(40))
         return splits
     return rows
 for name in ("handwritten_digits", "hidden_digits", "long_recordings", "moving_digits", "spoken_digits"):

@@ -67,10 +67,8 @@ LOOKS = [
 @pytest.mark.slow
 def test_nothing_is_red_after_it(tmp_path):
     """A copy of the repository has a shifted line, a new test file and a new option; a second time changes nothing."""
-    files = "git ls-files -co --exclude-standard"
-    subprocess.run(
-        f"{files} | tar -cT - --ignore-failed-read | tar -xC {tmp_path}", shell=True, check=True, cwd=fix.ROOT
-    )
+    copy = f"git ls-files -co --exclude-standard | tar -cT - --ignore-failed-read | tar -xC {tmp_path}"
+    subprocess.run(f"{copy} && git init --quiet {tmp_path}", shell=True, check=True, cwd=fix.ROOT)
     for path, where, text in ADDED:
         contributor.add(tmp_path, path, where, text)
     command = [sys.executable, "tests/fix.py"]

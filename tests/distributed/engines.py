@@ -21,10 +21,6 @@ WITHOUT_ZERO1 = {
     "balanced": "ranks that exchange what they forward",
     "mixed_vision": "ranks that skip an encoder in which others gather",
     "mixed_omni": "ranks that skip two encoders, each another one",
-    "mixed_accumulated": "encoders that run in one micro-batch of several",
-    "mixed_parts": "encoders that run in one of several passes",
-    "mixed_adapted": "encoders whose weights are frozen beside adapters",
-    "mixed_critic": "two models with encoders",
     "parts_adapter": "groups of weights with rates of their own, of which some are frozen",
     "ppo_resumed": "checkpoints of two models",
 }
@@ -32,6 +28,10 @@ WITHOUT_ZERO1 = {
 WITH_SHARDED_WEIGHTS = {
     "hybrid": "layers of two kinds, which are wrapped and gathered apart",
     "without_signal": "ranks that skip a forward pass in which others gather",
+    "mixed_accumulated": "encoders that run in one micro-batch of several",
+    "mixed_parts": "encoders that run in one of several passes",
+    "mixed_adapted": "encoders whose weights are frozen beside adapters",
+    "mixed_critic": "two models with encoders",
     "parts_ppo": "two models with groups of weights",
     "parts_resumed": "checkpoints of groups of weights",
     "ppo_saved": "checkpoints of two models",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers.devices import GPU, IS_STAND_IN, NO_STAND_IN
+from helpers.devices import GPU, GPU_OR_CPU, IS_STAND_IN, NO_STAND_IN
 from helpers.four_bits import NF4, save_wide
 from helpers.recorded_step import RecordedStep
 from test_decoding import assert_same, build, operations_of_a_token, options, sample
@@ -82,6 +82,7 @@ def test_graph_generates_the_same_tokens(name, dtype, device, monkeypatch):
 
 
 @NO_STAND_IN
+@pytest.mark.parametrize("device", GPU_OR_CPU, indirect=True)
 def test_graph_of_4_bits(device, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     _, tokenizer, rows = build("qwen2_5_vl")

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from helpers.devices import GPU, NO_STAND_IN
+from helpers.devices import GPU, GPU_OR_CPU, NO_STAND_IN
 from helpers.four_bits import LORA, NF4, save_wide, trained
 from helpers.resumed_runs import REUSED, Recording, checkpoint, logged, same_weights
 from helpers.samplers import Wrapped
@@ -88,6 +88,7 @@ def test_compiled_layers_train_as_others(device, tmp_path):
 
 
 @NO_STAND_IN
+@pytest.mark.parametrize("device", GPU_OR_CPU, indirect=True)
 @pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
 def test_weights_in_4_bits(family, rows, device, tmp_path):
     """An adapter trains as on the same weights without quantization."""
@@ -140,6 +141,7 @@ class Longest(Wrapped):
 
 @NO_STAND_IN
 @pytest.mark.xdist_group("3b")  # a GPU holds one of them at a time
+@pytest.mark.parametrize("device", GPU_OR_CPU, indirect=True)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_is_what_is_estimated(checkpointing, device, freed, tmp_path, monkeypatch):
     """

@@ -16,6 +16,11 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 IS_REHEARSAL = "REHEARSAL" in os.environ and not torch.cuda.is_available()
 DEVICE = "cpu" if IS_REHEARSAL else "cuda"
 GPU_OR_REHEARSAL = [pytest.mark.gpu, *([] if IS_REHEARSAL else GPU)]
+# For tests that the stand-in can't run
+GPU_OR_CPU = [
+    pytest.param("cuda", marks=GPU),
+    pytest.param("cpu", marks=[pytest.mark.slow, *([pytest.mark.gpu] if IS_REHEARSAL else [])]),
+]
 NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
 
 
