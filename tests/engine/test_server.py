@@ -66,6 +66,7 @@ CROP = {"rows": rows_with_a_crop, "beta": 0.5}
 @pytest.mark.parametrize("options", slow_but([{"beta": 0.5}, ALONE, CROP], {"beta": 0.5}))
 def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
     """Distills from the served model and from the same one in this process, which say the same of each completion."""
+    make(server, omni, tmp_path).vllm_generation.sync_weights()  # of other tests, the server has what they trained
     options = dict(options)
     make_rows = options.pop("rows", omni_rows)
     found = []
