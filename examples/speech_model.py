@@ -139,7 +139,7 @@ def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
         folder (`str` or `Path`, *optional*):
             Folder for the model, by default one in the cache of Hugging Face.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the projector's weights.
+            Seed of the weights of the projector and of three new tokens.
 
     Raises:
         `ImportError`: If a package with weights is missing, or has other files.
@@ -192,7 +192,9 @@ def _joined(
     language_model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, encoder: Path, seed: int
 ) -> Qwen2AudioForConditionalGeneration:
     """Qwen2-Audio with the weights of both models, and a projector drawn from the seed."""
-    language_model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # of the tokens for sounds
+        language_model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     text_config = language_model.config.to_dict()
     for name in ("architectures", "dtype"):
         text_config.pop(name, None)

@@ -1,0 +1,95 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Ten updates of a pretrained language model are TRL's: losses, metrics, gradients and weights, by five methods."""
+
+import tempfile
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from helpers.real_models import QUESTIONS, REAL, folder, load, question_rows
+from helpers.trainer_utils import Run, largest_difference, logged, make_trainer, norm, relative_difference
+
+import trl_multimodal_rft as package
+from trl_multimodal_rft.models.reward_model import as_reward_model
+
+
+pytestmark = REAL
+ANSWERS = ["Seven.", "Blue is one of the colours of the sky.", "The elephant", "Hello, my friend!"]
+WORSE = ["Nine, I think.", "Seven", "A mouse", "No."]
+# As users train: with momentum, whose steps hardly depend on how large a gradient is
+OPTIONS = {
+    "max_steps": 10,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-5,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+    "model_init_kwargs": {"dtype": "float32"},
+}
+SAMPLED = {"max_completion_length": 6, "num_generations": 4, "per_device_train_batch_size": 8}
+READ = {"per_device_train_batch_size": 4, "max_length": None}
+LAST = ("layers.28.", "layers.29.", "norm.weight", "score.")  # what is trained, which saves half of the time
+
+
+def chat(role, text):
+    return [{"role": role, "content": text}]
+
+
+def pairs():
+    rows = zip(QUESTIONS, ANSWERS, WORSE, strict=True)
+    rows = [{"prompt": chat("user", q), "chosen": chat("assistant", a), "rejected": chat("assistant", w)} for q, a, w in rows]
+    return Dataset.from_list(rows * 2)
+
+
+def answered():
+    return pairs().rename_column("chosen", "completion").remove_columns("rejected")
+
+
+# Rows, options, and what is trained, by the names of the trainers
+CASES = {
+    "GRPO": (question_rows, SAMPLED, LAST),
+    "RLOO": (question_rows, {**SAMPLED, "beta": 0.0}, LAST),
+    "SFT": (answered, READ, None),
+    "DPO": (pairs, READ, LAST),
+    "Reward": (pairs, READ, LAST),
+}
+
+
+def trained(name, library, **more):
+    rows, options, parts = CASES[name]
+    options = {**OPTIONS, **options, **more}
+    objects = {"model": folder("text")}
+    if name == "Reward":
+        model, tokenizer = load("text")
+        torch.manual_seed(0)
+        objects = {"model": as_reward_model(model), "processing_class": tokenizer}
+        del options["model_init_kwargs"]
+    sampled = {} if name in ("GRPO", "RLOO") else {"reward": None}
+    trainer_class = getattr(library, f"{'' if library is trl else 'Multimodal'}{name}Trainer")
+    with tempfile.TemporaryDirectory() as output_dir:
+        data = rows(8) if rows is question_rows else rows()
+        trainer = make_trainer(trainer_class, None, data, output_dir, objects=objects, **sampled, **options)
+        for weight, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_(parts is None or any(part in weight for part in parts))
+        before = {weight: p.detach().clone() for weight, p in trainer.model.named_parameters() if p.requires_grad}
+        trainer.train()
+    after = dict(trainer.model.named_parameters())
+    update = {weight: after[weight].detach() - value for weight, value in before.items()}
+    for entry in trainer.state.log_history:
+        entry.pop("total_flos", None)  # counted by the names of inputs
+    return Run(trainer, update, trainer.state.log_history), before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_updates_are_those_of_trl(name):
+    theirs, before = trained(name, trl)
+    more = {"keep_groups_together": False} if name == "GRPO" else {}
+    ours, _ = trained(name, package, self_check=True, **more)
+    steps, of_updates = (relative_difference(theirs.update, ours.update), norm(theirs.update) / norm(before))
+    worst, where = largest_difference(theirs.history, ours.history)
+    norms = [abs(a / b - 1) for a, b in zip(*(logged(run, "grad_norm") for run in (theirs, ours)), strict=True)]
+    print(name, steps, of_updates, steps * of_updates, worst, where, max(norms), logged(theirs, "loss"))
+    assert len(logged(theirs, "loss")) == len(norms) == 10
+    assert worst <= 1e-5, where
+    assert max(norms) <= 1e-5
+    assert steps * of_updates <= 1e-5 and of_updates > 1e-5
