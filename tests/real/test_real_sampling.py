@@ -26,7 +26,7 @@ def made(kind):
     messages = [row["prompt"] for row in rows_to_messages(list(rows_of(kind, 3)))]
     prompts = [encode_prompt(message, processor, model) for message in messages]
     for part in (part for message in messages for part in message[0]["content"] if part["type"] == "audio"):
-        part["audio"] = part["audio"]["source"]["path"]  # as the processor documents
+        part["audio"] = part["audio"].source["path"]  # as the processor documents
     padding = {"padding": True, "padding_side": "left"}
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     options |= padding if kind == "text" else {"processor_kwargs": padding}

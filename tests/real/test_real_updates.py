@@ -7,7 +7,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from helpers.real_models import QUESTIONS, REAL, folder, load, question_rows
+from helpers.real_models import REAL, folder, load
 from helpers.trainer_utils import Run, largest_difference, logged, make_trainer, norm, relative_difference
 
 import trl_multimodal_rft as package
@@ -15,8 +15,9 @@ from trl_multimodal_rft.models.reward_model import as_reward_model
 
 
 pytestmark = REAL
-ANSWERS = ["Seven.", "Blue is one of the colours of the sky.", "The elephant", "Hello, my friend!"]
-WORSE = ["Nine, I think.", "Seven", "A mouse", "No."]
+QUESTIONS = ["Name a colour.", "Say hello.", "Is fire cold?", "What is seven plus one?"]
+ANSWERS = ["Blue", "Hello, my friend!", "No, it is hot.", "Eight."]
+WORSE = ["Nine, I think.", "Good", "Yes.", "Seven"]
 # As users train: with momentum, whose steps hardly depend on how large a gradient is
 OPTIONS = {
     "max_steps": 10,
@@ -36,9 +37,16 @@ def chat(role, text):
 
 
 def pairs():
-    rows = zip(QUESTIONS, ANSWERS, WORSE, strict=True)
-    rows = [{"prompt": chat("user", q), "chosen": chat("assistant", a), "rejected": chat("assistant", w)} for q, a, w in rows]
-    return Dataset.from_list(rows * 2)
+    columns = {
+        "prompt": [chat("user", text) for text in QUESTIONS],
+        "chosen": [chat("assistant", text) for text in ANSWERS],
+        "rejected": [chat("assistant", text) for text in WORSE],
+    }
+    return Dataset.from_dict(columns)
+
+
+def asked():
+    return pairs().select_columns("prompt")
 
 
 def answered():
@@ -47,9 +55,9 @@ def answered():
 
 # Rows, options, and what is trained, by the names of the trainers
 CASES = {
-    "GRPO": (question_rows, SAMPLED, LAST),
-    "RLOO": (question_rows, {**SAMPLED, "beta": 0.0}, LAST),
-    "SFT": (answered, READ, None),
+    "GRPO": (asked, SAMPLED, LAST),
+    "RLOO": (asked, {**SAMPLED, "beta": 0.0}, LAST),
+    "SFT": (answered, {**READ, "per_device_train_batch_size": 2}, None),
     "DPO": (pairs, READ, LAST),
     "Reward": (pairs, READ, LAST),
 }
@@ -67,8 +75,7 @@ def trained(name, library, **more):
     sampled = {} if name in ("GRPO", "RLOO") else {"reward": None}
     trainer_class = getattr(library, f"{'' if library is trl else 'Multimodal'}{name}Trainer")
     with tempfile.TemporaryDirectory() as output_dir:
-        data = rows(8) if rows is question_rows else rows()
-        trainer = make_trainer(trainer_class, None, data, output_dir, objects=objects, **sampled, **options)
+        trainer = make_trainer(trainer_class, None, rows(), output_dir, objects=objects, **sampled, **options)
         for weight, parameter in trainer.model.named_parameters():
             parameter.requires_grad_(parts is None or any(part in weight for part in parts))
         before = {weight: p.detach().clone() for weight, p in trainer.model.named_parameters() if p.requires_grad}
@@ -84,7 +91,7 @@ def trained(name, library, **more):
 def test_ten_updates_are_those_of_trl(name):
     theirs, before = trained(name, trl)
     more = {"keep_groups_together": False} if name == "GRPO" else {}
-    ours, _ = trained(name, package, self_check=True, **more)
+    ours, _ = trained(name, package, self_check=False, **more)
     steps, of_updates = (relative_difference(theirs.update, ours.update), norm(theirs.update) / norm(before))
     worst, where = largest_difference(theirs.history, ours.history)
     norms = [abs(a / b - 1) for a, b in zip(*(logged(run, "grad_norm") for run in (theirs, ours)), strict=True)]
