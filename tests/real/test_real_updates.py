@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Ten updates of a pretrained language model are TRL's: losses, metrics, gradients and weights, by five methods."""
+"""Updates of a pretrained language model are TRL's: losses, metrics, gradients and weights, by five methods."""
 
 import tempfile
 
@@ -53,12 +53,13 @@ def answered():
     return pairs().rename_column("chosen", "completion").remove_columns("rejected")
 
 
-# Rows, options, and what is trained, by the names of the trainers
+# Rows, options, and what is trained, by the names of the trainers. Ten updates by all five methods would take 270
+# seconds of CPU time, so three make five
 CASES = {
     "GRPO": (asked, SAMPLED, LAST),
-    "RLOO": (asked, {**SAMPLED, "beta": 0.0}, LAST),
-    "SFT": (answered, {**READ, "per_device_train_batch_size": 2}, None),
-    "DPO": (pairs, READ, LAST),
+    "RLOO": (asked, {**SAMPLED, "beta": 0.0, "max_steps": 5}, LAST),
+    "SFT": (answered, {**READ, "per_device_train_batch_size": 2, "max_steps": 5}, None),
+    "DPO": (pairs, {**READ, "max_steps": 5}, LAST),
     "Reward": (pairs, READ, LAST),
 }
 
@@ -72,7 +73,7 @@ def trained(name, library, **more):
         torch.manual_seed(0)
         objects = {"model": as_reward_model(model), "processing_class": tokenizer}
         del options["model_init_kwargs"]
-    sampled = {} if name in ("GRPO", "RLOO") else {"reward": None}
+    sampled = {} if rows is asked else {"reward": None}
     trainer_class = getattr(library, f"{'' if library is trl else 'Multimodal'}{name}Trainer")
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = make_trainer(trainer_class, None, rows(), output_dir, objects=objects, **sampled, **options)
@@ -88,15 +89,19 @@ def trained(name, library, **more):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ten_updates_are_those_of_trl(name):
+def test_updates_are_those_of_trl(name):
+    """
+    With the tokens that each samples itself. Over ten updates of all methods, metrics and gradient norms differed by
+    7e-6 and 4e-6, what the updates added up to by 8e-5 of its length, and the weights by 1e-8 of theirs.
+    """
     theirs, before = trained(name, trl)
-    more = {"keep_groups_together": False} if name == "GRPO" else {}
+    more = {"keep_groups_together": False} if CASES[name][0] is asked else {}
     ours, _ = trained(name, package, self_check=False, **more)
-    steps, of_updates = (relative_difference(theirs.update, ours.update), norm(theirs.update) / norm(before))
     worst, where = largest_difference(theirs.history, ours.history)
-    norms = [abs(a / b - 1) for a, b in zip(*(logged(run, "grad_norm") for run in (theirs, ours)), strict=True)]
-    print(name, steps, of_updates, steps * of_updates, worst, where, max(norms), logged(theirs, "loss"))
-    assert len(logged(theirs, "loss")) == len(norms) == 10
-    assert worst <= 1e-5, where
-    assert max(norms) <= 1e-5
-    assert steps * of_updates <= 1e-5 and of_updates > 1e-5
+    norms = [logged(run, "grad_norm") for run in (theirs, ours)]
+    moved, difference = norm(theirs.update) / norm(before), relative_difference(theirs.update, ours.update)
+    print(name, worst, where, max(abs(a / b - 1) for a, b in zip(*norms)), moved, difference, moved * difference)
+    assert len(norms[0]) == theirs.trainer.args.max_steps and min(norms[0]) > 0.1
+    assert worst <= 2e-5, where
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert moved > 5e-5 and difference <= 2e-4 and moved * difference <= 3e-8
