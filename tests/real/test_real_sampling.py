@@ -16,11 +16,7 @@ from trl_multimodal_rft.generation.transformers import generate_completions
 
 pytestmark = REAL
 G = 4
-OPTIONS = [
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.2, "min_p": 0.05},
-    {"temperature": 1.2, "top_p": 0.95},
-]
+OPTIONS = [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "min_p": 0.05}]
 
 
 @functools.cache
@@ -61,7 +57,6 @@ def test_tokens_and_random_state_are_those_of_generate(kind, options):
     expected, state = output[:, inputs["input_ids"].size(1) :], torch.get_rng_state()
     torch.manual_seed(1)
     completions = generate_completions(model, model, prompts, config, config.pad_token_id, model.device)
-    ended = (expected == end).any(1)
-    print(kind, ended.sum(), (expected != end).sum(1))
     assert torch.equal(completions, expected) and torch.equal(torch.get_rng_state(), state)
-    assert 0 < ended.sum() and len({*(expected != end).sum(1).tolist()}) > 2
+    # Of 12 completions, 2 to 8 had ended
+    assert 0 < (expected == end).any(1).sum() < len(expected)
