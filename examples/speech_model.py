@@ -132,8 +132,9 @@ def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
     """
     Returns the folder of a Qwen2-Audio of Whisper's encoder, a new projector and SmolLM2.
 
-    The model hears two seconds of sound. It has 142 million parameters in float32, of these 7.7 million in the encoder
-    and 0.2 million in the projector. A later call with the same folder and seed returns at once.
+    The model hears two seconds of sound. It has 170 million parameters in float32, of these 7.7 million in the encoder
+    and 0.2 million in the projector; the head is a copy of the embeddings, as Qwen2-Audio doesn't tie them. A later
+    call with the same folder and seed returns at once.
 
     Args:
         folder (`str` or `Path`, *optional*):
@@ -198,11 +199,12 @@ def _joined(
     text_config = language_model.config.to_dict()
     for name in ("architectures", "dtype"):
         text_config.pop(name, None)
+    text_config["tie_word_embeddings"] = False
     config = Qwen2AudioConfig(
         audio_config={"model_type": "qwen2_audio_encoder", "max_source_positions": FRAMES, **ENCODER},
         text_config=text_config,
         audio_token_index=tokenizer.convert_tokens_to_ids(AUDIO_TOKENS["audio_token"]),
-        tie_word_embeddings=language_model.config.tie_word_embeddings,
+        tie_word_embeddings=False,  # `Qwen2AudioForConditionalGeneration` has a separate head, whatever this says
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

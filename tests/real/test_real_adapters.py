@@ -15,7 +15,7 @@ from trl_multimodal_rft.rewards import accuracy_reward
 
 pytestmark = REAL
 OPTIONS = {
-    "learning_rate": 1e-3,
+    "learning_rate": 1e-2,
     "optim": "adamw_torch",
     "max_completion_length": 6,
     "per_device_train_batch_size": 8,
@@ -54,6 +54,5 @@ def test_saved_model_answers_the_same(tmp_path):
     assert answers(adapted, processor, rows) == expected
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    print(expected, answers(load_again(base), processor, rows))
     assert answers(load_again(tmp_path / "merged"), processor, rows) == expected
     assert answers(load_again(base), processor, rows) != expected

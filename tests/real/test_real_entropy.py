@@ -60,8 +60,7 @@ def test_tokens_of_highest_entropy_are_trained_on(tmp_path):
             kept.append(entropies[weights > 0])
             dropped.append(entropies[weights == 0])
     kept, dropped = torch.cat(kept), torch.cat(dropped)
-    print(len(kept), len(dropped), kept.min(), kept.mean(), dropped.max(), dropped.mean())
-    # Over both micro-batches of an update
+    # Over both micro-batches of an update, of whose tokens a quarter had 4.7 nats on average, and the others 2.0
     assert len(kept) == math.ceil(SHARE * (len(kept) + len(dropped)))
     assert kept.min() > dropped.max() - 1e-4
-    assert kept.mean() > 2 * dropped.mean()
+    assert kept.mean() > 1.5 * dropped.mean() > 0.1

@@ -58,27 +58,36 @@ def scored(kind):
 
 @pytest.mark.parametrize("kind", ["text", "sound"])
 def test_errors_are_those_of_the_models_own_forward(kind):
-    """Of eight completions to two prompts, against the model in float64."""
+    """
+    Of eight completions to two prompts, against the model in float64.
+
+    In root mean square, the errors were 2e-5 by the model's own forward, and by sampling from shared prefills. Those
+    of packed and of padded rows were 5e-6 and 7e-6: their head leaves less of them.
+    """
     logps = scored(kind)
     errors = {name: logps[name] - logps["float64"] for name in ("own", "packed", "padded", "sampled")}
     largest = {name: error.abs().max().item() for name, error in errors.items()}
     typical = {name: error.square().mean().sqrt().item() for name, error in errors.items()}
-    print(kind, len(logps["own"]), largest, typical)
-    assert 0 < largest["own"] <= 1e-4
-    for name in ("packed", "padded", "sampled"):
-        assert typical[name] <= 2 * typical["own"] and largest[name] <= 3 * largest["own"], (largest, typical)
+    assert 5e-6 <= typical["own"] <= 5e-5 and largest["own"] <= 1e-4, (largest, typical)
+    for name, factor in (("packed", 1), ("padded", 1), ("sampled", 2)):
+        assert typical[name] <= factor * typical["own"] and largest[name] <= 2 * largest["own"], (largest, typical)
 
 
 @pytest.mark.parametrize("kind", ["text", "sound"])
 def test_self_check_in_float32_passes(kind):
+    """Within 3e-5, of a tolerance of 7e-4. Another sound moves log-probabilities by 0.6."""
     check = policy(kind).check()
-    print(check)
     assert check.fallbacks == Fallbacks()
+    assert max(check.padded, check.packed, check.rows, check.sampled) <= 1e-4
+    assert all(effect > 0.1 for effect in check.media.values()) and len(check.media) == (kind == "sound")
 
 
 def test_self_check_in_bfloat16_passes():
-    """On one question: a CPU without instructions for bfloat16 takes five times as long as in float32."""
+    """
+    On one question, within 0.1 of a tolerance of 0.2 and four times a noise of 0.1. A CPU without instructions for
+    bfloat16 takes five times as long as in float32.
+    """
     model, processor = load("sound")
     check = subject("sound", rows_of("sound", 1), objects=(model.bfloat16(), processor)).check()
-    print(check)
     assert check.fallbacks == Fallbacks()
+    assert 1e-2 <= check.rounding <= 0.3 and 1e-2 <= check.packed <= 0.3

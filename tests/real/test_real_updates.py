@@ -100,7 +100,6 @@ def test_updates_are_those_of_trl(name):
     worst, where = largest_difference(theirs.history, ours.history)
     norms = [logged(run, "grad_norm") for run in (theirs, ours)]
     moved, difference = norm(theirs.update) / norm(before), relative_difference(theirs.update, ours.update)
-    print(name, worst, where, max(abs(a / b - 1) for a, b in zip(*norms)), moved, difference, moved * difference)
     assert len(norms[0]) == theirs.trainer.args.max_steps and min(norms[0]) > 0.1
     assert worst <= 2e-5, where
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
