@@ -72,7 +72,7 @@ class Rounding:
         install_prefix_attention(self.model)
         self.policy = PolicyForward(Accelerator(cpu=True), self.processor)
         messages = [row["prompt"] for row in rows_to_messages(sums(args.rows))]
-        self.prompts = [encode_prompt(each, self.processor, self.model) for each in messages]
+        self.prompts = [encode_prompt(message, self.processor, self.model) for message in messages]
         self.completions = [part for batch in self._batches(args.rows) for part in self._sample(batch)]
 
     def _batches(self, n: int) -> Iterator[range]:
