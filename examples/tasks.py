@@ -180,9 +180,7 @@ def _cache(name: str) -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / name
 
 
-def _spoken(
-    question: str, texts: dict[str, list[str]], solutions: dict[str, list[str]], folder: Path
-) -> DatasetDict:
+def _spoken(question: str, texts: dict[str, list[str]], solutions: dict[str, list[str]], folder: Path) -> DatasetDict:
     """Questions on utterances of the texts of each split, in files of a folder that is named by their plan."""
     rng = np.random.default_rng(0)
     speakers = {"train": TRAIN_SPEAKERS, "test": TEST_SPEAKERS}

@@ -25,8 +25,10 @@ def made(kind):
     install_prefix_attention(model)
     messages = [row["prompt"] for row in rows_to_messages(list(rows_of(kind, 3)))]
     prompts = [encode_prompt(message, processor, model) for message in messages]
-    for part in (part for message in messages for part in message[0]["content"] if part["type"] == "audio"):
-        part["audio"] = part["audio"].source["path"]  # as the processor documents
+    for message in messages if kind == "sound" else ():
+        for part in message[0]["content"]:
+            if part["type"] == "audio":
+                part["audio"] = part["audio"].source["path"]  # as the processor documents
     padding = {"padding": True, "padding_side": "left"}
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     options |= padding if kind == "text" else {"processor_kwargs": padding}
@@ -58,5 +60,5 @@ def test_tokens_and_random_state_are_those_of_generate(kind, options):
     torch.manual_seed(1)
     completions = generate_completions(model, model, prompts, config, config.pad_token_id, model.device)
     assert torch.equal(completions, expected) and torch.equal(torch.get_rng_state(), state)
-    # Of 12 completions, 2 to 8 had ended
-    assert 0 < (expected == end).any(1).sum() < len(expected)
+    lengths = (expected != end).sum(1)
+    assert lengths.min() < 16 and len(lengths.unique()) > 1, lengths
