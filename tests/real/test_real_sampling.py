@@ -29,11 +29,11 @@ def made(kind):
         for part in message[0]["content"]:
             if part["type"] == "audio":
                 part["audio"] = part["audio"].source["path"]  # as the processor documents
-    padding = {"padding": True, "padding_side": "left"}
+    getattr(processor, "tokenizer", processor).padding_side = "left"
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    options |= padding if kind == "text" else {"processor_kwargs": padding}
+    options |= {"padding": True} if kind == "text" else {"processor_kwargs": {"padding": True}}
     inputs = processor.apply_chat_template(messages, **options)
-    assert len({len(prompt) for prompt in prompts}) == 3
+    assert len({len(prompt) for prompt in prompts}) > 1
     repeated = {name: value.repeat_interleave(G, 0) for name, value in inputs.items()}
     return model, processor, [prompt for prompt in prompts for _ in range(G)], repeated
 
