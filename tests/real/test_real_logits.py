@@ -84,10 +84,10 @@ def test_self_check_in_float32_passes(kind):
 
 def test_self_check_in_bfloat16_passes():
     """
-    On one short question, within 0.1 of a tolerance of 0.2 and four times a noise of 0.1. A CPU without instructions for
-    bfloat16 takes five times as long as in float32.
+    On one question: a CPU without instructions for bfloat16 takes five times as long as in float32. Packed rows differ
+    by 0.1, and the tolerance is 0.2 and four times a noise of 0.1.
     """
     model, processor = load("sound")
-    check = subject("sound", rows_of("sound", 2).select([1]), objects=(model.bfloat16(), processor)).check()
+    check = subject("sound", rows_of("sound", 1), objects=(model.bfloat16(), processor)).check()
     assert check.fallbacks == Fallbacks()
     assert 1e-2 <= check.rounding <= 0.3 and 1e-2 <= check.packed <= 0.3
