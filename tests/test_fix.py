@@ -58,10 +58,7 @@ ADDED = [
         "    Whether to.\nadded_option (`int`, *optional*, defaults to `3`):\n    Added here.\n",
     ),
 ]
-LOOKS = [
-    f"tests/test_{name}.py"
-    for name in "added fix docs house cli".split()
-]
+LOOKS = [f"tests/test_{name}.py" for name in "added fix docs house cli".split()]
 
 
 @pytest.mark.slow
