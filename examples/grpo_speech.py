@@ -71,7 +71,8 @@ def demo(script_args, training_args, model_args):
     pretrained = speech_model(seed=training_args.seed)
     model = Qwen2AudioForConditionalGeneration.from_pretrained(pretrained)
     processor = AutoProcessor.from_pretrained(pretrained)
-    held_out = dataset["test"].shuffle(seed=1).select(range(200))
+    held_out = dataset["test"].shuffle(seed=1)
+    held_out = held_out.select(range(min(200, len(held_out))))
 
     def measure(stage: str, policy: PreTrainedModel) -> None:
         if script_args.dry_run:

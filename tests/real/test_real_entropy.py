@@ -6,7 +6,7 @@ import math
 import torch
 from helpers.encoding import extended
 from helpers.real_models import REAL, folder, load, question_rows
-from helpers.trainer_utils import make_trainer
+from helpers.trainer_utils import Recording, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 
@@ -15,16 +15,8 @@ pytestmark = REAL
 SHARE = 0.25
 
 
-class Watched(MultimodalGRPOTrainer):
-    """Keeps the micro-batches of each generation batch."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.micro_batches = []
-
-    def _on_rollout(self, micro_batches):
-        super()._on_rollout(micro_batches)
-        self.micro_batches += micro_batches
+class Recorded(Recording, MultimodalGRPOTrainer):
+    pass
 
 
 @torch.no_grad()
@@ -37,7 +29,7 @@ def own_entropies(model, prompt, ids):
 
 def test_tokens_of_highest_entropy_are_trained_on(tmp_path):
     trainer = make_trainer(
-        Watched,
+        Recorded,
         None,
         question_rows(2),
         tmp_path,
@@ -52,7 +44,7 @@ def test_tokens_of_highest_entropy_are_trained_on(tmp_path):
     trainer.train()
     model, _ = load("text")
     kept, dropped = [], []
-    for batch in trainer.micro_batches:
+    for batch in (moment.batch for moment in trainer.micro_batches):
         for i, prompt in enumerate(batch.prompts):
             mask = batch.loss_mask[i].bool()
             entropies = own_entropies(model, prompt, batch.completion_ids[i][mask])

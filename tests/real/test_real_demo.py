@@ -1,0 +1,13 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The demo of a pretrained model that learns to hear, for a step of each of its parts."""
+
+from helpers.real_models import REAL
+from test_examples import launch
+
+
+pytestmark = REAL
+
+
+def test_a_step_of_each_part(tmp_path):
+    output = launch("grpo_speech", tmp_path, "--dry_run", cold_start=1)
+    assert "trained in" in output and "effect of another audio" in output and "Dry run: 1 step of 2" in output
