@@ -92,7 +92,7 @@ def trained(name, library, **more):
 def test_updates_are_those_of_trl(name):
     """
     With the tokens that each samples itself. Over ten updates, and five of RLOO, metrics and gradient norms differed
-    by 7e-6 and 4e-6, what the updates added up to by 8e-5 of its length, and the weights by 1e-8 of theirs.
+    by 7e-6 and 4e-6, what the updates added up to by 9e-5 of its length, and the weights by 1e-8 of theirs.
     """
     theirs, before = trained(name, trl)
     more = {"keep_groups_together": False} if CASES[name][0] is asked else {}
