@@ -54,13 +54,13 @@ def answered():
 
 
 # Rows, options, and what is trained, by the names of the trainers. Ten updates by all five methods would take 270
-# seconds of CPU time, so three make four
+# seconds of CPU time, so four make four
 CASES = {
     "GRPO": (asked, SAMPLED, LAST),
     "RLOO": (asked, {**SAMPLED, "beta": 0.0, "max_steps": 4}, LAST),
     "SFT": (answered, {**READ, "per_device_train_batch_size": 2, "max_steps": 4}, None),
     "DPO": (pairs, {**READ, "max_steps": 4}, LAST),
-    "Reward": (pairs, READ, LAST),
+    "Reward": (pairs, {**READ, "max_steps": 4}, LAST),
 }
 
 
@@ -91,8 +91,8 @@ def trained(name, library, **more):
 @pytest.mark.parametrize("name", CASES)
 def test_updates_are_those_of_trl(name):
     """
-    With the tokens that each samples itself. Over ten updates of all methods, metrics and gradient norms differed by
-    7e-6 and 4e-6, what the updates added up to by 8e-5 of its length, and the weights by 1e-8 of theirs.
+    With the tokens that each samples itself. Over ten updates, and five of RLOO, metrics and gradient norms differed
+    by 7e-6 and 4e-6, what the updates added up to by 9e-5 of its length, and the weights by 1e-8 of theirs.
     """
     theirs, before = trained(name, trl)
     more = {"keep_groups_together": False} if CASES[name][0] is asked else {}
