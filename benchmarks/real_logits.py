@@ -26,7 +26,8 @@ import torch
 from accelerate import Accelerator
 from measuring import command_line, conditions, count, markdown, parse_options, report
 from speech_model import speech_model
-from tasks import DIGITS, spoken_sums
+from speech_tasks import spoken_sums
+from tasks import DIGITS
 from transformers import AutoProcessor, GenerationConfig, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft.algorithms.completions import up_to_first_end

@@ -25,11 +25,9 @@ from PIL import Image as PILImage
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SUMS = (*DIGITS, "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # (rows, columns)
 
 SPOKEN_QUESTION = "Which digit is spoken?"
-SUM_QUESTION = "What is the sum?"
 HANDWRITTEN_QUESTION = "Which digit is shown?"
 HIDDEN_QUESTION = "Which digit is hidden?"
 MOVING_QUESTION = "In which direction does the digit move?"
@@ -54,23 +52,26 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
     The recordings are 16 kHz mono files of less than a second. The rows hold paths, so `torchcodec` is not needed. A
     later call with the same arguments reuses the files.
     """
-    texts = {split: [DIGITS[row % 10] for row in range(rows)] for split, rows in _splits(train_rows, test_rows)}
-    return _spoken(SPOKEN_QUESTION, texts, texts, Path(folder or _cache("spoken_digits")))
-
-
-def spoken_sums(folder: str | Path | None = None, train_rows: int = 2000, test_rows: int = 400) -> DatasetDict:
-    """
-    Sums of two digits in one recording, such as "three plus four", by the voices of [`spoken_digits`], balanced by
-    digits. The solution is a word, from zero to eighteen.
-
-    The recordings are 16 kHz mono files of less than two seconds.
-    """
-    texts, solutions = {}, {}
-    for split, rows in _splits(train_rows, test_rows):
-        pairs = [(row % 10, row // 10 % 10) for row in range(rows)]
-        texts[split] = [f"{DIGITS[first]} plus {DIGITS[second]}" for first, second in pairs]
-        solutions[split] = [SUMS[first + second] for first, second in pairs]
-    return _spoken(SUM_QUESTION, texts, solutions, Path(folder or _cache("spoken_sums")))
+    rng = np.random.default_rng(0)
+    plan = {
+        "train": [_utterance(rng, DIGITS[row % 10], TRAIN_SPEAKERS) for row in range(train_rows)],
+        "test": [_utterance(rng, DIGITS[row % 10], TEST_SPEAKERS) for row in range(test_rows)],
+    }
+    folder = Path(folder or Path(datasets.config.HF_DATASETS_CACHE) / "spoken_digits").absolute()
+    folder = folder / hashlib.sha256(repr(plan).encode()).hexdigest()[:12]
+    if not folder.exists():
+        _record(plan, folder)
+    splits = {}
+    for split, utterances in plan.items():
+        columns = {
+            "prompt": [_ask(SPOKEN_QUESTION)] * len(utterances),
+            "audio": [str(_file(folder, split, row, u)) for row, u in enumerate(utterances)],
+            "solution": [u["text"] for u in utterances],
+            "voice": [u["voice"] for u in utterances],
+        }
+        features = {"prompt": _PROMPT, "audio": Value("string"), "solution": Value("string"), "voice": Value("string")}
+        splits[split] = Dataset.from_dict(columns, Features(features))
+    return DatasetDict(splits).cast_column("audio", Audio(sampling_rate=RATE, decode=False))
 
 
 def long_recordings(folder: str | Path | None = None, train_rows: int = 2000, test_rows: int = 400) -> DatasetDict:
@@ -172,35 +173,6 @@ def _ask(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def _splits(train_rows: int, test_rows: int) -> list[tuple[str, int]]:
-    return [("train", train_rows), ("test", test_rows)]
-
-
-def _cache(name: str) -> Path:
-    return Path(datasets.config.HF_DATASETS_CACHE) / name
-
-
-def _spoken(question: str, texts: dict[str, list[str]], solutions: dict[str, list[str]], folder: Path) -> DatasetDict:
-    """Questions on utterances of the texts of each split, in files of a folder that is named by their plan."""
-    rng = np.random.default_rng(0)
-    speakers = {"train": TRAIN_SPEAKERS, "test": TEST_SPEAKERS}
-    plan = {split: [_utterance(rng, text, speakers[split]) for text in texts[split]] for split in speakers}
-    folder = folder.absolute() / hashlib.sha256(repr(plan).encode()).hexdigest()[:12]
-    if not folder.exists():
-        _record(plan, folder)
-    splits = {}
-    for split, utterances in plan.items():
-        columns = {
-            "prompt": [_ask(question)] * len(utterances),
-            "audio": [str(_file(folder, split, row, u)) for row, u in enumerate(utterances)],
-            "solution": solutions[split],
-            "voice": [u["voice"] for u in utterances],
-        }
-        features = {"prompt": _PROMPT, "audio": Value("string"), "solution": Value("string"), "voice": Value("string")}
-        splits[split] = Dataset.from_dict(columns, Features(features))
-    return DatasetDict(splits).cast_column("audio", Audio(sampling_rate=RATE, decode=False))
-
-
 def _rows(question: str, column: str, feature: Image | List, media: Iterable, solutions: list[str]) -> Dataset:
     columns = {"prompt": [_ask(question)] * len(solutions), column: list(media), "solution": solutions}
     features = {"prompt": _PROMPT, column: feature, "solution": Value("string")}
@@ -242,7 +214,7 @@ def _utterance(rng: np.random.Generator, text: str, speakers: tuple[str, ...]) -
 
 
 def _file(folder: Path, split: str, row: int, utterance: dict) -> Path:
-    return folder / split / f"{row:04d}_{utterance['text'].replace(' ', '_')}.wav"
+    return folder / split / f"{row:04d}_{utterance['text']}.wav"
 
 
 def _record(plan: dict[str, list[dict]], folder: Path) -> None:
