@@ -16,6 +16,7 @@ and of TRL's default sampling (a temperature of 1).
 """
 
 import json
+import sys
 from pathlib import Path
 
 from accelerate import PartialState
@@ -68,7 +69,10 @@ def accuracies(model: PreTrainedModel, processor: ProcessorMixin, rows: Dataset,
 
 def demo(script_args, training_args, model_args):
     folder, dataset, metrics = Path(training_args.output_dir), spoken_digits(), {}
-    pretrained = speech_model(seed=training_args.seed)
+    try:
+        pretrained = speech_model(seed=training_args.seed)
+    except ImportError as error:  # of packages with weights
+        sys.exit(str(error))
     model = Qwen2AudioForConditionalGeneration.from_pretrained(pretrained)
     processor = AutoProcessor.from_pretrained(pretrained)
     held_out = dataset["test"].shuffle(seed=1)

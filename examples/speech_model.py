@@ -283,4 +283,4 @@ if __name__ == "__main__":
     try:
         print(speech_model(arguments.folder, arguments.seed))
     except ImportError as error:
-        sys.exit(f"{error}")
+        sys.exit(str(error))
