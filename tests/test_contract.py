@@ -231,7 +231,7 @@ def test_a_newer_version_is_warned_of_once(tmp_path):
     assert said.count(expected) == 1 and "imported" in said
     # What other trainers and single options need is imported with them
     assert "trl_multimodal_rft.trainers.grpo_trainer" in said and said.count(" trl_multimodal_rft.") <= 157
-    late = {"trl_multimodal_rft.lightrft", "trl_multimodal_rft.rewards.judge", "packaging.specifiers"}
+    late = {"trl_multimodal_rft.lightrft", "trl_multimodal_rft.extras.judge", "packaging.specifiers"}
     assert not late & {*said.split()}
 
 

@@ -27,13 +27,13 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
-from extras import MEDIA
 from families_report.report import MARK
 from helpers.chats import RATE, audio
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from huggingface_hub.cli.jobs import uv_app
+from pip_extras import MEDIA
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
@@ -46,8 +46,8 @@ from trl_multimodal_rft import (
     rewards,
 )
 from trl_multimodal_rft.cli import COMMANDS, main
-from trl_multimodal_rft.cli.prepare import LAYOUTS
 from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.extras.prepare import LAYOUTS
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import filter

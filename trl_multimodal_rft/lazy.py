@@ -14,14 +14,14 @@ def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
     """The attributes of a package that imports lazily what its block `if TYPE_CHECKING:` imports."""
     (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    known = {name.name: str(each.module) for each in imports for name in each.names}
+    known = {name.name: "." * each.level + str(each.module) for each in imports for name in each.names}
 
     def load(name: str):
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         check_versions()
         try:
-            return getattr(importlib.import_module(f".{known[name]}", package), name)
+            return getattr(importlib.import_module(known[name], package), name)
         except Exception as error:
             if (unfit := unfit_packages(error)) is None:
                 raise

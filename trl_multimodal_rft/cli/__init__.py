@@ -36,6 +36,7 @@ COMMANDS = {
     "families": "list the models with vision or audio, and their family-specific rules",
     "prepare": "convert a published dataset, or one in another tool's layout, to a folder of rows",
 }
+EXTRAS = {"chat", "estimate", "prepare"}  # commands that no training needs
 _PROG = "trl-multimodal-rft"
 
 __all__ = ["COMMANDS", "LAUNCHED", "main"]
@@ -65,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             check_names(args)
             module = "suggest" if getattr(args, "suggest", False) else name  # an option of `estimate`
+            folder = "..extras" if name in EXTRAS else ""
             try:
-                importlib.import_module(f".{module}", __name__).run(args)
+                importlib.import_module(f"{folder}.{module}", __name__).run(args)
             finally:
                 sys.stdout.flush()
     except KeyboardInterrupt:

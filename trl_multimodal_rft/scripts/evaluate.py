@@ -24,8 +24,7 @@ from ..reporting.curves import save_figure
 from ..reporting.plots import accuracies, check_plot
 from ..rewards.model import RewardModel
 from ..spelling import did_you_mean
-from .arguments import RFTScriptArguments, ToolArguments, option
-from .harness import HarnessArguments, evaluate_with_harness
+from .arguments import HarnessArguments, RFTScriptArguments, ToolArguments, option
 from .inputs import load_split, model_init_kwargs, with_prompts
 from .preflight import check_model_and_dataset, is_harness
 from .prompts import with_system_message
@@ -223,6 +222,8 @@ def main(
     if is_harness(layout):
         if accelerator.num_processes > 1:
             raise ValueError(f"`--benchmark {layout}` asks a server from one process; launch a single one.")
+        from ..extras.harness_run import evaluate_with_harness
+
         result = evaluate_with_harness(harness_args, script_args, evaluation_args, config, model_args)
     elif not evaluation_args.pairs:
         _, result = evaluate_by_name(*arguments)

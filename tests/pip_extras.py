@@ -45,8 +45,8 @@ OPTIONS = {
 }
 # Packages whose environments tests act in; two of them don't go together
 ENVIRONMENTS = {
-    "environments": ("openenv", "test_openenv.py"),
-    "verifiers": ("verifiers", "test_verifiers.py"),
+    "environments": ("openenv", "extras/test_openenv.py"),
+    "verifiers": ("verifiers", "extras/test_verifiers.py"),
 }
 
 
@@ -109,7 +109,7 @@ def check(extra: str, folder: Path) -> None:
         python, (package, tests) = programs / "python", ENVIRONMENTS[extra]
         more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", package, "pytest"]
         subprocess.run([python, *more], env=outside, check=True)
-        subprocess.run([python, "-m", "pytest", "-q", ROOT / "tests" / tests], cwd=folder, env=outside, check=True)
+        subprocess.run([python, "-m", "pytest", "-q", "-m", "extras", ROOT / "tests" / tests], cwd=folder, env=outside, check=True)
         return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..data.reading.decoding import require_module
-from .environments import EnvironmentFailure
+from ..rollout.environments import EnvironmentFailure
 from .openenv import TIMEOUT, Json, Observation, ServedEnvironment, Value, observation_of, tool_of
 
 

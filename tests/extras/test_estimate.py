@@ -15,16 +15,17 @@ from helpers.trainer_utils import image_rows, load, make_trainer
 from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, cli
-from trl_multimodal_rft.cli import estimate, main
-from trl_multimodal_rft.cli.estimate import Measured, memory
-from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.extras import estimate
+from trl_multimodal_rft.extras.estimate import Measured, memory
+from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.scripts.arguments import parse as parse_script
 from trl_multimodal_rft.scripts.commands import grpo
 
 
-CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 # Parameters of the published models, see https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct
 PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
 TINY = ["--images", "1", "--image_size", "56", "--prompt_tokens", "60", "--completion_tokens", "24"]

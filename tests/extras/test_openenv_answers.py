@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from trl_multimodal_rft.extras.openenv import openenv
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure, tools_of
-from trl_multimodal_rft.rollout.openenv import openenv
 
 
 server_of = pytest.importorskip("websockets.sync.server")

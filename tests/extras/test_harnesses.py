@@ -10,9 +10,9 @@ import pytest
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.evaluation import EvaluationResult, paired_interval, wilson_interval
-from trl_multimodal_rft.evaluation.harnesses import harness_command, harness_result, read_evalscope, read_lmms
 from trl_multimodal_rft.evaluation.result import gains, summary
-from trl_multimodal_rft.scripts.harness import flags
+from trl_multimodal_rft.extras.harness_run import flags
+from trl_multimodal_rft.extras.harnesses import harness_command, harness_result, read_evalscope, read_lmms
 
 
 # Eight questions, of which five have the model's own completion as the answer

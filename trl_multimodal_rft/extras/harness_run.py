@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -19,28 +18,13 @@ import requests
 
 from ..credentials import masked, masked_words
 from ..evaluation import EvaluationResult
-from ..evaluation.harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
+from ..scripts.arguments import HarnessArguments
+from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 
 # The model's name on its server; lmms-eval takes models for OpenAI's that have `o1` in their names, as in `grpo1`
 _NAME = "checkpoint"
 _APPLICABLE = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
-
-
-@dataclass
-class HarnessArguments:
-    """How a benchmark of lmms-eval or EvalScope runs."""
-
-    server_url: str | None = field(
-        default=None,
-        metadata={"help": "OpenAI-compatible server that a harness asks. By default `vllm serve` starts one."},
-    )
-    server_args: dict = field(
-        default_factory=dict, metadata={"help": 'Options of `vllm serve`, in JSON: `{"max-model-len": 8192}`.'}
-    )
-    harness_args: dict = field(
-        default_factory=dict, metadata={"help": 'Options of lmms-eval or EvalScope, in JSON: `{"limit": 100}`.'}
-    )
 
 
 def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> EvaluationResult:

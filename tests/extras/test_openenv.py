@@ -20,8 +20,8 @@ from helpers.trainer_utils import logged, norm
 from transformers.utils import get_json_schema
 
 from trl_multimodal_rft.encoding.conversations import Conversation
+from trl_multimodal_rft.extras.openenv import openenv
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
-from trl_multimodal_rft.rollout.openenv import openenv
 
 
 pytest.importorskip("openenv")
@@ -36,7 +36,7 @@ def serving(name: str):
     port = str(free_port())
     command = [sys.executable, "-m", "uvicorn", f"helpers.openenv_server:{name}", "--factory", "--port", port]
     url, quiet = f"http://127.0.0.1:{port}", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=Path(__file__).parent, **quiet) as server:
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], **quiet) as server:
         try:
             while server.poll() is None:
                 try:

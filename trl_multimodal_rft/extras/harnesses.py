@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..data.rows.columns import as_text, strip_media
-from .result import SCORE, EvaluationResult, estimate
+from ..evaluation.result import SCORE, EvaluationResult, estimate
 
 
 # What `uvx` installs: exact versions, as their files change. lmms-eval imports a module that filelock 4.3 has no more.

@@ -11,9 +11,9 @@ from helpers.tools import call, check_rewards, play
 from helpers.trainer_utils import logged
 from transformers.utils import get_json_schema
 
-from trl_multimodal_rft.rollout import verifiers
+from trl_multimodal_rft.extras import verifiers
+from trl_multimodal_rft.extras.verifiers import verifiers_environment
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
-from trl_multimodal_rft.rollout.verifiers import verifiers_environment
 
 
 pytest.importorskip("verifiers.v1")
@@ -22,7 +22,7 @@ pytest.importorskip("verifiers.v1")
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """Servers import their taskset, too."""
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     monkeypatch.syspath_prepend(tests / "helpers")
     monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests / 'helpers'}")
 

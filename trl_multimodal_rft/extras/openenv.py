@@ -17,7 +17,7 @@ import requests
 from ..credentials import without_credentials
 from ..data.reading.decoding import require_module
 from ..data.reading.refs import shortened
-from .environments import EnvironmentFailure
+from ..rollout.environments import EnvironmentFailure
 
 
 Json = dict[str, Any]  # an object

@@ -20,8 +20,8 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from trl_multimodal_rft import TrainingCurvesCallback, cli
-from trl_multimodal_rft.cli import chat as command
 from trl_multimodal_rft.evaluation import EvaluationConfig
+from trl_multimodal_rft.extras import chat as command
 from trl_multimodal_rft.reporting.curves import FILE_NAME
 
 
@@ -32,7 +32,7 @@ Client, handle_file, AppError = gradio_client.Client, gradio_client.handle_file,
 # gradio's use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-SERVING = Path(__file__).parents[1] / "docs" / "serving.md"
+SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
 QUESTION = "What do you hear in the audio?"
 
 

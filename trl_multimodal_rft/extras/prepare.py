@@ -10,9 +10,9 @@ from typing import get_args
 from datasets import Dataset, DatasetDict
 
 from .. import data
+from ..cli.arguments import LAYOUTS
 from ..data.reading.rules import rules_of
 from ..data.rows.folders import check_empty, write_folder
-from .arguments import LAYOUTS
 
 
 # Options of some layouts, by the names of their loaders' arguments

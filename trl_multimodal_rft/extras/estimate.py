@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ..cli.arguments import OPTIMIZERS, SHARDS
 from ..data.reading.decoding import require_module
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
@@ -33,7 +34,6 @@ from ..reporting.console import parts_lines
 from ..rollout.view_options import LossView, view_option
 from ..trainers.arguments import as_names
 from ..versions import cache_name
-from .arguments import OPTIMIZERS, SHARDS
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 

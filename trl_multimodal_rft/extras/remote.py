@@ -20,8 +20,8 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import filled
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
-from .checks import Argument, check_rewards
-from .model import rows_of_batch
+from ..rewards.checks import Argument, check_rewards
+from ..rewards.model import rows_of_batch
 
 
 P = TypeVar("P")

@@ -1,0 +1,6 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Tools around a training run that no trainer needs: commands, harnesses, served environments, judges and remote rewards.
+
+The core imports them lazily alone: as commands, and by the names of rewards. They use public names of the core.
+"""
