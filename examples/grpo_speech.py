@@ -27,10 +27,10 @@ from tasks import spoken_digits
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft.cli.commands import grpo
+from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import grpo
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 
 DEMO = {

@@ -162,7 +162,15 @@ def changed_since(commit: str) -> list[str]:
 def tests_changed_since(commit: str) -> list[str]:
     """Returns the test files that have changed since a commit, or that import what has, at any depth."""
     known = modules()
-    for folder in ("examples", "benchmarks", "tests", "tests/distributed", "tests/engine", "tests/extras", "tests/shims"):
+    for folder in (
+        "examples",
+        "benchmarks",
+        "tests",
+        "tests/distributed",
+        "tests/engine",
+        "tests/extras",
+        "tests/shims",
+    ):
         known |= {path.stem: path for path in (ROOT / folder).glob("*.py")}
     known |= {f"helpers.{path.stem}": path for path in (ROOT / "tests" / "helpers").glob("*.py")}
     known |= {path.stem: path for path in (ROOT / "tests" / "golden").glob("test_*.py")}

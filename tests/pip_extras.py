@@ -109,7 +109,9 @@ def check(extra: str, folder: Path) -> None:
         python, (package, tests) = programs / "python", ENVIRONMENTS[extra]
         more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", package, "pytest"]
         subprocess.run([python, *more], env=outside, check=True)
-        subprocess.run([python, "-m", "pytest", "-q", "-m", "extras", ROOT / "tests" / tests], cwd=folder, env=outside, check=True)
+        subprocess.run(
+            [python, "-m", "pytest", "-q", "-m", "extras", ROOT / "tests" / tests], cwd=folder, env=outside, check=True
+        )
         return
     rows = ["--dataset_name", folder / "rows" / kind]
     how = [*RECIPES.get(extra, ["--reward_funcs", "accuracy_reward"]), *HOW, *OPTIONS.get(extra, [])]

@@ -15,7 +15,7 @@ LAYERS = house.layers()
 PACKAGE = ROOT / "trl_multimodal_rft"
 NO_LAYER = {"__init__", "lazy"}
 EXTRAS = ["extras", "lightrft"]  # outside of the core
-FACES = {"rewards/__init__.py", "scripts/evaluate.py"}  # modules of the core that import them lazily
+FACES = {"rewards/__init__.py", "cli/evaluate.py"}  # modules of the core that import them lazily
 
 
 def test_page_has_every_layer():

@@ -33,12 +33,11 @@ from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
-from trl_multimodal_rft.cli import COMMANDS, arguments, main
+from trl_multimodal_rft.cli import COMMANDS, arguments, main, options
+from trl_multimodal_rft.cli.options import FIRST, GROUPS, table
+from trl_multimodal_rft.cli.preflight import check_rewards
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.scripts import options
-from trl_multimodal_rft.scripts.options import FIRST, GROUPS, table
-from trl_multimodal_rft.scripts.preflight import check_rewards
 from trl_multimodal_rft.spelling import REMOVED, did_you_mean
 
 

@@ -45,14 +45,13 @@ from trl_multimodal_rft import (
     cli,
     rewards,
 )
-from trl_multimodal_rft.cli import COMMANDS, main
+from trl_multimodal_rft.cli import COMMANDS, filter, main
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.commands import distillation, grpo
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.extras.prepare import LAYOUTS
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts import filter
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import distillation, grpo
 from trl_multimodal_rft.versions import bounds
 
 

@@ -16,13 +16,13 @@ from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, cli
 from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.cli.arguments import parse as parse_script
+from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.extras import estimate
 from trl_multimodal_rft.extras.estimate import Measured, memory
 from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
-from trl_multimodal_rft.scripts.arguments import parse as parse_script
-from trl_multimodal_rft.scripts.commands import grpo
 
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"

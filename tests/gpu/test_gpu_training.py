@@ -28,9 +28,9 @@ from transformers import Qwen2_5_VLProcessor
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.checks.rounding import NOISE_FACTOR
 from trl_multimodal_rft.cli import arguments, estimate
+from trl_multimodal_rft.cli.options import Parser
 from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
-from trl_multimodal_rft.scripts.options import Parser
 
 
 @pytest.mark.parametrize(

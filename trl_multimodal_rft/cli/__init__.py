@@ -8,12 +8,12 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from ..scripts.errors import input_error
-from ..scripts.options import Parser, launched_parser, options_of
-from ..scripts.preflight import check_names
 from ..spelling import did_you_mean
 from ..versions import check_versions
-from . import arguments
+from . import parsers
+from .errors import input_error
+from .options import Parser, launched_parser, options_of
+from .preflight import check_names
 
 
 # Run by `accelerate launch`
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from ..progress import announce
 
         parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
-        args = parser.parse_with_config(argv[1:], getattr(arguments, f"of_run_{name}", None))
+        args = parser.parse_with_config(argv[1:], getattr(parsers, f"of_run_{name}", None))
         announce("loading libraries")
         if name in LAUNCHED:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
@@ -93,7 +93,7 @@ def _parser(name: str, shows_all: bool = False) -> Parser:
     if name in LAUNCHED:
         return launched_parser(prog, options_of(name), description, shows_all=shows_all)
     parser = Parser(prog, description)
-    getattr(arguments, name, lambda parser: None)(parser)  # `families` has none
+    getattr(parsers, name, lambda parser: None)(parser)  # `families` has none
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -40,7 +40,7 @@ from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
 from ..rewards.named import check_reads, load_reward_funcs
 from ..rollout.prompt_encoder import PromptEncoder
-from ..scripts.prompts import with_system_message, with_texts
+from .prompts import with_system_message, with_texts
 
 
 _LISTED = 20  # rows and columns of a cause

@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from ..scripts.errors import FOLDER
-from ..scripts.options import TRACEBACK, packaged
-from ..scripts.preflight import check_run, is_harness
+from .errors import FOLDER
+from .options import TRACEBACK, packaged
+from .preflight import check_run, is_harness
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
     if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":  # which asks a server, in one process
-        from ..scripts import arguments, evaluate
+        from . import arguments, evaluate
 
         return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={packaged('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
-    words += ["--module", "trl_multimodal_rft.scripts", name, *argv]
+    words += ["--module", "trl_multimodal_rft.cli.launched", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         if not getattr(args, TRACEBACK, False):
             os.environ[FOLDER] = folder

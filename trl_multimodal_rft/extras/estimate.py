@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..cli.arguments import OPTIMIZERS, SHARDS
+from ..cli.parsers import OPTIMIZERS, SHARDS
 from ..data.reading.decoding import require_module
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import requests
 
+from ..cli.arguments import HarnessArguments
 from ..credentials import masked, masked_words
 from ..evaluation import EvaluationResult
-from ..scripts.arguments import HarnessArguments
 from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 

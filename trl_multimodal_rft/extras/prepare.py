@@ -10,7 +10,7 @@ from typing import get_args
 from datasets import Dataset, DatasetDict
 
 from .. import data
-from ..cli.arguments import LAYOUTS
+from ..cli.parsers import LAYOUTS
 from ..data.reading.rules import rules_of
 from ..data.rows.folders import check_empty, write_folder
 
