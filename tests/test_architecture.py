@@ -93,8 +93,9 @@ def test_names_are_those_of_the_glossary():
     code = (
         "class A:\n    n_seen: int\n    def refuse(self, given, *, index):\n        self.place = other.asked = index"
     )
+    code += "\n        for each in given: found_rows = found = each"
     found = house.names_outside_the_glossary({"a.medium": ast.parse(code), "a.b": ast.parse("class TakenRow: ...")})
     assert found == [
-        *(f"a.medium: {name}" for name in ("given", "medium", "n_seen", "place", "refuse")),
+        *(f"a.medium: {name}" for name in ("each", "found", "given", "medium", "n_seen", "place", "refuse")),
         "a.b: TakenRow",
     ]
