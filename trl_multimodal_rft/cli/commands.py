@@ -44,7 +44,7 @@ sft = Script("sft", SFTScriptArguments, "MultimodalSFT")
 dpo = Script("dpo", RunArguments, "MultimodalDPO")
 reward = Script("reward", RunArguments, "MultimodalReward")
 
-_SCRIPTS = {script.name: script for script in (grpo, rloo, ppo, distillation, sft, dpo, reward)}
+_SCRIPTS = {script.name: script for script in tuple(globals().values()) if isinstance(script, Script)}
 
 
 def script_of(name: str) -> Script | ModuleType:

@@ -16,9 +16,9 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..rewards.named import REWARD_NAMES
 from ..rollout.tools import TOOLS
+from .registry import LAUNCHED
 
 
-SCRIPTS = ("grpo", "rloo", "ppo", "distillation", "sft", "dpo", "reward", "evaluate", "filter")
 # Arguments of `accelerate launch` that the command sets
 _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
@@ -26,7 +26,7 @@ _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script"
 def collect() -> dict[str, Any]:
     """Collects the options of all launched commands."""
     rows: dict[str, dict[str, Any]] = {}
-    for script in SCRIPTS:
+    for script in LAUNCHED:
         for option in options(importlib.import_module(f"{__package__}.commands").script_of(script).ARGUMENTS):
             rows.setdefault(json.dumps(option), {**option, "commands": []})["commands"].append(script)
     return {
