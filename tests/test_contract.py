@@ -43,7 +43,7 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.commands import script_of
-from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
+from trl_multimodal_rft.trainers.checkpoints.mixin import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CACHE_NAMES,

@@ -20,8 +20,8 @@ from ..progress import announce, write
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import repository_name, upload_command
-from ..trainers.checkpoint_files import checkpoints
-from ..trainers.checkpoints import CheckpointMixin
+from ..trainers.checkpoints.files import checkpoints
+from ..trainers.checkpoints.mixin import CheckpointMixin
 from ..trainers.configs import TrainerConfig
 from ..trainers.dpo_config import MultimodalDPOConfig
 from ..trainers.reward_config import MultimodalRewardConfig

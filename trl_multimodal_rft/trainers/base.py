@@ -44,7 +44,7 @@ from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
-from .checkpoints import CheckpointMixin
+from .checkpoints.mixin import CheckpointMixin
 from .configs import stops_of
 from .engine import (
     check_prompts,

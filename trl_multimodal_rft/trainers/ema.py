@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..reporting.events import EventPart
-from .shards import writes_shards
+from .checkpoints.shards import writes_shards
 
 
 _NAME = "ema"  # of the file, or the folder of shards, in a checkpoint

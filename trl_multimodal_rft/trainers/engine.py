@@ -33,7 +33,7 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
 from ..rollout.turns import ENDS, ToolLoop, run_turns, with_results
 from .asynchronous import probe_engine
-from .checkpoint_files import checkpoints, step_of
+from .checkpoints.files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
 from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..rollout.ranks import any_rank
-from .checkpoint_files import local_part
+from .checkpoints.files import local_part
 
 
 @torch.no_grad()

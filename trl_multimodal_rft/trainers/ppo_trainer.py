@@ -42,7 +42,7 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.score import score_values
 from .arguments import check_arguments
-from .checkpoint_files import whole_state_dict
+from .checkpoints.files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import freeze_parts, split_groups, two_schedules

@@ -32,7 +32,7 @@ from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin
+from .checkpoints.mixin import CheckpointMixin
 from .optimizer import freeze_and_check
 from .setup import Loaded, check_launch, compile_models, has_unread_rows, load_parts, modalities, warn_of_unread
 from .signatures import EvalRows, Processor

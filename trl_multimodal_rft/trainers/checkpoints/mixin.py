@@ -20,26 +20,29 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from ..checks.run_checks import Checks
-from ..data.rows.fingerprint import fingerprint
-from ..forward.features import learned_ways, restore_ways
-from ..forward.scores import DeferredParts
-from ..forward.token_budget import backward_by_parts
-from ..models.critic import Critic, ValueHead, policy_alone
-from ..models.parts import freeze, rates_of_parts
-from ..models.quantization import keep_differentiable
-from ..models.wrapped import is_unsharded, unwrapped
-from ..policy import PolicyForward
-from ..reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
-from ..reporting.curves import TrainingCurvesCallback
-from ..reporting.events import EventPart
-from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
-from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
-from ..rollout.groups import SAVED_CLASSES
-from ..rollout.ranks import any_rank
-from ..rollout.stream import RowStream, named_dataset
-from .arguments import check_keywords
-from .checkpoint_files import (
+from ...checks.run_checks import Checks
+from ...data.rows.fingerprint import fingerprint
+from ...forward.features import learned_ways, restore_ways
+from ...forward.scores import DeferredParts
+from ...forward.token_budget import backward_by_parts
+from ...models.critic import Critic, ValueHead, policy_alone
+from ...models.parts import freeze, rates_of_parts
+from ...models.quantization import keep_differentiable
+from ...models.wrapped import is_unsharded, unwrapped
+from ...policy import PolicyForward
+from ...reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
+from ...reporting.curves import TrainingCurvesCallback
+from ...reporting.events import EventPart
+from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
+from ...reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
+from ...rollout.groups import SAVED_CLASSES
+from ...rollout.ranks import any_rank
+from ...rollout.stream import RowStream, named_dataset
+from ..arguments import check_keywords
+from ..finite import check_weights, skip_broken_update
+from ..optimizer import check_rates, other_parts, save_parts, split_by_rate
+from ..signals import EndOnSignal, end_with_launcher
+from .files import (
     PARTIAL,
     checkpoints,
     export_state,
@@ -51,12 +54,9 @@ from .checkpoint_files import (
     save_without_weights,
     surplus_checkpoints,
 )
-from .finite import check_weights, skip_broken_update
+from .lock import holding
 from .manifest import measure_together, other_run, resume_warnings, verify_checkpoint, write_manifest
-from .optimizer import check_rates, other_parts, save_parts, split_by_rate
-from .run_lock import holding
 from .shards import check_shards, gathering, load_module, other_layout, save_module, writes_shards
-from .signals import EndOnSignal, end_with_launcher
 
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from transformers.utils import CONFIG_NAME
 from trl.distributed import DistributedBackend
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from ..models.critic import policy_alone
-from ..models.pretrained import whole_weights
-from ..models.wrapped import is_unsharded
-from ..rollout.groups import SAVED_CLASSES
+from ...models.critic import policy_alone
+from ...models.pretrained import whole_weights
+from ...models.wrapped import is_unsharded
+from ...rollout.groups import SAVED_CLASSES
 
 
 # Where a checkpoint is until it is whole and before it is deleted, and there, the one that another replaces

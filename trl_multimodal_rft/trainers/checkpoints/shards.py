@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import StateDictType
 
-from ..encoding.model_folders import SHARDS
-from ..models.wrapped import replaced
-from .checkpoint_files import load_unsharded, save_unsharded
+from ...encoding.model_folders import SHARDS
+from ...models.wrapped import replaced
+from .files import load_unsharded, save_unsharded
 
 
 _METADATA = ".metadata"  # says which shard holds what

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from ..data.rows.fingerprint import differences
+from ...data.rows.fingerprint import differences
 
 
 _MANIFEST = "manifest.json"
