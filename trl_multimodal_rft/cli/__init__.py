@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv (`Sequence[str]`, *optional*):
-            Name of the command and its arguments, those of the process by default.
+            Name of the command and its arguments. Defaults to the arguments of the process.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else None
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
-            module = "suggest" if getattr(args, "suggest", False) else name  # an option of `estimate`
+            module = "suggest" if getattr(args, "suggest", False) else name  # `--suggest` is an option of `estimate`
             folder = "..extras" if name in EXTRAS else ""
             try:
                 importlib.import_module(f"{folder}.{module}", __name__).run(args)
@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         try:
-            print(flush=True)  # which fails only if it is this pipe, as of `| head`
+            print(flush=True)  # fails only if standard output is the broken pipe, as with `| head`
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at exit
             sys.exit(128 + signal.SIGPIPE)
         raise
     except Exception as error:
@@ -73,13 +73,13 @@ def _parser(name: str, shows_all: bool = False) -> Parser:
     if name in LAUNCHED:
         return launched_parser(prog, options_of(name), description, shows_all=shows_all)
     parser = Parser(prog, description)
-    getattr(parsers, name, lambda parser: None)(parser)  # `families` has none
+    getattr(parsers, name, lambda parser: None)(parser)  # `families` has no options
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _without_command(argv: list[str]) -> None:
-    """Ends with help, the version or an error."""
+    """Ends the process with the help, the version or an error if the first argument is no command."""
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)
     parser.formatter_class = RawDescriptionHelpFormatter

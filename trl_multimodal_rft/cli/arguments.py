@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def option(default: T, text: str) -> T:
-    """A field with the text that `--help` shows."""
+    """Returns a dataclass field with the text that `--help` shows."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class PromptArguments(ScriptArguments, DatasetMixtureConfig):
-    r"""Arguments of scripts that read a dataset of prompts, or several ([`~trl.DatasetMixtureConfig`])."""
+    r"""Arguments of scripts that read prompts from a dataset or from several ([`~trl.DatasetMixtureConfig`])."""
 
     prompt: str | None = option(
         None,
@@ -44,7 +44,7 @@ class RunArguments(PromptArguments):
         False, "Show transformers' progress bar and dictionaries instead of one line per log."
     )
     dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
-    # What the user set, on the command line and in its config, the command that starts the run, and its state
+    # Not options: what the user set on the command line and in its config, the command of the run, and its state
     user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
     state: TrainerState | None = field(default=None, init=False, repr=False)
@@ -72,13 +72,13 @@ class RFTScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.reward_funcs, str):  # one, in a config file
+        if isinstance(self.reward_funcs, str):  # a config file may name one function as a text
             self.reward_funcs = [self.reward_funcs]
         if self.reward_funcs is not None and self.reward_recipe is not None:
             raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
 
     def load_rewards(self, default: Sequence[str]) -> list[Callable]:
-        """The named reward functions."""
+        """Returns the reward functions of the recipe or of `reward_funcs`, or else those that `default` names."""
         if self.reward_recipe is not None:
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
         return load_reward_funcs(default if self.reward_funcs is None else self.reward_funcs)
@@ -95,13 +95,13 @@ class ToolArguments:
     )
 
     def tool_inputs(self) -> dict[str, Any]:
-        """Arguments of a trainer or an evaluation; a config file may name one tool as a text."""
+        """Returns the tools as arguments of a trainer or an evaluation. A config file may name one tool as a text."""
         return load_tools([self.tools] if isinstance(self.tools, str) else self.tools or [])
 
 
 @dataclass
 class HarnessArguments:
-    """How a benchmark of lmms-eval or EvalScope runs."""
+    """Server and options of a benchmark of lmms-eval or EvalScope."""
 
     server_url: str | None = field(
         default=None,
@@ -157,14 +157,14 @@ class PPOScriptArguments(RunArguments, RFTScriptArguments):
 def parse(
     arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """Reads the arguments of a script, with those of its `--config`."""
+    """Parses command line and `--config` into one instance per class. `demo` adds options if no model is named."""
     argv = sys.argv[1:] if argv is None else argv
     parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
-    used = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
-    made = tuple(
-        cls(**{each.name: used[each.name] for each in fields(cls) if each.init and each.name in used})
+    values = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
+    instances = tuple(
+        cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.init and entry.name in values})
         for cls in arguments
     )
-    if isinstance(made[0], RunArguments):
-        made[0].user_options = parsed
-    return made
+    if isinstance(instances[0], RunArguments):
+        instances[0].user_options = parsed
+    return instances

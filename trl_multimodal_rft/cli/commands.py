@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What each launched command runs: a module, or a trainer with its arguments."""
+"""Scripts of the launched commands: a module, or a trainer with its arguments."""
 
 import importlib
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from .training import run
 
 @dataclass(frozen=True)
 class Script:
-    """Trains with a trainer, which is imported when it is asked for. `main` takes one of each class in `ARGUMENTS`."""
+    """Script of a trainer, which is imported on first use. `main` takes one instance of each class in `ARGUMENTS`."""
 
     name: str
     arguments: type
-    prefix: str  # of the names of the trainer and its config
+    prefix: str  # start of the names of the trainer and its config
 
     @property
     def ARGUMENTS(self) -> tuple[type, ...]:
@@ -48,5 +48,5 @@ _SCRIPTS = {script.name: script for script in tuple(globals().values()) if isins
 
 
 def script_of(name: str) -> Script | ModuleType:
-    """What a command runs, by its name."""
+    """Returns the script of a command by the name of the command."""
     return _SCRIPTS.get(name) or importlib.import_module(f".{name}", __package__)

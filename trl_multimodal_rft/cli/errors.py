@@ -10,12 +10,12 @@ from ..credentials import masked
 from ..versions import unfit_packages
 
 
-# Environment variable with the folder into which launched processes write input errors, one of which is shown
+# Environment variable with the folder into which launched processes write input errors. The command shows one.
 FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
 def one_line(text: str) -> str:
-    """A message without line breaks."""
+    """Returns a message without line breaks."""
     return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
@@ -24,7 +24,7 @@ _CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "dat
 
 
 def input_error(error: BaseException) -> str | None:
-    """The message of an input error, in one line; `None` for others, such as those in the user's reward function."""
+    """Returns an input error's message in one line, or `None` for other errors, such as those of a reward function."""
     if (unfit := unfit_packages(error)) is not None:
         return unfit
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
@@ -38,7 +38,7 @@ def input_error(error: BaseException) -> str | None:
 
 
 def leave(error: BaseException) -> None:
-    """Passes an input error of a launched process to the command that launched it."""
+    """Passes an input error of a launched process to the command that launched it. Raises other errors."""
     text, folder = input_error(error), os.environ.get(FOLDER)
     if text is None or folder is None:
         raise error

@@ -40,7 +40,7 @@ BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
 
 
 def benchmark_of(name: str) -> tuple[Callable, list[str]]:
-    """The loader and the default rewards of a benchmark by its name."""
+    """Returns the loader and the names of the default rewards of a benchmark."""
     if name not in BENCHMARKS:
         raise ValueError(
             f"There is no benchmark {name!r}; name one of {', '.join(BENCHMARKS)}.{did_you_mean(name, BENCHMARKS)}"
@@ -79,7 +79,7 @@ class EvaluationArguments(ToolArguments):
 
 @dataclass
 class PairArguments(EvaluationArguments):
-    """Whether rows are pairs, and how a judge or a reward model compares them."""
+    """Arguments of an evaluation whose rows may be pairs for a judge or a reward model."""
 
     pairs: bool = option(
         False,
@@ -93,7 +93,7 @@ class PairArguments(EvaluationArguments):
 
 
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
-    """The rows to answer."""
+    """Returns the rows to evaluate."""
     name, benchmark = str(script_args.dataset_name), evaluation_args.benchmark
     if script_args.dataset_streaming:
         raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
@@ -113,7 +113,7 @@ def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArgume
 
 
 def load_judge_rows(script_args: RFTScriptArguments, pair_args: PairArguments, split: str) -> Dataset:
-    """Pairs in both orders. A system message is the judge's."""
+    """Returns prompts for a judge, with each pair in both orders and the system message for the judge."""
     pairs = load_rows(replace(script_args, system_prompt=None), pair_args, split)
     return with_system_message(judge_rows(pairs), script_args.system_prompt)
 
@@ -126,7 +126,7 @@ def score_by_name(
     split: str,
     accelerator: Accelerator,
 ) -> EvaluationResult:
-    """Measures a reward model on pairs, both by their names."""
+    """Loads a reward model and pairs by their names, and measures the model on the pairs."""
     name, trusts = str(script_args.reward_model_name_or_path), pair_args.trust_remote_code
     if model_args.model_name_or_path is not None:
         raise ValueError(
@@ -155,7 +155,7 @@ def evaluate_by_name(
     load: Callable[..., Dataset] = load_rows,
     default: Sequence[str] = ("accuracy_reward", "format_reward"),
 ) -> tuple[Dataset, EvaluationResult]:
-    """Evaluates a model on a dataset, both by their names, by default with the benchmark's or these rewards."""
+    """Evaluates a model on a dataset; loads both by name. Rewards default to the benchmark's, or else to `default`."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     name = str(model_args.model_name_or_path)
     if model_args.use_peft:
@@ -211,13 +211,13 @@ def main(
 ) -> None:
     """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     check_plot(evaluation_args.plot)
-    compared = evaluation_args.compare_with
-    if compared is not None and not Path(compared, "rows.parquet").is_file():
-        raise ValueError(f"`compare_with` is {compared!r}, which holds no evaluation; name the `output_dir` of one.")
+    baseline = evaluation_args.compare_with
+    if baseline is not None and not Path(baseline, "rows.parquet").is_file():
+        raise ValueError(f"`compare_with` is {baseline!r}, which holds no evaluation; name the `output_dir` of one.")
     accelerator, train = Accelerator(), script_args.dataset_train_split
     split, name, layout = script_args.dataset_test_split, script_args.dataset_name, evaluation_args.benchmark
-    only = only_split(name, script_args.dataset_config) if layout is None and name is not None else None
-    split = only if only is not None and split == "test" else split
+    single_split = only_split(name, script_args.dataset_config) if layout is None and name is not None else None
+    split = single_split if single_split is not None and split == "test" else split
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
     if is_harness(layout):
         if accelerator.num_processes > 1:
@@ -233,12 +233,12 @@ def main(
     else:
         result = score_by_name(*arguments)
     try:
-        result.metrics |= {} if compared is None else gains(result, compared)
+        result.metrics |= {} if baseline is None else gains(result, baseline)
     finally:
         result.save(evaluation_args.output_dir)
     if evaluation_args.plot is not None and accelerator.is_main_process:
         save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(summary(result))
-    if layout is None and "[" not in split and train in (split, only):
+    if layout is None and "[" not in split and train in (split, single_split):
         accelerator.print(f"The rows are those of {train!r}, which training may have used.")
     accelerator.end_training()

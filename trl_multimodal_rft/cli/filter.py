@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Keeps rows of a dataset by a model's answers to them, see `trl-multimodal-rft filter --help`."""
+"""Selection of a dataset's rows by a model's completions, see `trl-multimodal-rft filter --help`."""
 
 import json
 from collections import Counter
@@ -23,17 +23,17 @@ from .evaluate import EvaluationArguments, evaluate_by_name
 from .preflight import check_ablated_modality
 
 
-# In the folder of the rows
+# Name of the report in the folder of the rows
 REPORT = "filter.json"
 
 
-# Without a choice of the user, so many completions of each row decide about its pass rate, at this temperature
+# Default number of completions that a row's pass rate takes, and their default temperature
 _SAMPLES, _TEMPERATURE = 8, 1.0
 
 
 @dataclass
 class FilterArguments(EvaluationArguments):
-    """Which rows to keep."""
+    """Criteria for the rows to keep, and the folder for these rows."""
 
     by: Literal["accuracy", "contribution"] = option(
         "contribution",
@@ -61,7 +61,7 @@ class FilterArguments(EvaluationArguments):
 
 
 def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
-    """Why a row is too easy or too hard, by its share of correct answers; `None` if it isn't."""
+    """Returns why a row is dropped by its share of correct completions, or `None` for a row to keep."""
     pass_rate = _share(record["correct"])
     if pass_rate is None:
         return "not scored"
@@ -73,7 +73,7 @@ def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: fl
 def why_dropped(
     record: dict[str, Any], modality: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
-    """Why a row's answer doesn't need its medium; `None` if it does."""
+    """Returns why a row's completions don't show that it needs its medium, or `None` if they do."""
     if record["correct_without"] is None:
         return f"no {modality}"
     accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
@@ -91,7 +91,7 @@ def _share(correct: Sequence[bool | None] | None) -> float | None:
 
 
 def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArguments) -> dict[str, Any]:
-    """The content of `filter.json`."""
+    """Returns the content of `filter.json`."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
     names, shares = ["min", "max"], {PASS_RATE: "correct"}
@@ -121,19 +121,19 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
 def _text(report: dict[str, Any]) -> str:
     settings, metrics = report["settings"], report["metrics"]
     modality = settings["ablate"]
-    kept = f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows "
+    summary = f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows "
     if report["by"] == "contribution":
-        kept += f"need their {modality} ({settings['ablate_with']} in its place)."
+        summary += f"need their {modality} ({settings['ablate_with']} in its place)."
     else:
         n = settings["num_samples"]
-        kept += f"have {report['min']:.0%} to {report['max']:.0%} of {n} answers right."
-    lines = [kept, *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items())]
+        summary += f"have {report['min']:.0%} to {report['max']:.0%} of {n} answers right."
+    lines = [summary, *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items())]
     of_rows = [line for line in metric_lines(metrics, settings) if line.startswith(("accuracy", f"{modality}_"))]
     return "\n".join([*lines, *(f"- {line}" for line in of_rows)])
 
 
 def _checked(config: EvaluationConfig, by: str) -> EvaluationConfig:
-    """The config, which samples several completions of each row where their share is the pass rate."""
+    """Returns the checked config. With `--by accuracy`, several completions of each row are the default."""
     if by == "contribution":
         check_ablated_modality(config.ablate)
         return config
@@ -162,11 +162,11 @@ def main(
     accelerator = Accelerator()
     arguments = script_args, filter_args, config, model_args
     dataset, result = evaluate_by_name(*arguments, script_args.dataset_train_split, accelerator)
-    why: Any = why_dropped
+    reason_of: Any = why_dropped
     bounds: tuple = config.ablate, filter_args.min_accuracy_with, filter_args.max_accuracy_without
     if filter_args.by == "accuracy":
-        why, bounds = why_dropped_by_accuracy, (filter_args.min, filter_args.max)
-    reasons = {record["index"]: why(record, *bounds) for record in result.rows}
+        reason_of, bounds = why_dropped_by_accuracy, (filter_args.min, filter_args.max)
+    reasons = {record["index"]: reason_of(record, *bounds) for record in result.rows}
     dropped = dict.fromkeys(result.skipped, "can't be read")
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
     report = _report(result, dropped, filter_args)
@@ -174,7 +174,7 @@ def main(
     if filter_args.plot is not None and accelerator.is_main_process:
         names = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
         rates = {name: [_share(record.get(key)) for record in result.rows] for name, key in names.items()}
-        scored = {name: [rate for rate in each if rate is not None] for name, each in rates.items()}
+        scored = {name: [rate for rate in values if rate is not None] for name, values in rates.items()}
         n = config.num_samples
         save_figure(histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)]), Path(filter_args.plot))
     if not report["kept"]:

@@ -24,13 +24,13 @@ logger = get_logger(__name__)
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
-    """Rows with the prompts that the arguments make."""
+    """Returns rows with the prompts and completions that templates and the system message of the arguments make."""
     rows = with_texts(rows, {"prompt": script_args.prompt, "completion": getattr(script_args, "completion", None)})
     return with_system_message(rows, script_args.system_prompt)
 
 
 def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    """Rows of the dataset that the arguments name, or of a mixture, with their prompts."""
+    """Returns a split of the dataset or mixture that the arguments name, with its prompts."""
     if script_args.datasets:
         if script_args.dataset_name is not None:
             logger.warning("`datasets` takes precedence, as in TRL; `dataset_name` is ignored.")
@@ -45,11 +45,13 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
     # `load_dataset` supports neither paths of files nor `~`
     parts = [
-        each if each.data_files or each.data_dir else replace(each, **load_arguments(each.path, each.split))
-        for each in script_args.datasets
+        dataset
+        if dataset.data_files or dataset.data_dir
+        else replace(dataset, **load_arguments(dataset.path, dataset.split))
+        for dataset in script_args.datasets
     ]
     size = script_args.test_split_size
-    with reading(f"the mixture of {', '.join(repr(each.path) for each in script_args.datasets)}"):
+    with reading(f"the mixture of {', '.join(repr(dataset.path) for dataset in script_args.datasets)}"):
         splits = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
     if size is not None:
         if script_args.streaming:
@@ -64,9 +66,9 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
 def trainer_inputs(
     script_args: PromptArguments, training_args: TrainerConfig, model_args: ModelConfig
 ) -> dict[str, Any]:
-    """Arguments of a trainer, from those of a script."""
+    """Returns the arguments of a trainer, made from those of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
-    options = training_args.model_init_kwargs  # which a config reads from JSON
+    options = training_args.model_init_kwargs  # the config has read the option from JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
@@ -93,7 +95,7 @@ def trainer_inputs(
 
 
 def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
-    """Arguments of the trainer that only PPO has."""
+    """Returns the trainer arguments that only PPO has."""
     name, config, split = script_args.ptx_dataset_name, script_args.ptx_dataset_config, script_args.ptx_dataset_split
     return {
         "value_model": script_args.value_model_name_or_path,
@@ -104,7 +106,7 @@ def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
 def _with_chat_template(
     path: str, name: str, revision: str | None, trust_remote_code: bool
 ) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """The processor of a model, with the chat template in a file or that of another model."""
+    """Returns the processor of a model with the chat template of a file or of another model."""
     file = Path(path).expanduser()
     if file.is_file():
         template = file.read_text(encoding="utf-8")
@@ -120,7 +122,7 @@ def _with_chat_template(
 
 
 def _check_same_rows(script_args: PromptArguments) -> None:
-    """Refuses one file for training and evaluation: it is one split under any name."""
+    """Raises if training and evaluation would use the same file, which is one split under any name."""
     name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)
     if path is not None and path.is_file() and not any("[" in split for split in splits):
@@ -131,7 +133,7 @@ def _check_same_rows(script_args: PromptArguments) -> None:
 
 
 def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained`."""
+    """Returns arguments of `from_pretrained`."""
     return {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -140,7 +142,7 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
 
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
-    """Adapter and quantization, as a trainer takes them."""
+    """Returns quantization and adapter as arguments of a trainer."""
     if model_args.use_peft:
         require_module("peft", "peft")
     return {"quantization_config": get_quantization_config(model_args), "peft_config": get_peft_config(model_args)}

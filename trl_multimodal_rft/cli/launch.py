@@ -19,7 +19,9 @@ from .preflight import check_run, is_harness
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
-    if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":  # which asks a server, in one process
+    if (
+        is_harness(getattr(args, "benchmark", None)) and name == "evaluate"
+    ):  # the harness asks a server from one process
         from . import arguments, evaluate
 
         return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
@@ -39,17 +41,17 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
     if code < 0 and code != -signal.SIGINT:
-        why = ", as when memory runs out" * (code == -signal.SIGKILL)
-        raise ValueError(f"A process was killed by {signal.Signals(-code).name}{why}.")
+        cause = ", as when memory runs out" * (code == -signal.SIGKILL)
+        raise ValueError(f"A process was killed by {signal.Signals(-code).name}{cause}.")
     sys.exit(code if code >= 0 else 128 - code)
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    """Launches and returns the exit code, without accelerate's and torch's messages on defaults and failures."""
+    """Launches a script without messages of accelerate and torch on defaults and failures. Returns its exit code."""
     logging.disable(logging.ERROR)
     # The launched process gets Ctrl-C from the terminal as well and may save a checkpoint, so this one waits. For
     # several processes, torch sets its handler.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         _launch(words)
         return 0
@@ -62,7 +64,7 @@ def _exit_code(words: Sequence[str]) -> int:
             return 128 + error.sigval
         raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
         logging.disable(logging.NOTSET)
 
 

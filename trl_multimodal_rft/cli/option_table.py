@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The table of options, from the config classes."""
+"""The table of the commands' options, made from the config classes."""
 
 import argparse
 import enum
@@ -38,12 +38,12 @@ def collect() -> dict[str, Any]:
 
 
 def options(classes: Sequence[type]) -> list[dict[str, Any]]:
-    """Options of a script, as [`~trl.TrlParser`] takes them."""
-    hints = {name: hint for each in classes for name, hint in get_type_hints(each).items()}
-    groups = {each.name: _group(cls, each.name) for cls in classes for each in fields(cls) if each.init}
+    """Returns the options of a script, as [`~trl.TrlParser`] takes them."""
+    hints = {name: hint for entry in classes for name, hint in get_type_hints(entry).items()}
+    groups = {entry.name: _group(cls, entry.name) for cls in classes for entry in fields(cls) if entry.init}
     actions = {}
     for action in TrlParser(classes)._actions:
-        actions.setdefault(action.dest, action)  # `--no_...` comes second
+        actions.setdefault(action.dest, action)  # the action of `--no_...` comes second
     return [_option(actions[name], group, type(None) in get_args(hints[name])) for name, group in groups.items()]
 
 
@@ -65,23 +65,23 @@ def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, An
 
 
 def _group(owner: type, name: str) -> str:
-    """Group of a field: for configs of trainers by the package that defines it last."""
+    """Returns the group of a field; in a trainer's config, the package of the last class that defines the field."""
     if issubclass(owner, TrainingArguments):
-        defined = next(each for each in owner.__mro__ if name in vars(each).get("__annotations__", ()))
-        return {"trl_multimodal_rft": "multimodal"}.get(package := defined.__module__.split(".")[0], package)
+        definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
+        return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)
     if issubclass(owner, ScriptArguments):
-        return "mixture" if name in {each.name for each in fields(DatasetMixtureConfig)} else "script"
+        return "mixture" if name in {member.name for member in fields(DatasetMixtureConfig)} else "script"
     return "model" if owner is ModelConfig else "evaluation"
 
 
 def _launch_options() -> list[dict[str, Any]]:
-    """Options of `accelerate launch`, whose values stay words."""
-    found = []
+    """Returns the options of `accelerate launch`. Values other than numbers and booleans stay words."""
+    rows = []
     for action in launch_command_parser()._actions:
         if action.dest in _NOT_TAKEN or not action.option_strings:
             continue
-        name = next(each[2:] for each in action.option_strings if each.startswith("--"))
+        name = next(flag[2:] for flag in action.option_strings if flag.startswith("--"))
         option = _option(action, "launch", False)
         kind = option["type"] if option["type"] in ("int", "float") else "str"
-        found.append({**option, "name": name, "type": "bool" if action.nargs == 0 else kind, "commands": []})
-    return found
+        rows.append({**option, "name": name, "type": "bool" if action.nargs == 0 else kind, "commands": []})
+    return rows

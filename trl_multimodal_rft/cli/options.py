@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Parsers of the commands, without importing what the commands run."""
+"""Parsers of the commands, which import nothing that the commands run."""
 
 import argparse
 import difflib
@@ -18,7 +18,7 @@ from ..spelling import did_you_mean
 from .errors import one_line
 
 
-# Titles of groups in `--help`, in its order
+# Titles of groups of options, in the order of `--help`
 GROUPS = {
     "script": "data, prompts and rewards",
     "mixture": "several datasets",
@@ -30,7 +30,7 @@ GROUPS = {
     "launch": "accelerate launch",
 }
 _ONLY_IN_FULL_HELP = ("transformers", "launch")
-# The first block of `--help`: what the examples, the first pages and a tenth of the recipes use
+# Options in the first block of `--help`: those that the examples, the first pages or a tenth of the recipes use
 FIRST = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze", "use_peft")
 FIRST += ("lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt", "min_pixels")
 FIRST += ("max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir", "dry_run")
@@ -46,16 +46,16 @@ NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or
 NAMES += ("dataset_name", "ptx_dataset_name")
 _FOLDERS = ("output_dir", "compare_with", "plot")
 TRACEBACK = "traceback"  # destination of `--debug`
-_LAUNCH = "launch "  # start of destinations of options of `accelerate launch`
+_LAUNCH = "launch "  # prefix of the destinations of options of `accelerate launch`
 _DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
-_LISTED = 8  # choices that `--help` lists before the description
+_LISTED = 8  # maximum number of choices that `--help` lists before the description
 
 
 Value = bool | int | float | str | list | dict | None
 
 
 def read_config(path: str) -> dict[str, Value]:
-    """Reads the keys of a config file. Scalars stay the texts that the command line would have."""
+    """Reads a config file into values by option. Scalars stay texts, as on the command line."""
     import yaml
 
     try:
@@ -64,9 +64,9 @@ def read_config(path: str) -> dict[str, Value]:
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
         names = [_option_name(key.value) for key, _ in node.value]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{path}: `{twice}` is set twice; remove one.")
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"{path}: `{duplicate}` is set twice; remove one.")
         loader.flatten_mapping(node)
         values = {
             _option_name(key.value): (loader.construct_object(value, deep=True), value.value)
@@ -82,35 +82,35 @@ def read_config(path: str) -> dict[str, Value]:
 
 
 def _option_name(key: str) -> str:
-    """The option that a key names, which may have dashes, as on the command line."""
+    """Returns the option that a key names. Keys may have dashes, as on the command line."""
     return str(key).replace("-", "_")
 
 
 def packaged(folder: str, name: str) -> str:
-    """The path of a YAML file, or of one in a folder of this package by its name."""
+    """Returns the path of a YAML file, or of the file of that name in a folder of this package."""
     if Path(name).is_file():
         return name
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
     files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
     if name not in files:
-        stem, stems, near = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
-        close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if near else 0.8)
+        stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
+        close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
         same = [f"`{file}`" for file in files if Path(file).name in close]
-        if not same and not near:
-            local_path(name)  # which raises for a path
-        near = f" Did you mean {' or '.join(same)}?" if same else near or f" This package has {', '.join(files)}."
-        raise ValueError(f"There is no file {name!r}.{near}")
+        if not same and not hint:
+            local_path(name)  # raises for names that look like paths
+        hint = f" Did you mean {' or '.join(same)}?" if same else hint or f" This package has {', '.join(files)}."
+        raise ValueError(f"There is no file {name!r}.{hint}")
     return str(files[name])
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command: errors are one line with the closest option, and `--config` reads options from a file."""
+    """Parser of a command. Errors are one line with the closest option, and `--config` reads options from a file."""
 
     def __init__(self, prog: str, description: str | None = None, usage: str | None = None, epilog: str | None = None):
         formatter = functools.partial(_HelpFormatter, max_help_position=32)
         super().__init__(prog, usage, description, epilog, allow_abbrev=False, formatter_class=formatter)
         self.optional: set[str] = set()  # options that may be null in a config file
-        self.file = ""  # whose options are read
+        self.file = ""  # start of errors while options are read from a file
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.file}{one_line(message)}\n")
@@ -119,29 +119,32 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """
-        Parses a command line. Unknown options end the process before missing ones do. Names of options may have dashes
-        in place of underscores.
+        Parses a command line. An unknown option is reported before a missing one. Names of options may have dashes in
+        place of underscores.
         """
         words = [_DASHED.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
         for name in (word.split("=")[0] for word in words if word.startswith("--")):
             if name not in self._option_string_actions:
-                names = [each[2:] for each in self._option_string_actions if each.startswith("--")]
+                names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
                 near = did_you_mean(name[2:], names).replace("mean `", "mean `--")
                 self.error(f"there is no option `{name}`.{near}")
         return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
-        """Adds options of a launched command, with their defaults or others."""
+        """Adds options of a launched command. `defaults` names further options with other defaults."""
         options = {option["name"]: option for option in options_of(command)}
-        others = self.add_argument_group("as in the config of a trainer")
+        trainer_group = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
             default = defaults.get(name, options[name]["default"])
-            _add_option(self if name in FIRST else others, {**options[name], "default": default}, default)
+            _add_option(self if name in FIRST else trainer_group, {**options[name], "default": default}, default)
 
     def parse_with_config(
         self, argv: Sequence[str], of_run: Callable[[dict[str, Value]], dict[str, Value]] | None = None
     ) -> argparse.Namespace:
-        """Parses a command line whose `--config` names a file or a recipe of this package. The command line wins."""
+        """
+        Parses a command line whose `--config` names a file or a recipe of this package. The command line wins.
+        `of_run` makes options of this command from the keys of a run config.
+        """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
         finder.error = self.error  # type: ignore[method-assign]
@@ -170,7 +173,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _read(self, keys: dict[str, Value], values: argparse.Namespace) -> None:
-        """Parses keys of a config file as the words of a command line, and no longer requires their options there."""
+        """Parses keys of a config file like a command line. Options that it sets are no longer required."""
         words = []
         for name, value in keys.items():
             action = self._option_string_actions.get(f"--{name}")
@@ -183,7 +186,7 @@ class Parser(argparse.ArgumentParser):
             if action is not None and action.nargs == 0 and isinstance(value, str):
                 words += [f"--{name}"] if _bool(value) else []
             elif isinstance(value, list) and action is not None and action.nargs == "+":
-                words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(each) for each in value)]
+                words += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         required = [action for action in self._actions if action.required]
@@ -195,7 +198,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows no trivial defaults."""
+    """Help formatter that leaves out trivial defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and _with_default(action.help, action.default)
@@ -210,25 +213,25 @@ def _with_default(text: str, default: Value | tuple[str, ...]) -> str:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """The options of the launched commands, by the installed versions of TRL, transformers and accelerate."""
+    """Returns the options of the launched commands for the installed versions of TRL, transformers and accelerate."""
     file = importlib.resources.files(__package__ or "").joinpath("options.json")
     saved = json.loads(file.read_text(encoding="utf-8"))
     if saved["versions"] == {name: version(name) for name in saved["versions"]}:
         return saved
-    from .option_table import collect  # imports them, which takes seconds
+    from .option_table import collect  # imports these packages, which takes seconds
 
     return json.loads(json.dumps(collect()))
 
 
 def options_of(command: str) -> list[dict[str, Any]]:
-    """Options of a launched command."""
+    """Returns the options of a launched command."""
     return [option for option in table()["options"] if command in option["commands"]]
 
 
 def launched_parser(
     prog: str, options: Iterable[dict[str, Any]], description: str | None = None, *, shows_all: bool = False
 ) -> Parser:
-    """Parser of a launched command."""
+    """Returns the parser of a launched command."""
     epilog = (
         "The first options are those of the examples and recipes. `--help_all` shows the others of "
         "transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and of `accelerate launch`, "
@@ -241,14 +244,14 @@ def launched_parser(
     add("--help_all", action="help", help="show all options and exit")
     add("--config", help="YAML file with options or built-in recipe; the command line wins")
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
-    options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
+    options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
-    unique: dict[str, dict[str, Any]] = {}  # launched ones after those of the config with the same name
+    unique: dict[str, dict[str, Any]] = {}  # a config's option wins over one of `accelerate launch` of the same name
     for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
         unique.setdefault(option["name"], option)
-    unique.pop("debug", None)  # which transformers has, too, for something else
+    unique.pop("debug", None)  # transformers' option, which isn't the `--debug` above
     first = [unique.pop(name) for name in FIRST if name in unique]
-    sections = {"": first, **{group: [each for each in unique.values() if each["group"] == group] for group in GROUPS}}
+    sections = {"": first, **{group: [row for row in unique.values() if row["group"] == group] for group in GROUPS}}
     for group, rows in sections.items():
         section = parser.add_argument_group(GROUPS[group]) if group else parser
         for option in rows:
@@ -299,11 +302,11 @@ def _json(text: str) -> Value:
     return json.loads(text)
 
 
-_bool.__name__, _json.__name__ = "bool", "json"  # which messages of argparse show
+_bool.__name__, _json.__name__ = "bool", "json"  # messages of argparse show these names
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Reads `none` and `null` as well, as TRL does."""
+    """Returns a converter that also reads `none` and `null`, as TRL does."""
 
     def read(text: str) -> Value:
         return None if text.lower() in ("none", "null") else convert(text)

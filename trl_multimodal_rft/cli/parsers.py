@@ -24,7 +24,7 @@ LAYOUTS = {
     "omni-preference": "load_omni_preference",
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
-# Whether a strategy shards weights, gradients and optimizer state
+# By strategy, whether weights, gradients and optimizer state are sharded
 SHARDS = {
     "single": (False, False, False),
     "ddp": (False, False, False),
@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": (0, False),
     "sgd": (0, False),
 }
-# Options of the trainer's config
+# Options of the trainer's config that `check` and `estimate` take
 _OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs", "trust_remote_code")
 _OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
 _OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
@@ -57,10 +57,10 @@ def chat(parser: Parser) -> None:
     model = "folder of a trained model or adapter, or name on the Hub"
     named = parser.add_mutually_exclusive_group(required=True)
     named.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
-    named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the name in other commands
+    named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the model's option in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    switch = "use_audio_in_video"  # without a value, which could be the model before which it stands
+    switch = "use_audio_in_video"  # a switch without a value, as it would take the model that follows for its value
     parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
     add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
@@ -86,7 +86,7 @@ def check(parser: Parser) -> None:
 
 
 def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:
-    """Options of `check` from a run config."""
+    """Returns options of `check` from the keys of a run config."""
     return keys | ({"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {})
 
 
@@ -113,7 +113,7 @@ def estimate(parser: Parser) -> None:
 
 
 def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
-    """Options of `estimate` from a run config."""
+    """Returns options of `estimate` from the keys of a run config."""
     launch = {**read_config(packaged("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
     deepspeed, sizes = launch.get("deepspeed_config"), launch.get("parallelism_config")
     stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
@@ -124,11 +124,11 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
     options = {option: launch[name] for option, name in names.items() if name in launch}
-    if isinstance(sizes, dict):  # of GPUs that hold the same shards, one counts
+    if isinstance(sizes, dict):  # GPUs that hold the same shards count once
         size = "parallelism_config_dp_shard_size"
         options["gpus"] = keys.get(size, sizes.get(size, 1))
     options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
-    if keys.get("packing") not in ("prefix", "padded"):  # of supervised rows
+    if keys.get("packing") not in ("prefix", "padded"):  # `packing` of supervised training is another option
         options.pop("packing", None)
     return options
 

@@ -12,7 +12,7 @@ from .options import NAMES, packaged, table
 
 
 def check_run(command: str, args: argparse.Namespace) -> None:
-    """Checks the arguments of a launched command: those it needs, and names of models, datasets and rewards."""
+    """Checks that a launched command has what it needs, and its names of models, datasets, rewards and tools."""
     dataset = getattr(args, "dataset_name", None) or getattr(args, "datasets", None)
     reward_model = getattr(args, "reward_model_name_or_path", None) if getattr(args, "pairs", False) else None
     if not is_harness(getattr(args, "benchmark", None)):
@@ -26,7 +26,7 @@ def check_run(command: str, args: argparse.Namespace) -> None:
 
 
 def is_harness(benchmark: str | None) -> bool:
-    """Whether a benchmark is another tool's, such as `lmms:mmstar`."""
+    """Returns whether a benchmark belongs to another tool, such as `lmms:mmstar`."""
     return ":" in (benchmark or "")
 
 
@@ -46,8 +46,8 @@ def check_ablated_modality(ablate: str | None) -> None:
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """Checks the names of models and datasets that look like paths, and that a recipe has its folder of rows."""
-    mixture = [each.get("path") for each in getattr(args, "datasets", None) or () if isinstance(each, dict)]
+    """Checks the names of models and datasets that look like paths, and that a recipe's folder of rows exists."""
+    mixture = [source.get("path") for source in getattr(args, "datasets", None) or () if isinstance(source, dict)]
     for name in [*(getattr(args, option, None) for option in NAMES), *mixture]:
         if isinstance(name, str):
             local_path(name)
@@ -55,8 +55,8 @@ def check_names(args: argparse.Namespace) -> None:
     if config is not None and dataset is not None and local_path(dataset) is None:
         text = re.sub(r" \\\n#\s+", " ", Path(packaged("recipes", config)).read_text(encoding="utf-8"))
         command = rf"^#\s+(trl-multimodal-rft prepare .*--output_dir {re.escape(dataset)}(?: .*)?)$"
-        if found := re.search(command, text, re.MULTILINE):
-            raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {found[1]}")
+        if match := re.search(command, text, re.MULTILINE):
+            raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {match[1]}")
 
 
 def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:

@@ -21,11 +21,11 @@ _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
-    """Adds columns of text to a dataset, or replaces them. Media are neither read nor copied."""
+    """Returns a dataset with columns of text that templates make. Media are neither read nor copied."""
     texts = {name: template for name, template in templates.items() if template is not None}
-    named = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
+    used_columns = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
     columns, features = dataset.column_names, dataset.features or {}
-    for name, option in named.items():
+    for name, option in used_columns.items():
         if columns is not None and name not in columns:
             raise ValueError(
                 f"The dataset has no column {name!r}, only {sorted(columns)}; name those in `--{option}`, and write "
@@ -40,11 +40,11 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
     def filled(row: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {option: _filled(text, row, number, option) for option, text in texts.items()}
 
-    return _with_columns(dataset, list(named), {option: Value("string") for option in texts}, filled)
+    return _with_columns(dataset, list(used_columns), {option: Value("string") for option in texts}, filled)
 
 
 def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
-    """Puts a system message before the prompts of a dataset, also those of a teacher that have none of their own."""
+    """Puts a system message before the prompts of a dataset, and before a teacher's prompts that have none."""
     if text is None:
         return dataset
     columns, features = dataset.column_names, dataset.features or {}
@@ -53,20 +53,20 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
             f"The dataset has no column 'prompt' for `--system_prompt`, only {sorted(columns)}; make one with "
             "`--prompt`."
         )
-    made = {name: features.get(name) for name in _PROMPTS if name == "prompt" or name in (columns or ())}
-    for name, feature in made.items():
+    new_features = {name: features.get(name) for name in _PROMPTS if name == "prompt" or name in (columns or ())}
+    for name, feature in new_features.items():
         if require_decoding(feature, ignore_decode_attribute=True):
             raise ValueError(
                 f"The column {name!r} has media among its messages, which `--system_prompt` doesn't support; write "
                 "the system message into the column."
             )
         if feature is None or isinstance(feature, Value):
-            made[name] = List({"role": Value("string"), "content": Value("string")})
+            new_features[name] = List({"role": Value("string"), "content": Value("string")})
 
     def after_system(row: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {name: _with_system(str(text), row[name], number, name) for name in _PROMPTS if name in row}
 
-    return _with_columns(dataset, [*made], made, after_system)
+    return _with_columns(dataset, [*new_features], new_features, after_system)
 
 
 def _with_columns(
@@ -79,15 +79,15 @@ def _with_columns(
         features = stream.features and Features({**stream.features, **columns})
         return stream.map(make, with_indices=True, features=features).decode(True)
     reads = reads or dataset.column_names[:1]
-    made = dataset.select_columns(reads).map(
+    new_columns = dataset.select_columns(reads).map(
         make,
         with_indices=True,
         remove_columns=[name for name in reads if name not in columns],
         features=Features(columns),
         desc=", ".join(columns),
     )
-    rest = [name for name in dataset.column_names if name not in columns]
-    return concatenate_datasets([dataset.select_columns(rest), made], axis=1) if rest else made
+    unchanged = [name for name in dataset.column_names if name not in columns]
+    return concatenate_datasets([dataset.select_columns(unchanged), new_columns], axis=1) if unchanged else new_columns
 
 
 def _filled(template: str, row: Mapping[str, Any], number: int, option: str) -> str:

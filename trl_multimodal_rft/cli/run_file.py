@@ -21,13 +21,13 @@ _NOT_KEPT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK}
 
 
 def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any], resumed: bool = False) -> None:
-    """Writes the options that the user of a run set. A resumed run, which may be longer, leaves its `max_steps`."""
+    """Writes the options that the user set. A resumed run, which may be longer, keeps the file's `max_steps`."""
     keys, path = {**options, **options.get("launch", {})}, Path(folder, NAME)
     if resumed:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # a user may have edited it
-            before = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
+            max_steps = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
             keys.pop("max_steps", None)
-            keys |= {} if before is None else {"max_steps": before}
+            keys |= {} if max_steps is None else {"max_steps": max_steps}
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)

@@ -60,7 +60,7 @@ def run(
 
 
 class ScriptCallback(TrainerCallback):
-    """Writes the user's options to `run.yaml` when training begins, and ends a dry run after its first step."""
+    """Callback that writes the user's options to `run.yaml` as training begins, and ends a dry run after one step."""
 
     def __init__(self, script_args: RunArguments):
         self.script_args = script_args
@@ -69,8 +69,8 @@ class ScriptCallback(TrainerCallback):
         script_args, script_args.state = self.script_args, state
         folder, resumed = str(args.output_dir), state.global_step > 0
         if resumed:
-            named = checkpoint_of(args)
-            checkpoint = Path(folder, f"checkpoint-{state.global_step}") if named is True else named
+            option = checkpoint_of(args)
+            checkpoint = Path(folder, f"checkpoint-{state.global_step}") if option is True else option
             PartialState().print(f"Resumed from {checkpoint}, after step {state.global_step} of {state.max_steps}.")
         if state.is_world_process_zero and script_args.user_options is not None and not script_args.dry_run:
             write_run_file(folder, script_args.command, script_args.user_options, resumed)
@@ -90,15 +90,15 @@ class ScriptCallback(TrainerCallback):
 @contextmanager
 def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
     """
-    Within the context, a script trains with [`ScriptCallback`]. At its end, or at Ctrl-C, the console shows the next
-    commands. The files of a dry run go to a temporary folder.
+    Prepares the options of a script that trains with [`ScriptCallback`] within the context. At its end, or at Ctrl-C,
+    the console shows the next commands. The files of a dry run go to a temporary folder.
     """
     if script_args.dry_run:
-        if checkpoint_of(training_args) is True:  # which is in the folder of the run
-            found = checkpoints(str(training_args.output_dir))
-            if not found:
+        if checkpoint_of(training_args) is True:  # the last checkpoint, in the folder that changes below
+            folders = checkpoints(str(training_args.output_dir))
+            if not folders:
                 raise ValueError(f"There is no checkpoint in {training_args.output_dir!r} to resume from.")
-            training_args.resume_from_checkpoint = str(found[-1])
+            training_args.resume_from_checkpoint = str(folders[-1])
         training_args.save_strategy = SaveStrategy.NO
         training_args.push_to_hub = training_args.eval_on_start = training_args.load_best_model_at_end = False
         training_args.report_to = []
@@ -119,7 +119,7 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
 
 
 def curves() -> list[TrainerCallback]:
-    """Curves of a run, if matplotlib is installed."""
+    """Returns the callback that draws the curves of a run, if matplotlib is installed."""
     if is_matplotlib_available():
         return [TrainingCurvesCallback()]
     logger.warning('No curves are drawn; `pip install "trl-multimodal-rft[plots]"`.')
@@ -127,13 +127,13 @@ def curves() -> list[TrainerCallback]:
 
 
 def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
-    """The checkpoint to resume from; options have texts."""
+    """Returns the checkpoint to resume from. An option has `true` and `false` as texts."""
     resume = training_args.resume_from_checkpoint
     return {"true": True, "false": False}.get(str(resume).lower(), resume)
 
 
 def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
-    """The next commands for a trained model."""
+    """Returns lines with the folder of a trained model and the next commands for it."""
     folder = str(args.output_dir)
     model = ["--model_name_or_path", folder]
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
@@ -150,9 +150,9 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
     if args.push_to_hub:
         publish = f"https://huggingface.co/{args.hub_model_id}"
     ask = ["  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system])]
-    if isinstance(args, MultimodalRewardConfig):  # its model scores pairs, and writes no text
+    if isinstance(args, MultimodalRewardConfig):  # a reward model scores pairs and writes no text
         ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
-    elif isinstance(args, MultimodalDPOConfig):  # whose rows have no solutions; the model judges them
+    elif isinstance(args, MultimodalDPOConfig):  # DPO's rows are pairs without solutions, which the model can judge
         model, system = ["--pairs", *model], []
     return [
         f"The model is in {folder}.",
@@ -166,10 +166,10 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
 def resume_hint(
     script_args: RunArguments, folder: str | None, state: TrainerState, prefix: str = "Resume with: "
 ) -> str:
-    """The command that resumes a run; a finished one needs more steps."""
+    """Returns the command that resumes a run, with more steps for a finished run."""
     config = [] if script_args.user_options is None else ["--config", str(Path(str(folder), NAME))]
-    again = f"{script_args.command} {shlex.join(config)}".strip()
+    command = f"{script_args.command} {shlex.join(config)}".strip()
     if not Path(str(folder)).is_dir() or get_last_checkpoint(folder) is None:
-        return f"there is no checkpoint in {folder} (`--save_steps`); start again with: {again}"
-    more = f" --max_steps {2 * state.max_steps}" if state.global_step == state.max_steps else ""
-    return f"{prefix}{again} --resume_from_checkpoint True{more}"
+        return f"there is no checkpoint in {folder} (`--save_steps`); start again with: {command}"
+    steps = f" --max_steps {2 * state.max_steps}" if state.global_step == state.max_steps else ""
+    return f"{prefix}{command} --resume_from_checkpoint True{steps}"

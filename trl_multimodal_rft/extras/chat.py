@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 Message = tuple[str, str, list[str]]  # role, text and files of media
 Answerer = Callable[[list[Message], EvaluationConfig], str]
 
-_MOST_UPLOADED = 2**28  # bytes of a request
-_STYLE = '[aria-label="Share"] { display: none; }'  # a button that uploads media to the Hub
+_MOST_UPLOADED = 2**28  # maximum number of bytes of a request
+_STYLE = '[aria-label="Share"] { display: none; }'  # hides a button that uploads media to the Hub
 _KEPT = 3600  # seconds until an upload is deleted
 _LONGEST = 2048  # tokens of a completion that the slider allows, unless the command allows more
 
@@ -51,7 +51,7 @@ _LONGEST = 2048  # tokens of a completion that the slider allows, unless the com
 def answerer(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
 ) -> Answerer:
-    """Makes a function that continues a conversation with a model, sampling as evaluations do."""
+    """Returns a function that continues a conversation with a model, sampling as evaluations do."""
     accelerator = Accelerator()
     placeholders = placeholder_tokens(model, processor)
 
@@ -70,7 +70,7 @@ def answerer(
 
 
 def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
-    """The content of a message: media at the tags in the text or else first, as in a row with columns."""
+    """Returns the content of a message, with media at the tags in the text or else first, as in rows with columns."""
     if not files:
         return text
     columns = defaultdict(list)
@@ -87,7 +87,7 @@ def _content(text: str, files: list[str], placeholders: list[str]) -> str | list
 
 
 def example_of(name: str) -> tuple[str, str, list[str]]:
-    """The system prompt and question of a trained model's card, with media saved in the model's folder."""
+    """Returns the system prompt and question of a trained model's card, and paths of media in the model's folder."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     text = Path(card).read_text(encoding="utf-8") if card else ""
     line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
@@ -100,7 +100,11 @@ def example_of(name: str) -> tuple[str, str, list[str]]:
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
     first = {file_modality(path.name): str(path) for path in reversed(files)}
     modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()
-    return texts.get("system", ""), texts.get("user", ""), [first[each] for each in modalities if each in first]
+    return (
+        texts.get("system", ""),
+        texts.get("user", ""),
+        [first[modality] for modality in modalities if modality in first],
+    )
 
 
 def page(
@@ -111,7 +115,7 @@ def page(
     system: str = "",
     example: tuple[str, list[str]] | None = None,
 ) -> "ChatInterface":
-    gradio, lock, (name, *others) = require_module("gradio", "chat"), Lock(), answerers
+    gradio, lock, (name, *other_names) = require_module("gradio", "chat"), Lock(), answerers
 
     def chat(
         message: dict[str, Any],
@@ -129,16 +133,16 @@ def page(
         start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
         replies: list[dict[str, Any]] = []
         for model, answer in answerers.items():
-            # Completions of other models have their names
-            read = [each for each in history if (each.get("metadata") or {}).get("title") in (None, model)]
-            earlier = [(each["role"], *_parts(each["content"])) for each in read]
+            # A model doesn't read completions of the other model, which have that model's name as title
+            context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model)]
+            earlier = [(turn["role"], *_parts(turn["content"])) for turn in context]
             try:
                 with lock:
                     content = answer([*start, *earlier, ("user", message["text"], message["files"])], sampling)
-            except (ValueError, ImportError) as error:  # unreadable media, or missing packages
+            except (ValueError, ImportError) as error:  # media can't be read, or a package is missing
                 raise gradio.Error(shown_error(error), print_exception=False) from error
             replies.append({"role": "assistant", "content": content, "metadata": {"title": model}})
-        return replies if others else replies[0]["content"]
+        return replies if other_names else replies[0]["content"]
 
     longest = max(_LONGEST, config.max_completion_length)
     sources = [*["upload"] * bool(modalities), *["microphone"] * ("audio" in modalities)]
@@ -146,7 +150,7 @@ def page(
         chat,
         multimodal=True,
         description=f"# Ask {in_text(name)}",
-        # As plain text: Markdown could load remote images
+        # Completions are shown as plain text, because Markdown could load remote images
         chatbot=gradio.Chatbot(render_markdown=False, buttons=["copy"]),
         textbox=gradio.MultimodalTextbox(
             file_types=[*modalities], file_count="multiple", sources=sources, placeholder="What do you want to know?"
@@ -169,7 +173,7 @@ def page(
 
 
 def _parts(content: str | list[Any]) -> tuple[str, list[str]]:
-    """The text and the files of a message, as gradio keeps it for programs or for the page."""
+    """Returns the text and the files of a message, in the format of gradio for programs or for the page."""
     text, files = "", []
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str) or "text" in part:
@@ -180,23 +184,23 @@ def _parts(content: str | list[Any]) -> tuple[str, list[str]]:
 
 
 def shown_error(error: Exception) -> str:
-    """The message of an error without row, credentials and folders, for any visitor to read."""
-    text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # the conversation
+    """Returns the message of an error without row, credentials and folders, because any visitor may read it."""
+    text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # the only row is the conversation
     text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(text))
-    text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted, and maybe with spaces
+    text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted paths may have spaces
     return re.sub(r"(?<![\w.:/*])/(?:[^\s'\"]*/)?", "", text)
 
 
 def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     """
-    The reason to refuse a request: it comes from another site, by a script or by a host name that resolves to this
-    server (DNS rebinding), or it is too large.
+    Returns status and message for a request to refuse, or `None`. A request is refused if it comes from another site,
+    by a script or by a host name that resolves to this server (DNS rebinding), or if it is too large.
     """
-    named, origin = headers.get("host", ""), headers.get("origin")
+    address, origin = headers.get("host", ""), headers.get("origin")
     try:
-        name, is_ours = urlsplit(f"//{named}").hostname or "", origin is None or urlsplit(origin).netloc == named
+        name, is_ours = urlsplit(f"//{address}").hostname or "", origin is None or urlsplit(origin).netloc == address
         if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
-            ipaddress.ip_address(name)  # somebody else's DNS could resolve a name to this server
+            ipaddress.ip_address(name)  # somebody else's DNS could resolve another name to this server
     except ValueError:
         return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
     if not is_ours:
@@ -210,16 +214,16 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
 
 
 def guarded(app: "ASGIApp", host: str) -> "ASGIApp":
-    """ASGI middleware that refuses requests by [`refusal`]."""
+    """Returns ASGI middleware that refuses requests by [`refusal`]."""
     headers_class = require_module("starlette.datastructures", "chat").Headers
     response_class = require_module("starlette.responses", "chat").PlainTextResponse
 
     async def respond(scope: "Scope", receive: "Receive", send: "Send") -> None:
-        refused = refusal(headers_class(scope=scope), host) if scope["type"] in ("http", "websocket") else None
-        if refused is None:
+        error = refusal(headers_class(scope=scope), host) if scope["type"] in ("http", "websocket") else None
+        if error is None:
             await app(scope, receive, send)
         else:
-            status, reason = refused
+            status, reason = error
             await response_class(reason, status, {"connection": "close"})(scope, receive, send)
 
     return respond
@@ -235,11 +239,13 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]
         name = _shown_name(model.get_base_model().config._name_or_path)
         answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
     takes = input_modalities(model.get_base_model() if is_peft_model(model) else model)
-    return answerers, tuple(each for each in MODALITIES if each in takes and isinstance(processor, ProcessorMixin))
+    return answerers, tuple(
+        modality for modality in MODALITIES if modality in takes and isinstance(processor, ProcessorMixin)
+    )
 
 
 def _shown_name(name: str) -> str:
-    """The name of a model without its parent folders."""
+    """Returns the name of a model without its parent folders."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
@@ -253,7 +259,7 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
         css=_STYLE,
         app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
         prevent_thread_lock=True,
-        quiet=True,  # else it hints at public links
+        quiet=True,  # otherwise gradio hints at public links
     )
     if waits:
         print(f"Chat at {interface.local_url}", flush=True)
@@ -261,7 +267,7 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
 
 
 def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":
-    require_module("gradio", "chat")  # before weights are loaded
+    require_module("gradio", "chat")  # raises before weights are loaded
     names = ("max_completion_length", "temperature", *BUDGET_NAMES)
     config = EvaluationConfig(**{name: getattr(args, name) for name in names})
     system, text, media = example_of(args.model_name_or_path)

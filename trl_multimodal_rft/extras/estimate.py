@@ -39,27 +39,27 @@ from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 
 
 GIB = 2**30
-# Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the rest
+# Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the remaining memory
 USABLE = 0.9
-# bitsandbytes: half a byte per weight, a byte per 64 weights, and a float per 256 * 64
+# bitsandbytes stores half a byte per weight, a byte per 64 weights and a float per 64 * 256 weights
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass
 class Measured:
-    trained: int  # weights that are trained
-    frozen: int  # weights that are not
+    trained: int  # number of trained weights
+    frozen: int  # number of frozen weights
     in_4_bits: int  # frozen weights of linear layers
-    tensors: int  # tensors that are trained
-    modules: dict[str, tuple[int, int]]  # weights of the vision tower and others, and how many are trained
-    critic: int  # weights of a separate critic that are trained
-    frozen_critic: int  # and those that are not
+    tensors: int  # trained tensors
+    modules: dict[str, tuple[int, int]]  # by part, such as the vision tower: all weights and trained weights
+    critic: int  # trained weights of a separate critic
+    frozen_critic: int  # frozen weights of a separate critic
     layer: int  # weights of the largest layer
     ends: int  # weights of embeddings and LM head
     held: int  # bytes in use at the start of the backward pass, without weights and gradients
-    peak: int  # their maximum
-    cache: list[tuple[float, int | None]]  # of layers, bytes of a token's keys and values, and the window
-    sharing: int  # completions that hold the keys and values of a prompt once
+    peak: int  # maximum bytes in use, without weights and gradients
+    cache: list[tuple[float, int | None]]  # by layer, bytes of a token's keys and values, and the window
+    sharing: int  # number of completions that share the keys and values of a prompt
     decoder: int  # weights of the decoder and of the LM head
     vocabulary: int  # tokens of the LM head
     prompt_tokens: int  # tokens of a prompt
@@ -69,7 +69,7 @@ class Measured:
 
 
 def _is_sharded(args: argparse.Namespace) -> bool:
-    """Whether DeepSpeed or FSDP holds the weights, which compute in bfloat16 for any dtype of the checkpoint."""
+    """Returns whether DeepSpeed or FSDP holds the weights; they compute in bfloat16 for any dtype of a checkpoint."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
@@ -86,7 +86,7 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Runs scores, loss and backward pass of a micro-batch on fake tensors."""
+    """Measures scores, loss and backward pass of a micro-batch on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
     mode = FakeFloats()
     with mode:
@@ -94,21 +94,21 @@ def measure(args: argparse.Namespace) -> Measured:
         critic = Critic(_build(args, config, model_class)) if args.trainer == "ppo" and not args.shared_trunk else None
         head = ValueHead(config.get_text_config().hidden_size) if args.trainer == "ppo" and args.shared_trunk else None
     packed = args.packing == "prefix" and not sharing_obstacle(base)
-    for each in (base, None if critic is None else critic.model):
-        if packed and each is not None:
-            install_prefix_attention(each)
+    for item in (base, None if critic is None else critic.model):
+        if packed and item is not None:
+            install_prefix_attention(item)
     logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
     lm_head = base.get_output_embeddings()
-    linear = [each for each in base.modules() if isinstance(each, torch.nn.Linear) and each is not lm_head]
-    in_4_bits = sum(each.weight.numel() for each in linear) if args.use_peft else 0
+    linear = [item for item in base.modules() if isinstance(item, torch.nn.Linear) and item is not lm_head]
+    in_4_bits = sum(item.weight.numel() for item in linear) if args.use_peft else 0
     layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
-    layer = max((sum(p.numel() for p in each.parameters()) for each in layers), default=0)
-    ends = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}  # once where they are tied
+    layer = max((sum(p.numel() for p in item.parameters()) for item in layers), default=0)
+    ends = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}  # tied weights count once
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
         # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
-        with mode, replaced(torch.utils, swap_tensors=lambda given, moved: setattr(given, "data", moved)):
+        with mode, replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new)):
             model = peft.get_peft_model(
                 base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
             )
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> Measured:
     group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group)
     n_views = 2 if view_option(LossView, "loss_view", args.loss_view).is_trained else 1
-    # At positions of their own, as prompts that start alike would share tokens
+    # Prompts get different positions, because prompts that start alike would share tokens
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
@@ -137,9 +137,9 @@ def measure(args: argparse.Namespace) -> Measured:
     held, peak, forward, update, of_prompt = _watch(
         args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoders, keeps
     )
-    # Of a group in chunks, the prompt counts once
+    # The prompt of a group that is split into chunks counts once
     scale = of_prompt / forward * len(unique) + (1 - of_prompt / forward) * len(prompts) / len(largest)
-    again = (len(parts) > 1) + (args.beta > 0)
+    n_repeats = (len(parts) > 1) + (args.beta > 0)
     unique_of_part = group_by_prompt(largest) if packed else largest
     return Measured(
         trained=_count(model, trained=True),
@@ -156,13 +156,13 @@ def measure(args: argparse.Namespace) -> Measured:
         cache=_cache_of_layers(args, mode, base),
         sharing=min(_completions(args), args.num_generations) if shares_prompts(base) else 1,
         decoder=sum(
-            each.numel() for each in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
+            item.numel() for item in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
         ),
         vocabulary=0 if lm_head is None else len(lm_head.weight),
         prompt_tokens=len(prompt),
         tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
         parts=len(parts),
-        operations=scale * (update + again * forward),
+        operations=scale * (update + n_repeats * forward),
     )
 
 
@@ -183,40 +183,40 @@ def _watch(
     keeps: bool,
 ) -> tuple[int, int, int, int, int]:
     """
-    Bytes held and at the peak; operations of the forward, of forward and backward, and of the forward of a prompt that
-    it `keeps` for a chunk of completions.
+    Returns bytes at the start of the backward pass and at the peak, and operations of the forward pass, of forward and
+    backward pass, and of the forward pass of a prompt whose states chunks of completions share (`keeps`).
     """
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
     model, critic, head = parts
     casts = args.bf16 and not _is_sharded(args)
     with mode, kernels_of_gpus() if args.device == "cuda" else nullcontext():
-        known: list[torch.Tensor] = []
-        for module in [each for each in parts if each is not None]:
+        baseline: list[torch.Tensor] = []
+        for module in [part for part in parts if part is not None]:
             for parameter in module.parameters():
-                if parameter.requires_grad:  # exists from the second micro-batch on
+                if parameter.requires_grad:  # the gradient exists from the second micro-batch on
                     parameter.grad = torch.empty_like(parameter)
-                    known.append(parameter.grad)
-            known += [*module.parameters(), *module.buffers()]
-        with Watch(known) as watch:
+                    baseline.append(parameter.grad)
+            baseline += [*module.parameters(), *module.buffers()]
+        with Watch(baseline) as watch:
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
                 states, sums = None, []
                 if keeps:
                     models = [base] if critic is None else [base, critic.model]
                     states = prompt_states(models, prompts[0], ids.device)
-                    # Of gradients of earlier chunks
-                    sums = [torch.empty_like(each, dtype=torch.float32) for pair in states.values() for each in pair]
+                    # Memory for the summed gradients of earlier chunks
+                    sums = [torch.empty_like(part, dtype=torch.float32) for pair in states.values() for part in pair]
                 of_prompt = watch.operations
                 temperature = 1.0 if logits_from_model else None
-                how: dict[str, Any] = {"packed": packed, "states": states}
+                options: dict[str, Any] = {"packed": packed, "states": states}
                 scores = completion_scores(
-                    model, base, prompts, ids, mask, value_head=head, logits_temperature=temperature, **how
+                    model, base, prompts, ids, mask, value_head=head, logits_temperature=temperature, **options
                 )
                 loss = scores.logps.mean() + sum(
                     out.float().mean() for out in encoder_outputs(base, encoders, len(prompts))
                 )
                 if critic is not None:
-                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, **how).mean()
+                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, **options).mean()
                 if scores.values is not None:
                     loss = loss + scores.values.mean()
             held, forward = watch.now, watch.operations
@@ -240,12 +240,12 @@ def _cache_of_layers(
 
 
 def _cache(measured: Measured, tokens: int) -> float:
-    """Bytes of keys and values of so many tokens."""
+    """Returns the bytes of keys and values of a number of tokens."""
     return sum(size * min(tokens, window or tokens) for size, window in measured.cache)
 
 
 def _completions(args: argparse.Namespace) -> int:
-    """Completions that a GPU samples at once."""
+    """Returns the number of completions that a GPU samples at once."""
     return args.per_device_train_batch_size * args.steps_per_generation
 
 
@@ -256,7 +256,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     weights, gradients, optimizer = _states(args, trained, frozen, adapter if args.use_peft else loaded, loaded)
     weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
-        optimizer += 4 * measured.tensors  # step counters
+        optimizer += 4 * measured.tensors  # AdamW has a step counter for each tensor
     of_critic = _states(args, measured.critic, measured.frozen_critic, loaded, loaded)
     critic = sum(of_critic)
     shards_weights = SHARDS[args.strategy][0]
@@ -269,7 +269,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         buffers = gradients
     elif args.strategy.startswith("zero"):
         buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
-    if args.strategy == "fsdp2":  # a layer and the next, and the gradient of one; the embeddings and the head
+    if args.strategy == "fsdp2":  # two layers and the gradient of one, the embeddings and the head
         gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
     elif args.strategy == "zero3":
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
@@ -277,33 +277,33 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         gathered_to_sample = 2 * (trained + frozen + measured.critic + measured.frozen_critic)
     prompt = measured.prompt_tokens
     if measured.sharing > 1 and prompt > SHORT_PROMPT:
-        each = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
+        per_completion = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
     else:
-        each = _cache(measured, prompt + args.completion_tokens)
-    cache = _completions(args) * each
+        per_completion = _cache(measured, prompt + args.completion_tokens)
+    cache = _completions(args) * per_completion
     graph = casts = vllm = 0.0
     if args.device == "cuda" and not _is_sharded(args):
-        graph = 6.0 * _completions(args) * measured.vocabulary  # logits of a token, also in float32
+        graph = 6.0 * _completions(args) * measured.vocabulary  # logits of a token in bfloat16 and in float32
         casts = 2.0 * measured.decoder if args.bf16 and args.dtype == "float32" and not args.load_in_4bit else 0.0
     if args.use_vllm:
         cache = graph = casts = gathered_to_sample = 0.0
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
     states = weights + gradients + optimizer + critic + reference + buffers
     update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
-    if reference and args.strategy == "fsdp2":  # TRL shards it as one unit, which scoring gathers
+    if reference and args.strategy == "fsdp2":  # TRL shards the reference as one unit, which scoring gathers
         update = max(update, states + 2 * (trained + frozen))
     if args.trainer == "sft":
         cache = graph = casts = gathered_to_sample = generation = 0.0
     else:
         generation = states + gathered_to_sample + cache + graph + vllm
-        if casts > (args.gpu_memory * GIB - generation) / 2:  # these aren't kept
+        if casts > (args.gpu_memory * GIB - generation) / 2:  # larger casts aren't kept
             casts = 0.0
         generation += casts
     host = 0.0
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
         host = gradients + optimizer + reference + sum(of_critic[1:])
         if vllm:
-            # The engine gets the weights first
+            # The engine receives the weights before they leave the GPU
             synced = 2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
             host += weights + of_critic[0]
             generation = max(states - host + vllm, states - host + weights + synced)
@@ -333,7 +333,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
 
 
 def _states(args: argparse.Namespace, trained: int, frozen: int, width: int, loaded: int) -> tuple[float, ...]:
-    """Bytes of weights, gradients and optimizer state; trained weights have `width` bytes, frozen ones `loaded`."""
+    """Returns bytes of weights, gradients and optimizer; a trained weight has `width` bytes, a frozen one `loaded`."""
     factor, in_bytes = OPTIMIZERS[args.optim]
     if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
         width = 4
@@ -346,7 +346,7 @@ def _states(args: argparse.Namespace, trained: int, frozen: int, width: int, loa
 
 
 def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
-    """The first change to a run that doesn't fit."""
+    """Returns the change to try first for a run that doesn't fit."""
     states = sum(parts[name] for name in ("weights", "gradients", "optimizer", "reference", "critic", "buckets"))
     samples = parts["generation"] > parts["update"]
     offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
@@ -363,9 +363,9 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
             return "`--gradient_checkpointing`"
         if args.packing == "padded":
             return "`--packing prefix`, which forwards each prompt once"
-        n_together = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
-        if n_together > 1:
-            part = measured.prompt_tokens + n_together // 2 * args.completion_tokens
+        n_completions = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
+        if n_completions > 1:
+            part = measured.prompt_tokens + n_completions // 2 * args.completion_tokens
             return f"`--max_tokens_per_microbatch {part}`"
         return "a smaller `--per_device_train_batch_size`, or shorter completions"
     if not samples and parts["vLLM"] and not args.vllm_enable_sleep_mode:
@@ -396,8 +396,8 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
         result["advice"] = advice(args, measured, parts)
     if parts["vLLM"]:
         weights = 2 * (measured.trained + measured.frozen) / args.vllm_tensor_parallel_size
-        each = _cache(measured, measured.prompt_tokens + args.completion_tokens)
-        result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / each)
+        per_completion = _cache(measured, measured.prompt_tokens + args.completion_tokens)
+        result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / per_completion)
         if result["vllm_completions"] < 1:
             result["fits"] = False
             result["advice"] = (
@@ -407,7 +407,7 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
 
 
 def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
-    """Measurements, and a note if they exclude media because the encoders don't run on fake tensors."""
+    """Returns measurements, and a note if these exclude media because the encoders don't run on fake tensors."""
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:

@@ -22,13 +22,13 @@ _ATEN = torch.ops.aten
 
 class FakeFloats(TorchDispatchMode):
     """
-    Within the context, floating-point tensors are fake and integers are real.
+    Mode in which floating-point tensors are fake and integers are real.
 
-    Models read ids, grids and masks for the number of features of an image, and quotients of lengths. Under
+    Models read ids, grids and masks to count the features of an image, and read quotients of lengths. Under
     `FakeTensorMode` alone, such models don't run.
     """
 
-    LENGTHS = 1024  # maximum size of real floating-point tensors, such as lengths of media
+    LENGTHS = 1024  # maximum size of floating-point tensors that stay real, such as lengths of media
 
     def __init__(self):
         super().__init__()
@@ -48,12 +48,14 @@ class FakeFloats(TorchDispatchMode):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
                 return func(*args, **kwargs)
-        if not tensors and func is not _ATEN.linspace.default:  # which models use for rates
-            with self.fake:  # only floating-point results are large
-                made = func(*args, **kwargs)
-            if _is_hidden(made):
-                return made
-        if not tensors or any(_is_hidden(tensor) for tensor in tensors):  # pixels stay real
+        if not tensors and func is not _ATEN.linspace.default:  # models read its values as rates
+            with self.fake:  # a large result is a floating-point tensor
+                result = func(*args, **kwargs)
+            if _is_hidden(result):
+                return result
+        if not tensors or any(
+            _is_hidden(tensor) for tensor in tensors
+        ):  # results of real floats, such as pixels, stay real
             return func(*args, **kwargs)
         return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
 
@@ -62,15 +64,15 @@ class FakeFloats(TorchDispatchMode):
 
     @staticmethod
     def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Indices without boolean masks; a fake mask counts as all ones."""
-        kept: list[torch.Tensor | None] = []
+        """Returns indices in place of boolean masks; a fake mask counts as all ones."""
+        plain: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
                 mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
-                kept += mask.nonzero().unbind(1)
+                plain += mask.nonzero().unbind(1)
             else:
-                kept.append(index)
-        return kept
+                plain.append(index)
+        return plain
 
 
 def _tensors(*values: PyTree) -> list[torch.Tensor]:
@@ -83,8 +85,8 @@ def _is_hidden(result: PyTree) -> bool:
 
 class Watch(TorchDispatchMode):
     """
-    Bytes of the live storages that were created within the context, `now` and at the `peak`, and floating-point
-    `operations`.
+    Mode that counts bytes of the live storages that were created within the context, `now` and at the `peak`, and
+    floating-point `operations`.
 
     On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
     `MemTracker` and `FlopCounterMode` agree; the time of the first is quadratic in the number of layers.
@@ -94,7 +96,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.operations = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
-        # Torch counts GPU operators alone, and registers some when they are first used
+        # Torch counts only operators of GPUs, and registers some of them on first use
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val, **__: sdpa_flop_count(
                 q.shape, *_of_all_heads(q, k, v)
@@ -113,14 +115,14 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, PyTree] | None = None,
     ) -> PyTree:
         kwargs = kwargs or {}
-        taken = {tensor.untyped_storage()._cdata for tensor in _tensors(args, kwargs)}
+        input_storages = {tensor.untyped_storage()._cdata for tensor in _tensors(args, kwargs)}
         result = func(*args, **kwargs)
         count = self._counters.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
         if count is not None:
             self.operations += count(*args, **kwargs, out_val=result)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in taken and storage._cdata not in self._sizes:
+            if storage._cdata not in input_storages and storage._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
@@ -132,19 +134,19 @@ class Watch(TorchDispatchMode):
 
 
 def _of_all_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
-    """Shapes with the heads of the queries, since torch before 2.13 doesn't count others."""
-    return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in states]
+    """Returns shapes of states with the number of the query's heads, because torch before 2.13 counts no others."""
+    return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
 
 
 @contextmanager
 def kernels_of_gpus() -> Iterator[None]:
     """
-    Within the context, fake tensors on the CPU use the kernels of a GPU: variable-length attention, and an LM head on
-    labels alone with in-place tiles of logits.
+    Lets fake tensors on the CPU use the kernels of a GPU within the context: variable-length attention, and an LM head
+    that scores labels alone, with in-place tiles of logits.
     """
 
     def add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        # Without a temporary, as on a GPU
+        # A GPU needs no temporary tensor for the product, either
         torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
 
     tiles = {**dict.fromkeys(("_forward_tile", "_backward_tile"), lambda *_, **__: None), "_addmm_fp32": add_product}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Benchmarks that lmms-eval and EvalScope own, for `evaluate`: a server of the model, and the harness that asks it."""
+"""Benchmarks of lmms-eval and EvalScope for `evaluate`: a server of the model, and the harness that sends requests."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from ..evaluation import EvaluationResult
 from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
 
 
-# The model's name on its server; lmms-eval takes models for OpenAI's that have `o1` in their names, as in `grpo1`
+# The model's name on its server; lmms-eval takes a model with `o1` in its name, such as `grpo1`, for one of OpenAI
 _NAME = "checkpoint"
 _APPLICABLE = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
 
@@ -61,7 +61,7 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> Eva
 
 
 def flags(options: dict) -> list[str]:
-    """Options as words of a command line: `{"a": 1, "b": True}` is `--a 1 --b`."""
+    """Returns options as words of a command line, such as `--a 1 --b` for `{"a": 1, "b": True}`."""
     words: list[str] = []
     for name, value in options.items():
         text = value if isinstance(value, str) else json.dumps(value)
@@ -92,11 +92,11 @@ def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
 
 
 def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
-    """Starts a program, whose output goes to a file."""
+    """Starts a program that writes its output to a file."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
     key = os.environ.get("OPENAI_API_KEY", "none")
-    # The path is that of another environment than the program's
+    # The program has another environment, so it gets the plugin in place of this process's path
     environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key, "PYTHONPATH": str(PLUGIN)}
     sys.stderr.write(f"`{' '.join(masked_words(command))}` runs, and prints to {log}\n")
     with log.open("wb") as output:
@@ -104,7 +104,7 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
 
 
 def _last_error(log: Path) -> str:
-    """The last line with an error of Python, or else the last line."""
+    """Returns the last line of a log with an error of Python, or else the last line."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
     errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
     return f"{masked([*lines[-1:], *errors][-1]).rstrip('.')} (see {log})."

@@ -15,29 +15,29 @@ from ..data.reading.rules import rules_of
 from ..data.rows.folders import check_empty, write_folder
 
 
-# Options of some layouts, by the names of their loaders' arguments
+# Options that only some layouts have, by the names of their loaders' arguments
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
 _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
     load: Callable[..., Dataset] = getattr(data, LAYOUTS[args.layout])
-    known = inspect.signature(load).parameters
-    given = {name: getattr(args, name, None) for name in _OPTIONS}
-    if "audio_dir" in known:
-        given["audio_dir"] = given.pop("media_dir")
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
-        if name not in known:
-            takes = [f"--{each}" for each in _OPTIONS if each in known and each != "audio_dir"]
+    parameters = inspect.signature(load).parameters
+    options = {name: getattr(args, name, None) for name in _OPTIONS}
+    if "audio_dir" in parameters:
+        options["audio_dir"] = options.pop("media_dir")
+    options = {name: value for name, value in options.items() if value is not None}
+    for name in options:
+        if name not in parameters:
+            takes = [f"--{option}" for option in _OPTIONS if option in parameters and option != "audio_dir"]
             raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {takes}; remove it.")
-    tasks = get_args(known["task"].annotation) if "task" in given else ()
-    if "task" in given and given["task"] not in tasks:
+    tasks = get_args(parameters["task"].annotation) if "task" in options else ()
+    if "task" in options and options["task"] not in tasks:
         raise ValueError(f"the layout {args.layout!r} supports `--task {'` or `'.join(tasks)}`; set one of them.")
     splits = {}
-    for split in args.splits or [known["split"].default]:
+    for split in args.splits or [parameters["split"].default]:
         try:
-            splits[split] = load(args.path, split, **given)
+            splits[split] = load(args.path, split, **options)
         except (OSError, KeyError) as error:
             raise ValueError(f"{args.path!r} can't be read as {args.layout!r}: {error}") from error
     return DatasetDict(splits)

@@ -10,11 +10,11 @@ import yaml
 from .estimate import GIB, USABLE, Measured, measured_with_note, verdict
 
 
-# Completions per update, or rows in supervised training
+# Completions per update; in supervised training, rows per update
 _PER_UPDATE = {"grpo": 64, "ppo": 64, "sft": 32}
 _ACCELERATE = {"single": "single_gpu", "ddp": "multi_gpu", "fsdp2": "fsdp2"}
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
-# Keys of the config, and those that a switch brings
+# Keys of the config, and further keys by the switch that they need
 _KEYS = ("model_name_or_path", "accelerate_config", "num_processes", "bf16", "dtype", "gradient_checkpointing")
 _KEYS += ("optim", "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch")
 _KEYS_OF_SAMPLING = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
@@ -32,24 +32,28 @@ def run(args: argparse.Namespace) -> None:
     Prints the first config that fits, from full training over LoRA to QLoRA, with the largest micro-batches that fit.
     """
     smallest = float("inf")
-    for way in _ways(args):
-        found = None
+    for weights_and_strategy in _ways(args):
+        fit = None
         for size in _sizes(args):
             numbers = _numbers_at_once(args, size)
-            options = {**way, "per_device_train_batch_size": size, "gradient_accumulation_steps": numbers[0]}
+            options = {
+                **weights_and_strategy,
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": numbers[0],
+            }
             measured, _ = measured_with_note(argparse.Namespace(**{**vars(args), **options}))
-            for number in numbers:  # as many as keys and values allow
+            for number in numbers:  # the first number that fits is the largest
                 options = {**options, "steps_per_generation": number}
                 result = verdict(argparse.Namespace(**{**vars(args), **options}), measured)
                 peak = result["memory"]["peak"]
                 smallest = min(smallest, peak)
                 if result["fits"]:
-                    found = options, peak, measured
+                    fit = options, peak, measured
                     break
             else:
-                break  # larger ones don't fit, either
-        if found is not None:
-            print(_text(args, *found), end="")
+                break  # larger micro-batches don't fit, either
+        if fit is not None:
+            print(_text(args, *fit), end="")
             return
     raise ValueError(
         f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes at least {smallest / GIB:.3g} GiB. "
@@ -59,28 +63,28 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Trained weights and strategies, from full training to the smallest memory."""
+    """Yields options for trained weights and strategies, from full training to the smallest memory."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
     trained: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
-    for each in [{}, *trained] if trunk else trained:
-        if all(each.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
-            for strategy in strategies if not each.get("load_in_4bit") else strategies[:1]:
-                yield {"strategy": strategy, **each}
+    for options in [{}, *trained] if trunk else trained:
+        if all(options.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
+            for strategy in strategies if not options.get("load_in_4bit") else strategies[:1]:
+                yield {"strategy": strategy, **options}
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
-    """Micro-batches to try, from 1 to a group."""
+    """Returns the sizes of micro-batches to try, from 1 to a group."""
     largest = 8 if args.trainer == "sft" else args.num_generations
     return [size for size in range(1, largest + 1) if largest % size == 0]
 
 
 def _numbers_at_once(args: argparse.Namespace, size: int) -> list[int]:
-    """Numbers of micro-batches of a size that may be sampled at once, in whole groups, from all of an update down."""
-    together, group = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
-    steps = max(1, -(-_PER_UPDATE[args.trainer] // together))
-    steps = -(-steps * together // group) * group // together
-    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * together % group == 0]
+    """Returns numbers of micro-batches to sample at once in whole groups, from all of an update down."""
+    completions, group = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
+    steps = max(1, -(-_PER_UPDATE[args.trainer] // completions))
+    steps = -(-steps * completions // group) * group // completions
+    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * completions % group == 0]
 
 
 def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:
@@ -99,7 +103,7 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
     values["shared_trunk"] &= args.trainer == "ppo"
     switches = {**_SWITCHES, **(_OF_SAMPLING if samples else {})}
     names = [*_KEYS, *(_KEYS_OF_SAMPLING if samples else ())]
-    names += [each for switch, others in switches.items() if values[switch] for each in (switch, *others)]
+    names += [key for switch, more_keys in switches.items() if values[switch] for key in (switch, *more_keys)]
     keys = {name: values[name] for name in names if name != "num_processes" or args.gpus > 1}
     return (
         f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "

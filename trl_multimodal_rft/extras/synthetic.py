@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A prompt of a given size for any model: by its processor, or by its config alone."""
+"""A prompt with media and a number of tokens for any model, made by its processor or by its config alone."""
 
 import argparse
 import inspect
@@ -24,30 +24,30 @@ from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 
 
-# Of images, for a model without a processor; the prompt's length includes the features
+# Inputs of the image encoder for a model without a processor. The prompt's length includes their features.
 EncoderInputs = dict[str, torch.Tensor]
 
 
 def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, prompts: int) -> Iterator[torch.Tensor]:
-    """Runs the encoder of images for a number of prompts."""
+    """Yields the outputs of the image encoder for a number of prompts."""
     if inputs:
         encode: Any = getattr(model, "get_image_features", None)
-        several = {
+        batch = {
             name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
             for name, value in inputs.items()
         }
-        yield from _tensors(encode(**several))
+        yield from _tensors(encode(**batch))
 
 
 def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(output, ModelOutput):
         pooled = getattr(output, "pooler_output", None)
         output = output["last_hidden_state"] if pooled is None else pooled
-    return [output] if isinstance(output, torch.Tensor) else [each for part in output for each in _tensors(part)]
+    return [output] if isinstance(output, torch.Tensor) else [tensor for part in output for tensor in _tensors(part)]
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """A prompt with the media and the length of the arguments."""
+    """Returns a prompt with the media and length of the arguments, and encoder inputs that have no processor."""
     has_vision, has_audio = (kind in model.input_modalities for kind in ("image", "audio"))
     images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
@@ -60,8 +60,8 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
         with suppress(OSError, ValueError):
             processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
         if processor is None:
-            given = {name: limit for name, limit in limits.items() if limit is not None}
-            side, _ = budgeted_size(args.image_size, args.image_size, given)
+            bounds = {name: limit for name, limit in limits.items() if limit is not None}
+            side, _ = budgeted_size(args.image_size, args.image_size, bounds)
             encoders = _from_config(model, 0 if seconds else images, side)
         else:
             prompt = _encoded(model, processor, images, args.image_size, seconds, MediaRules(**limits))
@@ -85,22 +85,22 @@ def _encoded(
 
 
 def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
-    """The prompt with text appended, up to a minimum length."""
-    more = max(length - len(prompt), 0)
+    """Returns the prompt with text appended up to a minimum length."""
+    n_added = max(length - len(prompt), 0)
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
     return replace(
         prompt,
-        input_ids=F.pad(prompt.input_ids, (0, more)),
+        input_ids=F.pad(prompt.input_ids, (0, n_added)),
         token_fields={
-            name: F.pad(value, (0, more), value=fill.get(name, 0)) for name, value in prompt.token_fields.items()
+            name: F.pad(value, (0, n_added), value=fill.get(name, 0)) for name, value in prompt.token_fields.items()
         },
-        position_ids=torch.cat([prompt.position_ids, last + 1 + torch.arange(more)], dim=-1),
+        position_ids=torch.cat([prompt.position_ids, last + 1 + torch.arange(n_added)], dim=-1),
         mask_cache={},
     )
 
 
 def _from_config(model: PreTrainedModel, images: int, size: int) -> EncoderInputs:
-    """Inputs of an encoder by its config alone, where images are patches in a row, as with Qwen-VL."""
+    """Returns inputs of an image encoder by its config. Raises unless images are rows of patches, as in Qwen-VL."""
     encode: Any = getattr(model, "get_image_features", None)
     if not images or "image_grid_thw" not in inspect.signature(encode).parameters:
         raise RuntimeError("its config doesn't say what its encoders take, and there is no processor")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A plugin for lmms-eval's environment: it sends sounds to servers, which its `openai` model takes for videos."""
+"""Plugin of lmms-eval that sends sounds to servers; lmms-eval's own `openai` model takes sounds for videos."""
 
 import base64
 import io
@@ -15,22 +15,22 @@ _messages = ChatMessages.to_openai_messages
 
 
 def register() -> list:
-    """Replaces how lmms-eval makes requests, and adds no models to its list."""
+    """Replaces two functions with which lmms-eval makes requests. Returns no models to add."""
     ConfigurableMessagesTask.doc_to_visual, ChatMessages.to_openai_messages = media, messages
     return []
 
 
 def media(task: ConfigurableTask, row: dict) -> list:
-    """The media of a row. Decoded sounds, samples or a decoder, say their type."""
-    found = list(ConfigurableTask.doc_to_visual(task, row) or [])
-    for i, each in enumerate(found):
-        if hasattr(each, "get_all_samples") or (isinstance(each, dict) and "array" in each):
-            found[i] = {"type": "audio", "array": each["array"], "sampling_rate": each["sampling_rate"]}
-    return found
+    """Returns the media of a row. A decoded sound, as samples or as a decoder, becomes a dictionary with its type."""
+    visuals = list(ConfigurableTask.doc_to_visual(task, row) or [])
+    for i, visual in enumerate(visuals):
+        if hasattr(visual, "get_all_samples") or (isinstance(visual, dict) and "array" in visual):
+            visuals[i] = {"type": "audio", "array": visual["array"], "sampling_rate": visual["sampling_rate"]}
+    return visuals
 
 
 def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
-    """The messages of a request. Sounds are files in Base64: those of their paths, or WAV of their samples."""
+    """Returns the messages of a request. A sound is its file in Base64, or for samples a WAV file in Base64."""
     sent = _messages(chat, **options)
     for part in (part for message in sent for part in message["content"] if part["type"] == "audio_url"):
         if isinstance(sound := part.pop("audio_url")["url"], str):
