@@ -30,10 +30,8 @@ def classes_with_media() -> dict[str, str]:
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     }
     known = {model_type for family in FAMILIES for model_type in family.model_types}
-    more_classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
-    classes.update(
-        {model_type: more_classes[model_type] for model_type in known & more_classes.keys() - classes.keys()}
-    )
+    extra = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
+    classes.update({model_type: extra[model_type] for model_type in known & extra.keys() - classes.keys()})
     return classes
 
 

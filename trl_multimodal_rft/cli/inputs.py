@@ -45,13 +45,11 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
     # `load_dataset` supports neither paths of files nor `~`
     parts = [
-        dataset
-        if dataset.data_files or dataset.data_dir
-        else replace(dataset, **load_arguments(dataset.path, dataset.split))
-        for dataset in script_args.datasets
+        part if part.data_files or part.data_dir else replace(part, **load_arguments(part.path, part.split))
+        for part in script_args.datasets
     ]
     size = script_args.test_split_size
-    with reading(f"the mixture of {', '.join(repr(dataset.path) for dataset in script_args.datasets)}"):
+    with reading(f"the mixture of {', '.join(repr(part.path) for part in script_args.datasets)}"):
         splits = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
     if size is not None:
         if script_args.streaming:

@@ -19,9 +19,8 @@ from .preflight import check_run, is_harness
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
-    if (
-        is_harness(getattr(args, "benchmark", None)) and name == "evaluate"
-    ):  # the harness asks a server from one process
+    # A harness asks a server, for which one process is enough
+    if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
         from . import arguments, evaluate
 
         return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))

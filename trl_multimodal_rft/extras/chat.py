@@ -100,11 +100,7 @@ def example_of(name: str) -> tuple[str, str, list[str]]:
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
     first = {file_modality(path.name): str(path) for path in reversed(files)}
     modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()
-    return (
-        texts.get("system", ""),
-        texts.get("user", ""),
-        [first[modality] for modality in modalities if modality in first],
-    )
+    return texts.get("system", ""), texts.get("user", ""), [first[kind] for kind in modalities if kind in first]
 
 
 def page(
@@ -239,9 +235,7 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]
         name = _shown_name(model.get_base_model().config._name_or_path)
         answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
     takes = input_modalities(model.get_base_model() if is_peft_model(model) else model)
-    return answerers, tuple(
-        modality for modality in MODALITIES if modality in takes and isinstance(processor, ProcessorMixin)
-    )
+    return answerers, tuple(kind for kind in MODALITIES if kind in takes and isinstance(processor, ProcessorMixin))
 
 
 def _shown_name(name: str) -> str:

@@ -53,9 +53,7 @@ class FakeFloats(TorchDispatchMode):
                 result = func(*args, **kwargs)
             if _is_hidden(result):
                 return result
-        if not tensors or any(
-            _is_hidden(tensor) for tensor in tensors
-        ):  # results of real floats, such as pixels, stay real
+        if not tensors or any(_is_hidden(tensor) for tensor in tensors):  # real floats, such as pixels, stay real
             return func(*args, **kwargs)
         return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
 

@@ -32,15 +32,11 @@ def run(args: argparse.Namespace) -> None:
     Prints the first config that fits, from full training over LoRA to QLoRA, with the largest micro-batches that fit.
     """
     smallest = float("inf")
-    for weights_and_strategy in _ways(args):
+    for way in _ways(args):
         fit = None
         for size in _sizes(args):
             numbers = _numbers_at_once(args, size)
-            options = {
-                **weights_and_strategy,
-                "per_device_train_batch_size": size,
-                "gradient_accumulation_steps": numbers[0],
-            }
+            options = {**way, "per_device_train_batch_size": size, "gradient_accumulation_steps": numbers[0]}
             measured, _ = measured_with_note(argparse.Namespace(**{**vars(args), **options}))
             for number in numbers:  # the first number that fits is the largest
                 options = {**options, "steps_per_generation": number}
