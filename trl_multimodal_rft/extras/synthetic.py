@@ -47,7 +47,7 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """Returns a prompt with the media and length of the arguments, and encoder inputs that have no processor."""
+    """Returns a prompt with the media and length of the arguments, and inputs of an encoder without processor."""
     has_vision, has_audio = (kind in model.input_modalities for kind in ("image", "audio"))
     images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
