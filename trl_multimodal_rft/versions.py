@@ -25,6 +25,7 @@ GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
 SFT = "trl.trainer.sft_trainer:SFTTrainer."
 DPO = "trl.trainer.dpo_trainer:DPOTrainer."
+KTO = "trl.trainer.kto_trainer:KTOTrainer."
 REWARD = "trl.trainer.reward_trainer:RewardTrainer."
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 
@@ -72,6 +73,7 @@ OVERRIDDEN = {
     "PPO": _overridden(GRPO, _REWARDS, create_scheduler="self num_training_steps optimizer"),
     "SFT": _overridden(SFT, {}),
     "DPO": _overridden(DPO, {"compute_ref_log_probs": "self model inputs"}),
+    "KTO": _overridden(KTO, {"compute_ref_log_probs": "self model inputs"}),
     "Reward": _overridden(REWARD, {"_prepare_dataset": "self dataset processing_class args dataset_name"}),
     "Distillation": _overridden(
         DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}

@@ -247,6 +247,27 @@ class SupervisedEncoder:
                 prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
 
+    def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
+        """
+        Encodes a prompt once, with its media, and its completion. A text gets its end.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row with `prompt` and `completion`.
+
+        Returns:
+            [`EncodedPrompt`] and `list[int]`: The prompt, and the tokens of the completion.
+
+        Raises:
+            `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
+                it after the prompt.
+            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in the completion.
+        """
+        read_messages(row.get("completion"), "completion", row.row_index)
+        columns, messages, n = self._preference(row, "completion")
+        tokens = self._completion_ids(columns, messages, n, f"row {row.row_index}", self._end)
+        return self._encode(_prompt_of(columns, messages[:n]), columns), tokens
+
     def conversation(self, row: Row) -> str | list:
         """
         Returns the prompt of a row, or its whole `messages`, with its media.

@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # a trainer imports its own config alone: each takes 10 ms
     from .distillation_config import MultimodalDistillationConfig
     from .dpo_config import MultimodalDPOConfig
     from .grpo_config import MultimodalGRPOConfig
+    from .kto_config import MultimodalKTOConfig
     from .reward_config import MultimodalRewardConfig
     from .rloo_config import MultimodalRLOOConfig
     from .sft_config import MultimodalSFTConfig
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # a trainer imports its own config alone: each takes 10 ms
 
 # PPO's is one of GRPO
 SamplingConfig: TypeAlias = "MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig"
-ReadingConfig: TypeAlias = "MultimodalSFTConfig | MultimodalDPOConfig | MultimodalRewardConfig"
+ReadingConfig: TypeAlias = "MultimodalSFTConfig | MultimodalDPOConfig | MultimodalKTOConfig | MultimodalRewardConfig"
 TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"
 
 

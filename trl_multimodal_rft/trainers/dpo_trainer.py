@@ -233,7 +233,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             log_sum_sq_probs=both.log_sum_sq_probs,
             aux_loss=both.aux_loss,
         )
-        loss = self._loss_of_trl(outputs, _as_rows(inputs))
+        loss = self._loss_of_trl(_as_rows(inputs), outputs)
         if self._rejected.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores

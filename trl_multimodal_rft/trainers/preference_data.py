@@ -17,7 +17,7 @@ from ..data.rows.pairs import TIE
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
-from ..encoding.prompts import check_ids
+from ..encoding.prompts import EncodedPrompt, check_ids
 from ..encoding.supervised import PreferencePair
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
@@ -96,18 +96,26 @@ class PreferenceCollator(SupervisedCollator):
 
     def encode(self, row: Row) -> PreferencePair:
         """A row as a pair whose completions end at `max_length`, the prompt included."""
-        pair, longest = self._encoded_pair(row), self.args.max_length
-        if longest is not None:
-            if len(pair) >= longest:
-                raise OverlongRow(
-                    f"row {row.row_index} has a prompt of {len(pair)} tokens with its media, which leaves none of "
-                    f"`max_length` ({longest}) to the completions; raise it, or make the prompt or the media smaller"
-                )
-            n = longest - len(pair)
-            pair = replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
+        pair = self._encoded_pair(row)
+        self._check_room(pair, row)
+        pair = replace(pair, chosen=self._cut(pair, pair.chosen), rejected=self._cut(pair, pair.rejected))
         if self.view is not None and not self.view.type.needs_other:  # which needs a micro-batch
             self._add_view(pair, [row], [None], 0)
         return pair
+
+    def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
+        """Raises if `max_length` leaves no token to the completions of a prompt."""
+        longest = self.args.max_length
+        if longest is not None and len(prompt) >= longest:
+            raise OverlongRow(
+                f"row {row.row_index} has a prompt of {len(prompt)} tokens with its media, which leaves none of "
+                f"`max_length` ({longest}) to the completions; raise it, or make the prompt or the media smaller"
+            )
+
+    def _cut(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
+        """Returns the tokens of a completion within `max_length`."""
+        longest = self.args.max_length
+        return completion if longest is None else completion[: longest - len(prompt)]
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):

@@ -147,9 +147,10 @@ class CompletionTrainer(CheckpointMixin):
         """What `compute_metrics` gets as predictions, where outputs are kept."""
         return SequenceClassifierOutput(logits=scores.values)
 
-    def _loss_of_trl(self, outputs: Any, rows: Batch) -> torch.Tensor:
-        """TRL's loss, and metrics, of what a model would return for padded rows."""
-        return super().compute_loss(lambda **kwargs: outputs, rows)
+    def _loss_of_trl(self, rows: Batch, *outputs: Any) -> torch.Tensor:
+        """Returns TRL's loss for padded rows, and logs its metrics; calls of the model return `outputs` in turn."""
+        calls = iter(outputs)
+        return super().compute_loss(lambda **kwargs: next(calls), rows)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """A micro-batch for TRL's own forward, whose outputs are all kept."""

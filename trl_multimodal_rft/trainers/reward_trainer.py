@@ -168,7 +168,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         scores, margin, tie = self._policy.rewards(model, completions, packed=packed), inputs["margin"], inputs["tie"]
         rows = {name: inputs[name] for name in ("attention_mask", "margin")}
-        loss = self._loss_of_trl(SequenceClassifierOutput(logits=scores.values), rows)
+        loss = self._loss_of_trl(rows, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)
         # That neither is better by the margin: https://huggingface.co/papers/2409.17431, equation 10, up to a constant
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
