@@ -248,8 +248,8 @@ def check_unsplit(args: Any, model: Any) -> None:
         kwargs = args.model_init_kwargs or {}
         splits |= {name: kwargs[name] for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)}
     else:
-        loaded = {name: getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size")}
-        splits |= {f"model.{name}": size for name, size in loaded.items() if size > 1}
+        model_sizes = {name: getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size")}
+        splits |= {f"model.{name}": size for name, size in model_sizes.items() if size > 1}
     if splits:
         raise ValueError(
             f"{', '.join(f'`{name}={value!r}`' for name, value in splits.items())}: ranks that share a model's layers "
@@ -269,12 +269,12 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, arguments.get(name))
     eval_dataset = arguments.get("eval_dataset")
-    several = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-    for key, dataset in several.items():
+    entries = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for key, dataset in entries.items():
         _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
 
-    several = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    for index, reward_func in enumerate(several if reward_funcs is not None else ()):
+    entries = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    for index, reward_func in enumerate(entries if reward_funcs is not None else ()):
         name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"
         check_instances(**{name: reward_func})
         if not isinstance(reward_func, str) and not callable(reward_func):

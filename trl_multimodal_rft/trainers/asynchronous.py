@@ -113,14 +113,15 @@ class AsynchronousSampling:
         is_due = check is not None and check.engine_updated is None
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
-        parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # no contrast
+        # Completions of the contrast start at `n`
+        parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
         reward = self._early_rewards(parts)
         self.flight.ask(
             batch_index, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes
         )
 
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
-        """Returns functions that reward the completions of a request when they come, if the rewards only wait."""
+        """Returns the functions that reward each request's completions when they come, by rewards that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names(), rewards.functions(), rewards.processors(), strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]
@@ -148,8 +149,10 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     """
     size, accelerator = min(n, _PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
-    short = [item._replace(count=1, most=min(item.most, _PROBE_LENGTH)) for item in requests]
-    ids, logps = ([*item] for item in zip(*on_all_ranks(accelerator, lambda: flight.sample(short)), strict=True))
+    short_requests = [item._replace(count=1, most=min(item.most, _PROBE_LENGTH)) for item in requests]
+    ids, logps = (
+        [*item] for item in zip(*on_all_ranks(accelerator, lambda: flight.sample(short_requests)), strict=True)
+    )
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
     options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}

@@ -323,7 +323,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns a rollout of rows with advantages, in which the config may exchange groups without signal."""
+        """Returns a rollout of rows with advantages, and exchanges groups without signal if the config says so."""
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)

@@ -122,7 +122,7 @@ def load_rollout_state(
     checkpoint: str | Path, process_index: int, classes: Sequence[type] = SAVED_CLASSES
 ) -> dict[str, Any] | None:
     """
-    Loads the state that [`save_rollout_state`] saved onto the CPU, without running code in the file.
+    Loads onto the CPU the state that [`save_rollout_state`] saved, without running code in the file.
 
     Returns the state; `None` if the checkpoint has none for this process.
     """
@@ -147,17 +147,17 @@ def whole_state_dict(
     """
     if is_unsharded(accelerator):
         return None
-    gathered = DistributedBackend(accelerator).gather_params
+    gather = DistributedBackend(accelerator).gather_params
     copies: dict[int, torch.Tensor] = {}  # copies tied weights once
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not select(name):
             continue
-        with gathered([value]):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+        with gather([value]):
+            weight = value.full_tensor() if isinstance(value, DTensor) else value
             if kept:
                 if id(value) not in copies:
-                    copies[id(value)] = whole.detach().to("cpu", copy=True)
+                    copies[id(value)] = weight.detach().to("cpu", copy=True)
                 state[name] = copies[id(value)]
     return state
 
@@ -178,8 +178,8 @@ def save_without_weights(
     writes: bool,
 ) -> None:
     """
-    Saves config and processor of a model with weights that are saved elsewhere, and adapters, which are small, whole.
-    All processes have to call this.
+    Saves config and processor of a model with weights that are saved elsewhere. Adapters, which are small, are saved
+    whole. All processes have to call this.
     """
     policy = policy_alone(accelerator.unwrap_model(model))
     if is_peft_model(policy):
@@ -210,11 +210,11 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
 
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         return
-    saved = model_class.from_pretrained(folder, dtype=model.dtype)
+    saved_model = model_class.from_pretrained(folder, dtype=model.dtype)
     if is_deepspeed_zero3_enabled():  # it has sharded the loaded model, too
-        SyncRefModelCallback.sync_target_model(saved, model, 1.0)
+        SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)
     else:
-        model.load_state_dict(saved.state_dict())
+        model.load_state_dict(saved_model.state_dict())
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:

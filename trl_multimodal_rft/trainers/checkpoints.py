@@ -372,8 +372,8 @@ class CheckpointMixin(Trainer):
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
         # `from_pretrained` can't read shards, and `Trainer` saves them with the optimizer's shards
-        whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
-        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not whole:
+        is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
         with gathering(self.accelerator):
@@ -391,27 +391,27 @@ class CheckpointMixin(Trainer):
         """
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         target = Path(self._get_output_dir(trial), name)
-        partial = target.parent / PARTIAL
+        temporary_folder = target.parent / PARTIAL
         if args.should_save and not Path(args.output_dir).exists():
             logger.warning(
                 f"`output_dir` {args.output_dir!r} was removed during the run, with the checkpoints in it; {name} is "
                 "saved to a new folder."
             )
-        if args.should_save and partial.exists():  # from a run that was killed while it saved
-            shutil.rmtree(partial)
+        if args.should_save and temporary_folder.exists():  # from a run that was killed while it saved
+            shutil.rmtree(temporary_folder)
         self.accelerator.wait_for_everyone()
         if trial is None:
             self.store_flos()
         self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
-        with naming_write_errors(target, partial if args.should_save else None):
-            self._write_checkpoint(partial / name, target)
+        with naming_write_errors(target, temporary_folder if args.should_save else None):
+            self._write_checkpoint(temporary_folder / name, target)
             if args.should_save:
-                replace_folder(partial / name, target)
+                replace_folder(temporary_folder / name, target)
                 kept = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
                 for checkpoint in surplus_checkpoints(target, args.save_total_limit, kept):
                     if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
-                        checkpoint.rename(partial / checkpoint.name)
-                shutil.rmtree(partial, ignore_errors=True)  # the next save removes leftovers
+                        checkpoint.rename(temporary_folder / checkpoint.name)
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes leftovers
         self.accelerator.wait_for_everyone()
         if args.push_to_hub:
             self._publish_checkpoint(target)
@@ -439,9 +439,9 @@ class CheckpointMixin(Trainer):
         shards, process = writes_shards(self.accelerator), self.accelerator.process_index
         if shards and process == 0:
             check_shards(folder)
-        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        measurements = measure_together(folder, process, self.accelerator.num_processes) if shards else None
         if args.should_save:
-            write_manifest(folder, args.save_only_model, self._fingerprints(), measured, self._tag_names[1])
+            write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
 
     def _save_state(self, folder: Path) -> None:
         """Saves state to resume from beyond optimizer, schedule and random states. All processes have to call this."""
@@ -529,7 +529,7 @@ class CheckpointMixin(Trainer):
         return norm
 
     def _check_policy(self) -> None:
-        """Raises if the weights to sample from aren't finite, once per update. All processes have to call this."""
+        """Raises if weights to sample from aren't finite, once per update. All processes have to call this."""
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step

@@ -158,14 +158,14 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             for batch in self.get_eval_dataloader(dataset):
                 pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
                 batches.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
         logps, scores = torch.full((len(dataset), len(self._reference)), torch.nan), torch.cat(batches)
-        if len(scores) != len(scored):
+        if len(scores) != len(indices):
             raise ValueError(
-                f"The reference scored {len(scores)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
+                f"The reference scored {len(scores)} of {len(indices)} rows; with `precompute_ref_log_probs=True`, "
                 "don't set `dataloader_drop_last`."
             )
-        logps[scored] = scores
+        logps[indices] = scores
         for name, values in zip(self._reference, logps.T.tolist(), strict=True):
             dataset = dataset.add_column(name, values)
         if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
@@ -224,14 +224,14 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | dict(zip(self._reference, logps, strict=True))
         scores = self._score(model, inputs, self.aux_loss_enabled)
-        both = scores.rows(slice(2 * len(inputs["sequences"])))
+        pair_scores = scores.rows(slice(2 * len(inputs["sequences"])))
         outputs = SimpleNamespace(
-            log_probs=both.logps,
-            entropy=both.entropies,
-            is_top1=both.top1 > 0,
-            mean_logits=both.mean_logits,
-            log_sum_sq_probs=both.log_sum_sq_probs,
-            aux_loss=both.aux_loss,
+            log_probs=pair_scores.logps,
+            entropy=pair_scores.entropies,
+            is_top1=pair_scores.top1 > 0,
+            mean_logits=pair_scores.mean_logits,
+            log_sum_sq_probs=pair_scores.log_sum_sq_probs,
+            aux_loss=pair_scores.aux_loss,
         )
         loss = self._loss_of_trl(outputs, _as_rows(inputs))
         if self._rejected.view is not None:
@@ -240,7 +240,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
-        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
+        rows = [row for side in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in side]
         ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
         inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
         return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
@@ -272,10 +272,10 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         Logs how far media move the log-probabilities of some chosen completions: on the first micro-batch of an update
         that is due for it, and on the first micro-batch with media of an evaluation.
         """
-        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        step, interval, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
         metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
         is_first = step != self._measured_step if training else "media/contribution" not in metrics
-        if not every or not is_first or (training and not is_due(every, step, 1)):
+        if not interval or not is_first or (training and not is_due(interval, step, 1)):
             return
         self._measured_step = step if training else self._measured_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
