@@ -33,7 +33,7 @@ from .setup import IN_CONSTRUCTOR, load_reference, loading_in_trl, resolve_confi
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
-# What TRL's loss reads of a model's outputs, besides log-probabilities
+# Outputs of a model that TRL's loss reads
 _OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
 
 
@@ -55,8 +55,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, each text or messages, and with the media columns that
-            [`MultimodalGRPOTrainer`] takes, whose media are for the prompt. Without `prompt`, it is what both
-            completions start with.
+            [`MultimodalGRPOTrainer`] takes, with media of the prompt. Without `prompt`, the common start of both
+            completions is the prompt.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -70,11 +70,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
         compute_metrics (`Callable`, *optional*):
-            See [`~trl.DPOTrainer`]: its predictions are logits of the rows with the chosen completions, then of those
-            with the rejected ones, from a further forward of each, and its labels their tokens.
+            See [`~trl.DPOTrainer`]: predictions are logits of the rows with the chosen completions, then of the rows
+            with the rejected ones, from a further forward pass of each row; labels are the tokens of these rows.
 
     Raises:
-        `TypeError`: If `args` is a config of TRL's own, or `ref_model` no model.
+        `TypeError`: If `args` is a config of TRL's own, or if `ref_model` isn't a model.
         `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
             parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
     """
@@ -137,7 +137,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     # Reference
 
     def _precompute_reference(self) -> None:
-        """Adds columns with the reference's log-probabilities to the datasets, after which none is in memory."""
+        """Adds columns of the reference's log-probabilities to the datasets, and then frees the reference."""
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
                 "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only "
@@ -145,7 +145,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             )
         self.train_dataset = self._with_reference(self.train_dataset)
         if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._with_reference(each) for name, each in self.eval_dataset.items()}
+            self.eval_dataset = {name: self._with_reference(split) for name, split in self.eval_dataset.items()}
         elif self.eval_dataset is not None:
             self.eval_dataset = self._with_reference(self.eval_dataset)
         self.ref_model = None
@@ -153,19 +153,19 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     def _with_reference(self, dataset: Any) -> Dataset:
         if not isinstance(dataset, Dataset):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
-        found = []
+        batches = []
         with evaluation_mode(self.model):
             for batch in self.get_eval_dataloader(dataset):
                 pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
-                found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
-        logps, known = torch.full((len(dataset), len(self._reference)), torch.nan), torch.cat(found)
-        if len(known) != len(scored):
+                batches.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
+        indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        logps, scores = torch.full((len(dataset), len(self._reference)), torch.nan), torch.cat(batches)
+        if len(scores) != len(indices):
             raise ValueError(
-                f"The reference scored {len(known)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
+                f"The reference scored {len(scores)} of {len(indices)} rows; with `precompute_ref_log_probs=True`, "
                 "don't set `dataloader_drop_last`."
             )
-        logps[scored] = known
+        logps[indices] = scores
         for name, values in zip(self._reference, logps.T.tolist(), strict=True):
             dataset = dataset.add_column(name, values)
         if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
@@ -181,13 +181,13 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
         Args:
             model ([`~torch.nn.Module`]):
-                The reference, or the policy with PEFT, whose adapter is off meanwhile.
+                The reference, or, with PEFT, the policy, with its adapter off meanwhile.
             inputs (`dict`):
                 Micro-batch of the collator.
 
         Returns:
             `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`; with
-            `rejected_view` also of the chosen ones after the view, NaN where a row has none.
+            `rejected_view` also of the chosen completions after the view, NaN for rows without a view.
         """
 
         n, after_view = 2 * len(inputs["sequences"]), []
@@ -208,7 +208,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
     # Update
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
-        """Scores of all chosen completions, of the rejected ones, and of the chosen ones after a view."""
+        """Returns scores of all chosen completions, of the rejected ones, and of the chosen ones after a view."""
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         return self._policy.score(model, *completions, packed=packed, compute_aux_loss=compute_aux_loss)
 
@@ -224,14 +224,14 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | dict(zip(self._reference, logps, strict=True))
         scores = self._score(model, inputs, self.aux_loss_enabled)
-        both = scores.rows(slice(2 * len(inputs["sequences"])))
+        pair_scores = scores.rows(slice(2 * len(inputs["sequences"])))
         outputs = SimpleNamespace(
-            log_probs=both.logps,
-            entropy=both.entropies,
-            is_top1=both.top1 > 0,
-            mean_logits=both.mean_logits,
-            log_sum_sq_probs=both.log_sum_sq_probs,
-            aux_loss=both.aux_loss,
+            log_probs=pair_scores.logps,
+            entropy=pair_scores.entropies,
+            is_top1=pair_scores.top1 > 0,
+            mean_logits=pair_scores.mean_logits,
+            log_sum_sq_probs=pair_scores.log_sum_sq_probs,
+            aux_loss=pair_scores.aux_loss,
         )
         loss = self._loss_of_trl(_as_rows(inputs), outputs)
         if self._rejected.view is not None:
@@ -240,15 +240,15 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
-        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
+        rows = [row for side in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in side]
         ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
         inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
         return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """
-        The terms of the view, a mean over the pairs like TRL's loss, in which those without one have 0. `logps` are
-        the scores of completions, `(2 * B + V,)`.
+        Computes the loss of the view, a mean over all pairs as TRL's loss is, to which pairs without a view add 0.
+        `logps` are the log-probabilities of completions, `(2 * B + V,)`.
         """
         settings, n, viewed = self._rejected, len(inputs["sequences"]), inputs["viewed"]
         chosen = logps[viewed] - inputs["ref_chosen_logps"][viewed]
@@ -261,7 +261,7 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             "rewards/above_anchor": (rewards[0] > settings.anchor).float(),
             "logps/view": logps[2 * n :].detach(),
         }
-        metrics = {name: scored_mean(each, torch.ones_like(each)) for name, each in values.items()}
+        metrics = {name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()}
         log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
         conditional = settings.conditional_coef * conditional_preference(chosen, view, self.beta)
         anchored = settings.anchor_coef * anchored_preference(chosen, self.beta, settings.anchor)
@@ -269,13 +269,13 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
     def _measure_contribution(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """
-        Logs how far media move the log-probabilities of some chosen completions: with the first micro-batch of an
-        update where that is due, and with the first one of an evaluation that has media.
+        Logs how far media move the log-probabilities of some chosen completions: on the first micro-batch of an update
+        that is due for it, and on the first micro-batch with media of an evaluation.
         """
-        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        step, interval, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
         metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
         is_first = step != self._measured_step if training else "media/contribution" not in metrics
-        if not every or not is_first or (training and not is_due(every, step, 1)):
+        if not interval or not is_first or (training and not is_due(interval, step, 1)):
             return
         self._measured_step = step if training else self._measured_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
@@ -296,14 +296,14 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
 
 def _without_rows(dataset: Rows, processing_class: Processor) -> Rows:
-    """A row for TRL's constructor, which tokenizes it, or, with media, leaves it as it is."""
+    """Returns a dataset of one dummy row for TRL's constructor, which tokenizes the row unless it has media."""
     row = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
     rows = Dataset.from_dict(row | {"image": [None]} if isinstance(processing_class, ProcessorMixin) else row)
     return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
 
 
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score."""
+    """Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score."""
     n = 2 * len(inputs["sequences"])
     return {
         "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),
