@@ -95,21 +95,21 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     settings, device = run.args.contrast_view_settings, run.accelerator.device
     if not run.is_training or settings.view is None:
         return None
-    contrast_rewards = torch.full((len(rollout),), torch.nan, device=device)
+    contrasts = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
         # The function may wait for other ranks, so a rank without a contrast calls it with a completion of its own
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
         rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]
-        contrast_rewards[indices] = rewards.to(device)
-    contrast_rewards, size = run.accelerator.gather(contrast_rewards), run.group_size
+        contrasts[indices] = rewards.to(device)
+    contrasts, size = run.accelerator.gather(contrasts), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]
-    bonus = contrast_bonus(rewards, contrast_rewards, size, ratio=settings.reward_ratio, bonus=settings.bonus)
-    if (has_contrast := _in_same_groups(~contrast_rewards.isnan(), size)).any():
+    bonus = contrast_bonus(rewards, contrasts, size, ratio=settings.reward_ratio, bonus=settings.bonus)
+    if (mask := _in_same_groups(~contrasts.isnan(), size)).any():
         means = {
-            "accuracy": contrast_rewards.nanmean(),
-            "accuracy_clean": rewards[has_contrast].nanmean(),
-            "bonus": bonus[has_contrast].mean(),
+            "accuracy": contrasts.nanmean(),
+            "accuracy_clean": rewards[mask].nanmean(),
+            "bonus": bonus[mask].mean(),
         }
         run.metrics.add({f"contrast/{name}": value.item() for name, value in means.items()})
     return bonus

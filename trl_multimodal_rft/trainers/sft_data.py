@@ -83,11 +83,11 @@ class SupervisedCollator:
 
     def _plain(self, row: Row, processor: ProcessorMixin) -> dict[str, Any]:
         """Returns the outputs of a processor for the conversation of a row, by the chat template of the run."""
-        template, encoder = (
+        base, encoder = (
             {"chat_template": getattr(self.processing_class, "chat_template", None)},
             self._encoder_of(row),
         )
-        kwargs = template | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
+        kwargs = base | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
         return plain_outputs(encoder.conversation(row), processor, self.args.audio_overlong, kwargs)
 
     def encode(self, row: Row) -> SupervisedSequence:
@@ -202,7 +202,7 @@ class SupervisedCollator:
         return dataset
 
     def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
-        """Returns the columns of a dataset, and those with media. Raises if it has no rows, or media for a tokenizer."""
+        """Returns the columns of a dataset, and those with media. Raises if it is empty, or a tokenizer gets media."""
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"The {name} dataset has no rows.")
         columns = set(get_dataset_column_names(dataset))

@@ -234,9 +234,8 @@ class Teacher:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
             states = require(policy.score(model, *completions, packed=rollout.packed, hidden=True, logps=False).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
-            if (
-                self.average is not None and not args.loss_top_k
-            ):  # the target is used after the student's weights return
+            # The target is used when the student has its own weights again
+            if self.average is not None and not args.loss_top_k:
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
             distributions: Any = {"hidden": states, "head": head}
             if args.loss_top_k:
