@@ -22,7 +22,7 @@ TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 # Token fields in which the tokens before and after a medium belong to it
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
-# Tensors with the patches of all media in one row, by the name of their sizes, which join on the last dimension
+# Tensors with the patches of all media in one row, by the name of their sizes; they join on the last dimension
 PATCH_ROWS = {"target_sizes": "pixel_values", "target_sizes_videos": "pixel_values_videos"}
 
 # Outputs of processors for images, other than pixels

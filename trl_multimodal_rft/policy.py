@@ -181,8 +181,8 @@ class PolicyForward:
         With more tokens than `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the
         `deferred` of the scores. A group above this limit is forwarded in chunks of completions, behind their prompt,
         see [`~forward.split_groups.KeptPrompt`], or, if that isn't possible, with their prompt. If only some `rows`
-        matter, or have tokens in padded parts, other rows aren't forwarded and have scores of 0; dummy prompts replace
-        their media. A completion whose context was rewritten is forwarded as a row for each context.
+        matter, or only some have tokens in padded parts, other rows aren't forwarded and have scores of 0, and dummy
+        prompts replace their media. A completion whose context was rewritten is forwarded as a row for each context.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
@@ -492,8 +492,8 @@ class PolicyForward:
 
 def _gather_head(policy: PreTrainedModel) -> None:
     """
-    Gathers the weight of the LM head, which TRL's fused head reads although the module never runs. If FSDP2 gathered
-    it, its gradient wouldn't be reduced: each rank would train its rows of the head only on its completions.
+    Gathers the weight of the LM head, which TRL's fused head reads although the module never runs. If the fused head
+    gathered the weight, its gradient wouldn't be reduced: ranks would train their rows only on their completions.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():

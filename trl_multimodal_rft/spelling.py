@@ -57,11 +57,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
-    close = [
-        candidate
-        for candidate in names
-        if candidate.startswith(f"{name}_") or candidate.strip().lower() == name.strip().lower()
-    ]
+    close = [word for word in names if word.startswith(f"{name}_") or word.strip().lower() == name.strip().lower()]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     close += [known for known in names if known.lower() == name.lower()]
     return f" Did you mean `{close[0]}`?" if close else ""
@@ -125,11 +121,7 @@ def check_settings(
     `**kwargs`, which takes any), and about values that its annotations exclude, see [`check_value`].
     """
     parameters = inspect.signature(function).parameters
-    known = (
-        [key for key, declared in parameters.items() if declared.kind is not declared.VAR_KEYWORD]
-        if names is None
-        else names
-    )
+    known = [key for key, spec in parameters.items() if spec.kind is not spec.VAR_KEYWORD] if names is None else names
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
@@ -155,8 +147,8 @@ def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     """
     Raises a `ValueError` about a value that an annotation excludes. The annotations are `Literal["a", "b"]`, `bool`, a
-    number, or a number within an interval as `Annotated[float, "[0, 1)"]`, also with `None` as an option, and
-    `list[float]`, for finite numbers. Other annotations allow any value.
+    number, or a number within an interval as `Annotated[float, "[0, 1)"]`, also with `| None`, and `list[float]`,
+    for finite numbers. Other annotations allow any value.
     """
     interval = None
     if get_origin(annotation) is Annotated:

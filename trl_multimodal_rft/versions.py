@@ -166,10 +166,7 @@ CALLED = {
 def bounds() -> dict[str, str]:
     """Returns the bounds of tested versions by package, from pyproject.toml; empty if this package isn't installed."""
     with suppress(PackageNotFoundError):
-        needs = (
-            re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", requirement)
-            for requirement in requires(PACKAGE) or ()
-        )
+        needs = (re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", line) for line in requires(PACKAGE) or ())
         return {need[1]: f">={need[2]},<{need[3]}" for need in needs if need}
     return {}
 
@@ -264,10 +261,10 @@ def unfit_packages(error: BaseException) -> str | None:
         return str(cause)
     if cause is error and not _is_of_imports(error):
         return None
-    reason = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
+    text = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
     versions = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
     return (
-        f"packages of this environment don't fit together: {' '.join(reason.split())}. It has {versions or 'no torch'}; "
+        f"packages of this environment don't fit together: {' '.join(text.split())}. It has {versions or 'no torch'}; "
         "install versions that fit, see 'Packages that don't fit' in docs/install.md."
     )
 

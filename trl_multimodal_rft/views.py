@@ -80,7 +80,7 @@ class View:
     settings: dict[str, Any] = field(default_factory=dict)
     modalities: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
     others: Sequence[MediaRef] = ()  # media of another row, used in turn
-    seed: tuple[int, ...] = (0,)  # of random numbers, with the index of media in their prompt
+    seed: tuple[int, ...] = (0,)  # seed of random numbers, with the index of media in the prompt
 
     @property
     def spelling(self) -> str:

@@ -359,7 +359,7 @@ def gigpo(
     norm: Literal["std", "none"] = "std",
 ) -> torch.Tensor:
     r"""
-    GiGPO's advantage: that of the completion in its group, plus $\omega$ times the advantage of the discounted return
+    GiGPO's advantage: the completion's in its group, plus $\omega$ times the advantage of the discounted return
     $\sum_{j \ge k} \gamma^{j - k} r_j$ of each turn among all turns of the group that answer the same prompt or
     results, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn without such other turns has only the first
     term.
@@ -493,11 +493,9 @@ def estimate_advantages(
     if kl_coef and not chosen.per_token:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
-    arguments = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
-    parameters = inspect.signature(chosen.function).parameters
-    return chosen.function(
-        **{name: value for name, value in arguments.items() if name in parameters}, **chosen.settings
-    )
+    options = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
+    names = inspect.signature(chosen.function).parameters
+    return chosen.function(**{name: value for name, value in options.items() if name in names}, **chosen.settings)
 
 
 def check_estimator(function: Callable) -> None:

@@ -162,7 +162,7 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
 
 
 class ReadMetrics(TrainerCallback):
-    """Callback that reads the pending metrics of a step before other callbacks log or save them."""
+    """Callback that reads the metrics of an optimizer or evaluation step, before other callbacks log or save them."""
 
     def __init__(self, pending: PendingMetrics):
         self.pending = pending

@@ -64,7 +64,7 @@ def check_shards(checkpoint: Path) -> None:
 def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
     Returns the reason that a run can't resume from a checkpoint, or `None`. FSDP reads weights and optimizer only in
-    the layout, shards or whole, in which FSDP wrote them; nothing else reads either, nor DeepSpeed's optimizer.
+    its own layout, in shards or whole; runs without FSDP read neither, and runs without DeepSpeed not its optimizer.
     """
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
         return (

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Signals that end a run, after a checkpoint, also when the launcher of the run is gone."""
+"""Signals that end a run after a checkpoint, among them one from the kernel when the launcher is gone."""
 
 import os
 import signal
