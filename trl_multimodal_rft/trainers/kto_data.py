@@ -96,8 +96,8 @@ class LabelledCollator(PreferenceCollator):
             for row, other in zip(rows, others.tolist(), strict=True):
                 if row.get(KL_ROW) != other:
                     raise ValueError(
-                        f"row {row.row_index} has `ref_KL_logps` of the completion of row {row.get(KL_ROW)}, and is in "
-                        f"a micro-batch with that of row {other}; score the reference with the same batch size and "
+                        f"row {row.row_index} has `ref_KL_logps` of the completion of row {row.get(KL_ROW)}, and is "
+                        f"in a micro-batch with that of row {other}; score the reference with the same batch size and "
                         "order, or drop the column."
                     )
         return columns
@@ -154,9 +154,8 @@ def unpaired(dataset: Any, columns: set[str]) -> Any:
     ]
     starts = range(0, n, _UNPAIRED_AT_ONCE)
     blocks = [np.arange(start, min(start + _UNPAIRED_AT_ONCE, n)) for start in starts]
-    return concatenate_datasets(sides).select(
-        np.concatenate([half for block in blocks for half in (block, block + n)])
-    )
+    order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
+    return concatenate_datasets(sides).select(order)
 
 
 def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable_weight: float) -> None:

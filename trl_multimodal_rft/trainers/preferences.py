@@ -23,7 +23,7 @@ from ..models.wrapped import is_unsharded, replaced
 from .preference_data import completions_to_score
 from .reading import Batch, CompletionTrainer
 from .setup import IN_CONSTRUCTOR, Loaded, load_reference, loading_in_trl
-from .signatures import EvalRows, Processor, Rows
+from .signatures import Processor, Rows
 
 
 class PreferenceTrainer(CompletionTrainer):
@@ -38,14 +38,9 @@ class PreferenceTrainer(CompletionTrainer):
     _measured_step = -1
 
     def _construct(
-        self,
-        construct: Callable[..., None],
-        arguments: dict[str, Any],
-        loaded: Loaded,
-        row: dict[str, list],
-        **options,
+        self, construct: Callable[..., None], arguments: dict[str, Any], loaded: Loaded, stand_in: dict[str, list]
     ) -> None:
-        """Runs TRL's constructor on a stand-in of the rows, which it would tokenize; `options` are set meanwhile."""
+        """Runs TRL's constructor on a stand-in for the rows, which it would tokenize."""
         args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         self._starts_as_reference = arguments["ref_model"] is None
         if self._starts_as_reference:
@@ -59,9 +54,9 @@ class PreferenceTrainer(CompletionTrainer):
         ):
             arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
             if datasets["train_dataset"] is not None:  # else TRL raises
-                arguments["train_dataset"] = _without_rows(datasets["train_dataset"], loaded.processing_class, row)
+                arguments["train_dataset"] = _without_rows(datasets["train_dataset"], loaded.processing_class, stand_in)
             if datasets["eval_dataset"] is not None:
-                arguments["eval_dataset"] = _without_rows(None, loaded.processing_class, row)
+                arguments["eval_dataset"] = _without_rows(None, loaded.processing_class, stand_in)
             construct(**arguments)
         self.train_dataset, self.eval_dataset = datasets.values()
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
@@ -162,10 +157,8 @@ class PreferenceTrainer(CompletionTrainer):
             metrics[name].append(value)
 
 
-def _without_rows(
-    dataset: Rows | EvalRows, processing_class: Processor, row: dict[str, list]
-) -> Dataset | IterableDataset:
+def _without_rows(dataset: Rows, processing_class: Processor, stand_in: dict[str, list]) -> Dataset | IterableDataset:
     """Returns rows for TRL's constructor, which tokenizes them, or, with media, leaves them as they are."""
-    media = {"image": [None] * len(row["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
-    rows = Dataset.from_dict(row | media)
+    media = {"image": [None] * len(stand_in["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
+    rows = Dataset.from_dict(stand_in | media)
     return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
