@@ -358,5 +358,5 @@ NOT_WHEN_READING = {
 def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]], method: str) -> None:
     """Raises a `ValueError` if an option without use in a method has another value than its neutral ones."""
     for name, (neutral, reason) in options.items():
-        if getattr(args, name) not in neutral:
+        if getattr(args, name, neutral[0]) not in neutral:  # not every config has all of them
             raise ValueError(f"`{name}={getattr(args, name)!r}` has no use in {method} here: {reason}.")

@@ -54,7 +54,9 @@ class PreferenceTrainer(CompletionTrainer):
         ):
             arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
             if datasets["train_dataset"] is not None:  # else TRL raises
-                arguments["train_dataset"] = _without_rows(datasets["train_dataset"], loaded.processing_class, stand_in)
+                arguments["train_dataset"] = _without_rows(
+                    datasets["train_dataset"], loaded.processing_class, stand_in
+                )
             if datasets["eval_dataset"] is not None:
                 arguments["eval_dataset"] = _without_rows(None, loaded.processing_class, stand_in)
             construct(**arguments)
