@@ -151,7 +151,7 @@ class Measure:
             return self.prepared(**inputs, **kept, use_cache=False).logits
 
     def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
-        """Returns log-probabilities `(1, P - 1)` of a row's tokens after the first; before the `last` they may be 0."""
+        """Returns log-probabilities `(1, P - 1)` of a row's tokens after the first; those before `last` may be 0."""
         inputs = self.model_inputs(outputs_of(row), row)
         logits = self._logits(inputs, min(last + 1, len(row)))[:, :-1]
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])

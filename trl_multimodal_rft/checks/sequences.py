@@ -75,9 +75,10 @@ def check_pairs(
     rewards: bool = False,
 ) -> SelfCheck:
     """
-    Measures a policy on the completions of the pairs with the longest and the shortest prompts. See [`check_sequences`]
-    for arguments and errors. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward
-    model are compared in place of log-probabilities.
+    Measures a policy on the completions of the pairs with the longest and the shortest prompts.
+
+    See [`check_sequences`] for arguments and errors. In packed rows, both completions share one prompt. With
+    `rewards`, the scores of a reward model are compared in place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
     cases = _cases(measure, pairs, plain)

@@ -10,8 +10,8 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
 
 
-# Limit of the prompts with media of other shapes in one forward. One may not be enough: the strides of an encoder decide
-# which shapes affect each other
+# Limit of the prompts with media of other shapes in one forward. One may not be enough, as the strides of an
+# encoder decide which shapes affect each other
 _PARTNERS = 3
 
 # Limit of the integers in a tensor that may hold sizes, and is compared by value
