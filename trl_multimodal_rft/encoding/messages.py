@@ -79,8 +79,8 @@ def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], token
         )
     if placeholder is not None:
         raise MediaError(
-            f"{of_row(row)}column 'prompt': its text holds the placeholder {placeholder!r} but no media; add the media, "
-            "or remove the placeholder from the text"
+            f"{of_row(row)}column 'prompt': its text holds the placeholder {placeholder!r} but no media; add the "
+            "media, or remove the placeholder from the text"
         )
 
 

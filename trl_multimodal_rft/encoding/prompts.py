@@ -534,18 +534,16 @@ def plain_outputs(
     media = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
     try:
-        file_outputs = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
+        reread = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
     except Exception as error:  # the processor may support fewer formats
         name = type(processor).__name__
         logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
         return outputs
     # Frames that the processor reads may be less exact, but must have the same sizes and times
-    shapes = [
-        {name: tensor.shape for name, tensor in tensors.items()} for tensors in (outputs, file_outputs or outputs)
-    ]
-    if file_outputs is None or shapes[0] == shapes[1] and torch.equal(file_outputs["input_ids"], outputs["input_ids"]):
+    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (outputs, reread or outputs)]
+    if reread is None or shapes[0] == shapes[1] and torch.equal(reread["input_ids"], outputs["input_ids"]):
         return outputs
-    return file_outputs
+    return reread
 
 
 def prompt_position_ids(
