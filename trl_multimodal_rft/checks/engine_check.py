@@ -123,7 +123,7 @@ class EngineCheck:
             )
 
     def _limit(self) -> float:
-        """Returns the limit of the mean difference, which after an update is close to the difference before it."""
+        """Returns the limit of the mean difference, which after an update depends on the difference before it."""
         limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit

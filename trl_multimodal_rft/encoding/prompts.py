@@ -113,7 +113,7 @@ class EncodedPrompt:
 
     @property
     def contexts(self) -> list["EncodedPrompt"]:
-        """The contexts of the parts of a completion: the prompt, and contexts that replaced it in the course of it."""
+        """The contexts of the parts of a completion: the prompt, and contexts that replaced the prompt later."""
         return [self]
 
     def lengths_behind(self, n: int) -> list[int]:
