@@ -101,7 +101,7 @@ def with_view_term(
 ) -> LossOutput:
     """Returns the loss of a micro-batch plus the terms of the view, averaged like the policy loss."""
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    view = scores if scores.view is None else scores.view  # without it, the coefficients are 0
+    view = scores if scores.view is None else scores.view  # without a view, its coefficients are 0
     losses, kl = view_term(
         scores.logps,
         view.logps,

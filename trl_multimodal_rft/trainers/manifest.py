@@ -80,7 +80,7 @@ def other_run(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str 
 
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
-    """Returns the reasons why a run may differ that resumes from an undamaged checkpoint, on these datasets."""
+    """Returns warnings about a run that resumes from an undamaged checkpoint, on datasets with these fingerprints."""
     manifest = _read(Path(checkpoint))
     if manifest is None:
         return [f"{checkpoint} has no {_MANIFEST}, so its files can't be verified."]
