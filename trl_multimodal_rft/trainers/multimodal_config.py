@@ -268,7 +268,7 @@ class SamplingArguments(MediaArguments):
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
             that the media change the log-probabilities, that prompts in one row don't see each other, and that
-            recomputed log-probabilities are those of sampling.
+            recomputed log-probabilities are the same as in sampling.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -389,8 +389,8 @@ class MultimodalArguments(SamplingArguments):
 
         balance_ranks (`bool`, *optional*, defaults to `False`):
             Whether ranks exchange whole groups before the update, prompts and media included, until their packed
-            lengths are about equal, so that no rank waits for the longest. `packing/rank_imbalance` says what there
-            is to gain. The global batch, and so the update, stays the same.
+            lengths are about equal, so that no rank waits for the longest. The metric `packing/rank_imbalance` shows
+            the possible gain. The global batch, and so the update, stays the same.
 
         > Parameters that control views in sampling, see `docs/views.md`
 

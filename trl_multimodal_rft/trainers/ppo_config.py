@@ -37,7 +37,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             `lam`, GAE's $\lambda$, as in `"gae(gamma=1.0, lam=0.95)"`, the default. The estimators of
             [`MultimodalGRPOConfig`] have no critic.
         bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            Whether the critic's value stands for what would have come after a completion that was cut off at
+            Whether the critic's value stands for the rewards after the end of a completion that was cut off at
             `max_completion_length`, on top of its reward. Without it, a cut completion is worth its reward alone.
 
         > Parameters that control the critic

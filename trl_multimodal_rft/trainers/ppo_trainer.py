@@ -198,7 +198,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             # Engines gather the critic with the policy, and continuous batching casts it, so it isn't idle
             casts = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
             self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts else None
-            add_critic(self.model, self.critic)  # after TRL's constructor, which could put an adapter into it
+            add_critic(self.model, self.critic)  # after TRL's constructor, which would put an adapter into it, too
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)
             if args.gradient_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
@@ -262,9 +262,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
 
         mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
-        advantages, returns, values = (
-            gather_rows(self.accelerator, tensor) for tensor in (advantages, returns, values)
-        )
+        advantages, returns, values = (gather_rows(self.accelerator, rows) for rows in (advantages, returns, values))
         metrics, valid = self._run.metrics.now, mask.bool()
         for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
             std, mean = torch.std_mean(numbers[valid], correction=0)
@@ -275,7 +273,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     @torch.no_grad()
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns values of the states before each completion token, `(B, C)`, and after truncated completions, `(B,)`."""
+        """Returns values of states before each completion token, `(B, C)`, and after truncated completions, `(B,)`."""
         assert self.critic is not None
         args, mask = self.args, rollout.completion_mask
         cut = mask.any(1) & ~torch.tensor(rollout.source.ended, device=mask.device)

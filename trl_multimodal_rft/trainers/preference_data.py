@@ -122,7 +122,7 @@ class PreferenceCollator(SupervisedCollator):
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
-        """Adds a view of the prompt to the pair of row `i`, if it replaces a medium; `messages` are prompts of rows."""
+        """Adds its prompt's view to the pair of row `i` if it replaces a medium; `messages` are the rows' prompts."""
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
             # Random numbers depend on the row, not on rank or epoch, so that the reference may score before the run
@@ -145,7 +145,7 @@ class ComparisonCollator(PreferenceCollator):
         return {"margin": torch.tensor(margins), "tie": torch.tensor(ties)}
 
     def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair whose completions have at most `max_length` tokens each, the prompt included."""
+        """Encodes a row as a pair. Raises `MediaError` if prompt and completion have more than `max_length` tokens."""
         pair, longest = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if longest is not None and n_tokens > longest:

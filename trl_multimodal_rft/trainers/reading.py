@@ -51,7 +51,7 @@ class CompletionTrainer(CheckpointMixin):
     """
 
     data_collator: Any
-    # Returns loss and scores of a micro-batch, from the model, the rows, and the number of learned tokens of the update
+    # Loss and scores of a micro-batch, from the model, its rows, and the number of learned tokens in the update
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
     _unseen: set[str]  # datasets whose columns are checked with their first batch
     _warned_of_positions = False
