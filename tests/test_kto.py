@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Labelled completions with media: updates and metrics are TRL's, and those of the paper on the model's own forward."""
+"""Labelled completions with media: updates and metrics are those of TRL, and of the paper on the model's forward."""
 
 import copy
 import functools
@@ -101,11 +101,9 @@ def test_equals_trl_with_text(is_paired, precompute):
 def test_pairs_are_unpaired_as_by_trl():
     rows = concatenate_datasets([text_pairs(8)] * 150)  # more than TRL reads at once
     assert unpaired(rows, set(rows.column_names)).to_list() == unpair_preference_dataset(rows).to_list()
-    implicit = Dataset.from_list([{"chosen": p["prompt"] + p["chosen"], "rejected": p["prompt"] + p["rejected"]} for p in text_pairs(2)])
-    assert unpaired(implicit, {"chosen", "rejected"}).sort("label").to_list() == [
-        {name: row[name] for name in ("prompt", "completion", "label")}
-        for row in unpaired(text_pairs(2), {"prompt", "chosen", "rejected"}).sort("label").select_columns(["prompt", "completion", "label"])
-    ]
+    whole = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in text_pairs(2)]
+    implicit = unpaired(Dataset.from_list(whole), {"chosen", "rejected"})
+    assert implicit.to_list() == unpaired(text_pairs(2), {*rows.column_names}).to_list()
     pictures = unpaired(image_pairs(2), {"prompt", "chosen", "rejected", "image"})
     assert [row["label"] for row in pictures] == [True, True, False, False]
     assert pictures[0]["image"] == pictures[2]["image"] != pictures[1]["image"]
@@ -141,18 +139,20 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
 
-    def ratios(answers):
-        with torch.no_grad():
-            by_reference = sums(own_logps(reference, processor, prompts, answers))
-        return sums(own_logps(plain, processor, prompts, answers)) - by_reference
+    def ratios(said):
+        def logps(model):
+            return sums([own_logps(model, processor, [p], [s])[0] for p, s in zip(prompts, said, strict=True)])
 
-    own = [answers[i % 4] for i in range(4)]
-    given = [own[i % 4] for i in range(n)]
-    other = [given[i - 1] for i in range(n)]
-    kl = ratios_of(ratios, other, n).detach().mean().clamp(min=0)
-    ratio = ratios_of(ratios, given, n)
+        with torch.no_grad():
+            by_reference = logps(reference)
+        return logps(plain) - by_reference
+
+    said = [answers[i % 4] for i in range(n)]
+    kl = ratios(said[-1:] + said[:-1]).detach().mean().clamp(min=0)
+    ratio = ratios(said)
     is_good = torch.tensor(good)
-    losses = torch.where(is_good, 1.5 * (1 - (0.3 * (ratio - kl)).sigmoid()), 0.7 * (1 - (0.3 * (kl - ratio)).sigmoid()))
+    advantage = 0.3 * (ratio - kl)
+    losses = torch.where(is_good, 1.5 * (1 - advantage.sigmoid()), 0.7 * (1 - (-advantage).sigmoid()))
     log = trainer.state.log_history[0]
     assert log["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     assert log["kl"] == pytest.approx(kl.item(), rel=1e-4) and kl > 0
@@ -162,3 +162,92 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
     gradient = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
     assert update.keys() == gradient.keys() and len(gradient) > 10
     assert relative_difference(gradient, update) < 1e-5  # the head scores in float32
+
+
+# Rows
+
+
+def test_a_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
+    encoded, forwarded = [], []
+    encode = supervised.encode_prompt
+    monkeypatch.setattr(
+        supervised, "encode_prompt", lambda *args, **kwargs: encoded.append(1) or encode(*args, **kwargs)
+    )
+    trainer = ours(
+        tmp_path, image_rows().select(range(4)), max_steps=1, self_check=False, precompute_ref_log_probs=True
+    )
+    trainer.model.get_decoder().register_forward_hook(lambda *_: forwarded.append(1))
+    encoded.clear()
+    trainer.train()
+    assert len(encoded) == 4 and len(forwarded) == 1
+
+
+def ours(folder, rows, objects=None, **options):
+    model, processor = load("qwen2_5_vl")
+    objects = {"model": model, "processing_class": processor, **(objects or {})}
+    options = {**IN_ORDER, "learning_rate": 0.03, **options}
+    return make_trainer(MultimodalKTOTrainer, "qwen2_5_vl", rows, folder, reward=None, objects=objects, **options)
+
+
+def with_label(value):
+    rows = image_rows().to_list()
+    return Dataset.from_list([{**row, "label": value if i == 2 else int(row["label"])} for i, row in enumerate(rows)])
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (lambda rows: rows.remove_columns("label"), {}, "needs `prompt`, `completion` and `label`, or `prompt`, `cho"),
+        (lambda rows: with_label(2), {}, "row 2, column 'label': is 2 of type int; give True or False"),
+        (lambda rows: with_label(None), {}, "row 2, column 'label': is empty; fill it, or leave the row out."),
+        (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
+        (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
+        (lambda rows: rows, {"loss_type": "bco"}, "KTO has 'kto' and 'apo_zero_unpaired'."),
+        (lambda rows: rows, {"pad_to_multiple_of": 8}, "`pad_to_multiple_of=8` has no use in KTO here"),
+        (lambda rows: rows, {"max_length": 5}, "leaves none of `max_length` (5) to the completions"),
+    ],
+)
+def test_mistakes_are_named(change, options, said, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ours(tmp_path, change(image_rows()), **options).train()
+
+
+def test_unequal_numbers_of_labels_are_warned_of(tmp_path, caplog):
+    rows = image_rows().select([0, 1, 4, 2])
+    ours(tmp_path, rows)
+    assert "3 completions are desirable and 1 aren't" in caplog.text
+    assert "`desirable_weight` in [0.33, 0.44], or `undesirable_weight` in [2.26, 3.0]" in caplog.text
+    caplog.clear()
+    ours(tmp_path, rows, undesirable_weight=2.5)
+    ours(tmp_path, image_rows())
+    assert "desirable" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed(tmp_path):
+    rows = with_media(labelled(text_pairs()), "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(8)])
+    rows = concatenate_datasets([rows, rows])
+    model, processor = load("qwen2_audio")
+    objects = {"model": model, "processing_class": processor, "ref_model": shifted(load("qwen2_audio")[0])}
+    options = {**IN_ORDER, "learning_rate": 0.03, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def trainer(folder):
+        own = {**objects, "model": copy.deepcopy(model)}
+        return make_trainer(MultimodalKTOTrainer, "qwen2_audio", rows, folder, reward=None, objects=own, **options)
+
+    whole, resumed = trainer(tmp_path / "whole"), trainer(tmp_path / "resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    weights = resumed.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in whole.model.state_dict().items())
+
+
+def test_a_stored_reference_is_that_of_the_micro_batch(tmp_path):
+    """The KL estimate of a row depends on the row before it."""
+    trainer = ours(tmp_path, image_rows(), precompute_ref_log_probs=True)
+    stored = trainer.train_dataset
+    assert stored["KL_row"] == [3, 0, 1, 2, 7, 4, 5, 6] and trainer.ref_model is None
+    with pytest.raises(
+        ValueError, match="of the completion of row 3, and is in a micro-batch with"
+    ):
+        ours(tmp_path, stored, per_device_train_batch_size=2).train()
