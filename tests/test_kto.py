@@ -59,7 +59,7 @@ def trained(trainer_class, rows, family="qwen2_5_vl", objects=None, **options):
     objects = dict(objects or {})
     model, processor = load(family)
     if "peft_config" not in objects and not options.get("sync_ref_model"):
-        objects["ref_model"] = shifted(load(family)[0], 0.02)
+        objects["ref_model"] = shifted(load(family)[0], 0.02, seed=7)
     objects = {"model": model, "processing_class": processor, **objects}
     options = {**IN_ORDER, "learning_rate": 0.3, **options}
     result = run(trainer_class, family, rows, reward=None, objects=objects, **options)
@@ -75,7 +75,7 @@ def test_equals_trl_with_images(name):
     ours = trained(MultimodalKTOTrainer, image_rows(), **CASES[name])
     assert_equal(trl_run(name), ours, of_metrics=1e-5)
     assert {"kl", "rewards/margins", "logps/chosen", "logits/rejected"} <= ours.history[0].keys()
-    assert (ours.history[0]["kl"] > 0) == (name != "apo_zero_unpaired")
+    assert (ours.history[0]["kl"] > 0) == (name not in ("apo_zero_unpaired", "adapter", "moving reference"))
 
 
 @pytest.mark.parametrize("options", [{"packing": "padded"}, {"max_tokens_per_microbatch": 60}], ids=str)
@@ -109,6 +109,9 @@ def test_pairs_are_unpaired_as_by_trl():
     assert pictures[0]["image"] == pictures[2]["image"] != pictures[1]["image"]
 
 
+SEEDS = {"qwen2_5_omni": 1, "qwen2_audio": 3, "qwen3_vl": 2}  # of references whose KL estimate is positive
+
+
 @pytest.mark.parametrize(
     ("family", "packing"),
     [
@@ -130,7 +133,7 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
     dataset = Dataset.from_dict({"n": range(n)})
     dataset = dataset.with_transform(lambda batch: {k: [rows[i][k] for i in batch["n"]] for k in rows[0]})
     model, processor = ALL_FAMILIES[family].build()
-    plain, reference = copy.deepcopy(model).double().eval(), shifted(copy.deepcopy(model).double().eval())
+    plain, reference = copy.deepcopy(model).double().eval(), shifted(copy.deepcopy(model).double().eval(), seed=SEEDS[family])
     options = {**PLAIN, "per_device_train_batch_size": n, "max_steps": 1, "learning_rate": 0.1, "packing": packing}
     options |= {"router_aux_loss_coef": 0.0, "desirable_weight": 1.5, "undesirable_weight": 0.7, "beta": 0.3}
     args = MultimodalKTOConfig(str(tmp_path), **options)
@@ -247,7 +250,5 @@ def test_a_stored_reference_is_that_of_the_micro_batch(tmp_path):
     trainer = ours(tmp_path, image_rows(), precompute_ref_log_probs=True)
     stored = trainer.train_dataset
     assert stored["KL_row"] == [3, 0, 1, 2, 7, 4, 5, 6] and trainer.ref_model is None
-    with pytest.raises(
-        ValueError, match="of the completion of row 3, and is in a micro-batch with"
-    ):
+    with pytest.raises(ValueError, match="of the completion of row 3, and is in a micro-batch with"):
         ours(tmp_path, stored, per_device_train_batch_size=2).train()
