@@ -221,10 +221,10 @@ def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
 
 def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
     """
-    Turns a cache of prompts into one of `n_rows` completions, equally many per prompt, and returns how they attend.
+    Turns a cache of prompts into one of `n_rows` completions, equally many per prompt, and returns their [`Decoding`].
 
-    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes stay. Layers with a state get a copy of it for
-    each completion.
+    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes stay. Layers with a state get a copy of it
+    for each completion.
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     copies_prompts = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)

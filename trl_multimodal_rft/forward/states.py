@@ -24,8 +24,8 @@ _STATES = {"get_conv_state", "get_recurrent_state"}
 # Names of a mixer's argument for the cache
 _CACHES = {*CACHE_NAMES, "cache_params"}
 
-# Names of a kernel's argument for the initial state. A mixer without one, such as Mamba 1's, silently ignores the state
-# if it gets more than one token.
+# Names of a kernel's argument for the initial state. A mixer without one, such as Mamba 1's, silently ignores the
+# state if it gets more than one token.
 _INITIAL_STATES = {"initial_state", "initial_states"}
 
 
