@@ -77,8 +77,7 @@ class Target:
 
 def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes the divergence of each token's distribution under a student from its target, and the student's entropy, in
-    nats.
+    Computes the divergence of tokens' distributions under a student from a target, and the student's entropy, in nats.
 
     With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, the
     divergence is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, else the

@@ -19,8 +19,7 @@ from .trees import Node, leaf, walk
 # Keys and values of a prompt in each attention layer, both `(1, heads, P, head_dim)`
 States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
-# Cumulative lengths of queries and of keys of sequences, `(S + 1,)` as int32, and the largest length of queries and of
-# keys
+# Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest length of queries and of keys
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
 # A prompt or a branch in a row: its start, its length, the start of its parent, and the number of tokens it shares. A
