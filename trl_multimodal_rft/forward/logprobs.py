@@ -331,7 +331,7 @@ class _Batch:
         return self.of_completions(self.everywhere(values))
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values at all positions, 0 at other than scored positions if there are values at these alone."""
+        """Returns values at all positions, from values at all positions, or at the scored ones with 0 elsewhere."""
         if values.shape[:2] == self.labels.shape:
             return values
         return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.kept(), values)

@@ -110,7 +110,7 @@ class Processes:
         return self._dummies[kind]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
-        """Returns [`trained_encoders`] of a wrapped model as of the first call, as its engine follows no later change."""
+        """Returns [`trained_encoders`] of a wrapped model as of the first call, as engines follow no later change."""
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:

@@ -195,7 +195,7 @@ def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Te
 
 
 def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Returns indices `(rows * n,)` of `n` entries of each row: the first false ones, or true ones if these run out."""
+    """Returns indices `(rows * n,)` of `n` entries of each row: the first false ones, then true ones if needed."""
     starts = torch.arange(len(values), device=values.device)[:, None] * values.size(1)
     return (values.byte().argsort(dim=1, stable=True)[:, :n] + starts).flatten()
 
