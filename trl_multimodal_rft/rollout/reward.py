@@ -140,11 +140,11 @@ def reward_rollout(
     arguments, early = rollout_arguments(rollout, kwargs), early or EarlyRewards({}, [])
     for key, *entry in early.logged:
         kwargs[key](*entry)
-    remaining = {name: item for name, item in functions.items() if name not in early.values}
+    remaining = {name: value for name, value in functions.items() if name not in early.values}
     rewards = call_rewards(remaining, arguments, loop, profile) | early.values
     succeeded = [error is None for error in rollout.source.failures]
     return {
-        name: [item if is_valid else None for item, is_valid in zip(rewards[name], succeeded, strict=True)]
+        name: [value if is_valid else None for value, is_valid in zip(rewards[name], succeeded, strict=True)]
         for name in functions
     }
 
@@ -240,8 +240,8 @@ def join_steps(
 ) -> Steps:
     """
     Returns the steps of completions from rewards of steps, and from the end (the index behind the last token) and the
-    state of each turn. A completion's outcome is the sum of its bonus, `(N,)`, and of the functions' rewards for the
-    whole completion, in `rewards_per_func`, `(N, F)`.
+    state of each turn. A completion's outcome is its bonus, `(N,)`, plus the weighted sum of the rewards of functions
+    that reward whole completions, in `rewards_per_func`, `(N, F)`.
     """
     step_lists, numbers, weights = [], {}, weights.cpu().double()
     for row, spans in zip(rewards, turns, strict=True):
