@@ -272,8 +272,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _check_start(self, url: str) -> None:
         """
-        Raises a `RuntimeError` for a server that was started again and has lost weights. A lost adapter needs no check,
-        as it has another name in each version.
+        Raises a `RuntimeError` for a server that was started again and has lost weights. A lost adapter needs no such
+        check, as it has another name in each version.
         """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
         # Dates are in whole seconds
@@ -311,8 +311,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Returns a copy of options that vLLM supports, if it speculates, with speculative decoding: a bias of logits
-        becomes `bad_words`. Raises a `ValueError` for other options that vLLM doesn't support with it.
+        Returns a copy of options. With speculative decoding, a bias of logits becomes `bad_words`, which vLLM supports
+        in its place. Raises a `ValueError` for other options that vLLM doesn't support with speculative decoding.
         """
         options = dict(options)
         if self._speculates and options.get("min_p"):
