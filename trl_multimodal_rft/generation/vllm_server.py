@@ -282,7 +282,7 @@ def clock_of(url: str, timeout: float) -> tuple[float, float]:
     answer.
     """
     answer = answer_of(url, _INFO, seconds=timeout, method="GET")
-    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # in nanoseconds
+    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # a time in nanoseconds
     now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf
     return float(start) / 1e9 if start.isdecimal() else 0.0, now
 

@@ -117,8 +117,8 @@ def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
 
 def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], row: int) -> View:
     """
-    Returns the view with random numbers of a row of the batch and, if the view needs media of another row, with those
-    of the next row that has other media of the same modalities.
+    Returns the view with random numbers of a row of the batch. If the view needs media of another row, it gets the
+    media of the next row that has other media of the same modalities.
     """
     view = view.seeded(*view.seed, row_indices[row])
     if not view.type.needs_other:

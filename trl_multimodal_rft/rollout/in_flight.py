@@ -43,7 +43,7 @@ class PendingBatch:
     batch: Any  # the object that the loader yields later, so that rows are read once
     numbers: list[int]  # row indices of its completions
     answers: dict[Key, Future[Answer]]
-    rewards: dict[Key, Future[EarlyRewards]]  # by functions that only wait, if there are any
+    rewards: dict[Key, Future[EarlyRewards]]  # rewards by functions that only wait, if there are any
     views: Any  # views from which some completions are sampled
     probes: list[tuple[Any, EngineRequest]]  # prompts and requests for checks of the engine
 
@@ -88,7 +88,7 @@ class InFlight:
         self._n_cleared = 0
         self.processor: Any = None  # reads completions in the threads
         self.calls = EarlyCalls()
-        self.probes: list[tuple[Any, EngineRequest]] = []  # of the last batch
+        self.probes: list[tuple[Any, EngineRequest]] = []  # probes of the last batch
 
     def __contains__(self, batch_index: int) -> bool:
         return batch_index in self._pending

@@ -71,7 +71,7 @@ class Flight(_Part):
     """Weights and early rewards of completions that were sampled asynchronously."""
 
     versions: torch.Tensor  # (N, 2), versions of the weights by which servers sampled the first and the last token
-    early_rewards: EarlyRewards | None = None  # by functions that only wait
+    early_rewards: EarlyRewards | None = None  # rewards by functions that only wait
 
 
 class Turn(NamedTuple):

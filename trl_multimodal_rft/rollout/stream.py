@@ -64,7 +64,7 @@ class _Read(NamedTuple):
     row: Row
     prompt: Any = None
     decoded: Any = ()  # media of the prompt
-    messages: Any = None  # of the prompt, placed without regard to other rows
+    messages: Any = None  # messages of the prompt, made from this row alone
     teachers: Any = None  # the prompt of a teacher
     teachers_decoded: Any = ()
 
@@ -119,7 +119,7 @@ class RowStream:
         self._rows: DatasetRows | None = None  # training rows; `None` for a stream
         self._batches: Any = None  # batches of the training rows
         self._completions = 1
-        self._last_row: Row | None = None  # of a stream, the last one that could be read
+        self._last_row: Row | None = None  # last row of a stream that could be read
         self._extra: EndlessRows | None = None
         self._n_extra = 0  # number of extra rows that all ranks have drawn
         self.sampler: DifficultySampler | None = None  # sampler of training rows

@@ -61,7 +61,7 @@ class Trajectory:
     # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
     closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score the tokens behind them with
-    ends: list[int] = field(default_factory=list)  # for each of them, the index in `ids` behind these tokens
+    ends: list[int] = field(default_factory=list)  # index in `ids` behind the tokens of each earlier context
     sampled: list[Turn] = field(default_factory=list)
     # Numbers of `calls` and `failures`, and 1 for `length`, `turns` or `media` if that limit ended the completion
     counts: Counter[str] = field(default_factory=Counter)

@@ -148,8 +148,8 @@ def as_schedule(text: str) -> Callable[[float], float]:
 
 def last_of_groups(share: float, n: int, first: int, group_size: int) -> list[int]:
     """
-    Returns the indices, of `n` completions, of the last ones of each group: a `share` of it, rounded down. `first` is
-    the index of the first completion among those of all ranks.
+    Returns the indices, among `n` completions, of the completions in the last `share` of their group, rounded down.
+    `first` is the index of the first completion among the completions of all ranks.
     """
     start = group_size - int(share * group_size)
     return [i for i in range(n) if (first + i) % group_size >= start]
