@@ -92,7 +92,7 @@ class Environments:
         return callables
 
     def tools_in(self, environment: Any) -> dict[str, Callable]:
-        """Returns the tools of a completion by name: standalone tools, and tools of its environment if there is one."""
+        """Returns a completion's tools by name: standalone tools, and tools of its environment if there is one."""
         return {**{tool.__name__: tool for tool in self.standalone}, **tools_of(environment)}
 
     def reward_funcs(self) -> dict[str, Callable]:
