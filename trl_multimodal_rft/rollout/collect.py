@@ -34,7 +34,7 @@ def collect(
 ) -> Rollout:
     """
     Returns a rollout of rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`,
-    rows without media aren't encoded, as the user's `rollout_func` tokenizes them. `views` has the views of the rows'
+    a batch without media isn't encoded, as the user's `rollout_func` tokenizes it. `views` has the views of the rows'
     media by row index.
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]

@@ -156,6 +156,7 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
 
     Raises:
         `ImportError`: Without the extra `environments`.
+        `ValueError`: If the address isn't that of a server of OpenEnv.
     """
     require_module("websockets", "environments")
     url, description = url.rstrip("/"), {}
