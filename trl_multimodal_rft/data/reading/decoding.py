@@ -154,7 +154,7 @@ def load_audio(
                 if (loudest := np.abs(piece).max(initial=0)) > _LOUDEST:
                     raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
                 if rate != sampling_rate:
-                    # Chunk by chunk, the samples equal those of `soxr.resample` for the whole audio bitwise
+                    # Resampling by chunks is bitwise equal to `soxr.resample` of the whole audio
                     resampler = resampler or require_module("soxr", "audio").ResampleStream(rate, sampling_rate, 1)
                     piece = resampler.resample_chunk(piece)
                 pieces.append(piece)
@@ -594,7 +594,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")
-        average = video.average_rate if container.duration else None  # without duration, a default of FFmpeg's
+        average = video.average_rate if container.duration else None  # else the rate is FFmpeg's default
         fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
         count, first, exact, independent = 0, None, True, True
         for packet in container.demux(video):

@@ -141,7 +141,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
 def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # can be read in chunks
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
         raise ref.error(f"'{name}' is compressed by method {member.compress_type}; compress it by 'deflate'")
     if member.file_size > ref.rules.max_media_bytes:
         raise _too_large(ref)

@@ -285,7 +285,7 @@ def is_empty(value: str | float | list | dict | None) -> bool:
 
 @dataclass(frozen=True)
 class _RowReader:
-    """Reader of the prompt and the media of a row, whose index errors name."""
+    """Reader of the prompt and the media of a row. Errors name the index of the row."""
 
     index: int
     rules: MediaRules

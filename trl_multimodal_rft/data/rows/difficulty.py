@@ -15,7 +15,7 @@ from .cells import finite_number
 # Column with the share of right completions of each row
 PASS_RATE = "pass_rate"
 
-# Smallest weight of a row, whose largest is 1, and weight of the newest measurement in its pass rate
+# Smallest weight of a row (the largest is 1), and weight of the newest measurement in its pass rate
 _SMALLEST_WEIGHT, _NEWEST = 0.1, 0.5
 
 

@@ -76,9 +76,8 @@ class StoredRows:
         return len(self._tables)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        columns = self._stored.decode_batch(
-            cast(pa.Table, self._tables[indices]).to_pydict()
-        )  # decodes other features
+        # Decodes the features other than media
+        columns = self._stored.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [_encoded_row(row, self._features) for row in rows]
 

@@ -308,7 +308,7 @@ def load_video_r1(
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
-        `solution`, `choices` (without letters, `None` for questions without), `problem_type`, `problem_id` and
+        `solution`, `choices` (without letters, `None` if there are none), `problem_type`, `problem_id` and
         `data_source`; or of `messages` instead of prompt, solution and choices.
 
     Example:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Row(dict):
-    """Columns of a row, and its index in the dataset, which errors name."""
+    """Columns of a row, with the row's index in the dataset for errors."""
 
     def __init__(self, row_index: int, columns: dict[str, Any]):
         super().__init__(columns)
