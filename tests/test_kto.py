@@ -35,12 +35,12 @@ IN_ORDER = {"per_device_train_batch_size": 4, "max_length": None}
 CASES = {
     "kto": {},
     "apo_zero_unpaired": {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"},
-    "weighted": {"desirable_weight": 1.7, "undesirable_weight": 0.4, "beta": 0.5},
+    "weighted": {"desirable_weight": 1.7, "undesirable_weight": 0.4, "beta": 0.5, "learning_rate": 0.03},
     "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "adapter": {"objects": {"peft_config": LORA}},
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "checkpointing": {"gradient_checkpointing": True},
-    "cut": {"max_length": 33},
+    "cut": {"max_length": 46},
 }
 
 
@@ -74,8 +74,8 @@ trl_run = functools.cache(lambda name: trained(KTOTrainer, image_rows(), **CASES
 def test_equals_trl_with_images(name):
     ours = trained(MultimodalKTOTrainer, image_rows(), **CASES[name])
     assert_equal(trl_run(name), ours, of_metrics=1e-5)
-    assert {"kl", "rewards/margins", "logps/chosen", "logits/rejected"} <= ours.history[0].keys()
-    assert (ours.history[0]["kl"] > 0) == (name not in ("apo_zero_unpaired", "adapter", "moving reference"))
+    assert {"kl", "rewards/chosen", "logps/chosen", "logits/rejected"} <= ours.history[0].keys()
+    assert name != "kto" or ours.history[0]["kl"] > 0
 
 
 @pytest.mark.parametrize("options", [{"packing": "padded"}, {"max_tokens_per_microbatch": 60}], ids=str)
@@ -95,7 +95,7 @@ def test_equals_trl_with_text(is_paired, precompute):
     options = {"eval_strategy": "steps", "eval_steps": 1, "precompute_ref_log_probs": precompute}
     options |= {"per_device_eval_batch_size": 4, "objects": {"eval_dataset": rows.select(range(4))}}
     theirs, ours = (trained(trainer, rows, **options) for trainer in (KTOTrainer, MultimodalKTOTrainer))
-    assert_equal(theirs, ours, of_metrics=1e-5)
+    assert_equal(theirs, ours)
 
 
 def test_pairs_are_unpaired_as_by_trl():
