@@ -41,7 +41,7 @@ CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log
 
 
 class StepwiseReward(float):
-    """The sum of the rewards of a completion's steps. `steps` has a pair per step: its last token's index, its reward."""
+    """The sum of the rewards of a completion's steps. `steps` are pairs of a step's last token index and reward."""
 
     steps: tuple[tuple[int, float], ...]
 
