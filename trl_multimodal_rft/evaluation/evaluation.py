@@ -121,9 +121,7 @@ class Evaluation:
                     ]
                     answers, correct = answers + len(verdicts), correct + sum(verdicts)
                     bar.set_postfix_str(f"accuracy {correct / answers:.1%}" if answers else "", refresh=False)
-                elif (
-                    self.policy.is_collective
-                ):  # repeats the first batch, since calls of other ranks wait for this rank
+                elif self.policy.is_collective:  # repeats the first batch, as calls of other ranks wait for this rank
                     n_logged = len(self.logged)
                     self._answer_batch(batch_index, batches[0])
                     del self.logged[n_logged:]

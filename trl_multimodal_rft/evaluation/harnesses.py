@@ -14,10 +14,10 @@ from ..data.rows.columns import as_text, strip_media
 from .result import SCORE, EvaluationResult, estimate
 
 
-# Exact versions, since the formats of files change. lmms-eval imports a module that filelock 4.3 lacks.
+# For `uvx`, with exact versions, since files change. lmms-eval imports a module that filelock 4.3 lacks.
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
-_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # lmms-eval scores a failed request with this text
+_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # begins a text that lmms-eval scores as a completion
 # Entries with the score of a row, where a task of lmms-eval stores a dictionary
 _ENTRIES = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 

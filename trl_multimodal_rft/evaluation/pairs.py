@@ -188,10 +188,7 @@ def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
     prompts, rows = ([item for item in values for _ in COMPLETIONS] for values in (prompts, rows))
-    logs = {
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }  # without a run, there are no logs
+    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # only runs have logs
     arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}
 

@@ -134,9 +134,7 @@ class CardNotes:
 
     modalities: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
-    conversations: set[tuple[tuple[str, str], ...]] = field(
-        default_factory=set
-    )  # distinct, two or more if prompts differ
+    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # two or more if prompts differ
 
     def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
         """Adds the columns, prompts and modalities of rows."""

@@ -51,9 +51,10 @@ def call_rewards(
             return await asyncio.gather(*map(call, waiting))
 
         results |= zip(waiting, asyncio.run_coroutine_threadsafe(together(), loop).result(), strict=True)
-    final = (type(None), StepwiseReward)
+    unchanged = (type(None), StepwiseReward)
     return {
-        name: [value if isinstance(value, final) else float(value) for value in results[name]] for name in reward_funcs
+        name: [value if isinstance(value, unchanged) else float(value) for value in results[name]]
+        for name in reward_funcs
     }
 
 

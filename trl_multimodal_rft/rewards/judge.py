@@ -152,31 +152,29 @@ class JudgeReward(Server):
     ) -> list[float | None]:
         """Returns the scores of completions, as shares of `max_score` plus bonuses."""
         payloads = self._payloads(prompts, completions, solution, media_rules, columns)
-        answered = {position: entry for position, entry in payloads.items() if entry is not None}
-        texts = {position: json.dumps(entry, sort_keys=True) for position, entry in answered.items()}
-        keys = {position: hashlib.sha256(text.encode()).hexdigest() for position, text in texts.items()}
-        new = {key: answered[position] for position, key in keys.items() if key not in self._replies}
+        answered = {index: entry for index, entry in payloads.items() if entry is not None}
+        texts = {index: json.dumps(entry, sort_keys=True) for index, entry in answered.items()}
+        keys = {index: hashlib.sha256(text.encode()).hexdigest() for index, text in texts.items()}
+        new = {key: answered[index] for index, key in keys.items() if key not in self._replies}
         if new:
             self._ask_all(self._ask, new.items(), self._key())
-        scores = {position: self._score(self._replies[key]) for position, key in keys.items()}
+        scores = {index: self._score(self._replies[key]) for index, key in keys.items()}
         if log_metric is not None and scores:
             log_metric(f"{self.name}/unreadable", sum(score is None for score in scores.values()) / len(scores))
             log_metric(f"{self.name}/requests", self.n_requests)
         rewards: list[float | None] = []
-        for position, completion in enumerate(completions):
+        for index, completion in enumerate(completions):
             # A missing or too long answer gets 0.0 without a request
-            score = scores[position] if position in keys else 0.0 if position in payloads else None
-            from_tools = (
-                [] if isinstance(completion, str) else [entry for entry in completion if entry["role"] == "tool"]
-            )
-            bonus = self.tool_bonus if score is not None and score > 0.5 and has_media(from_tools) else 0.0
+            score = scores[index] if index in keys else 0.0 if index in payloads else None
+            results = [] if isinstance(completion, str) else [entry for entry in completion if entry["role"] == "tool"]
+            bonus = self.tool_bonus if score is not None and score > 0.5 and has_media(results) else 0.0
             rewards.append(None if score is None else score + bonus)
         return rewards
 
     def _payloads(
         self, prompts: list, completions: list, solution: list | None, media_rules: MediaRules, columns: dict[str, Any]
     ) -> dict[int, dict[str, Any] | None]:
-        """Returns requests by position: `None` for a missing or too long answer, no entry where no reward applies."""
+        """Returns requests by batch index: `None` for a missing or too long answer, no entry without a reference."""
         needs_reference = "{reference}" in self.template
         if needs_reference and solution is None:
             raise ValueError(
@@ -186,13 +184,13 @@ class JudgeReward(Server):
         messages = [row["prompt"] for row in rows_to_messages(rows_of_batch(prompts, columns), rules=media_rules)]
         encode = base64_encoder(_SAMPLING_RATE)
         payloads: dict[int, dict[str, Any] | None] = {}
-        for position, (prompt, completion) in enumerate(zip(messages, completions, strict=True)):
-            references = references_of(solution[position], position, self.name) if needs_reference and solution else []
+        for index, (prompt, completion) in enumerate(zip(messages, completions, strict=True)):
+            references = references_of(solution[index], index, self.name) if needs_reference and solution else []
             if needs_reference and not references:
                 continue
             answer = extract_answer(completion_text(completion))
             if not answer or self.max_answer_length is not None and len(answer) >= self.max_answer_length:
-                payloads[position] = None
+                payloads[index] = None
                 continue
             texts = {
                 "question": _question(prompt),
@@ -201,11 +199,7 @@ class JudgeReward(Server):
             }
             text = _NAMES.sub(lambda name, texts=texts: texts[name[1]], self.template)
             content = [*_media_blocks(prompt, encode), {"type": "text", "text": text}] if self.media else text
-            payloads[position] = {
-                "model": self.model,
-                "messages": [{"role": "user", "content": content}],
-                **self.options,
-            }
+            payloads[index] = {"model": self.model, "messages": [{"role": "user", "content": content}], **self.options}
         return payloads
 
     def _ask(self, session: requests.Session, request: tuple[str, dict[str, Any]]) -> None:

@@ -285,9 +285,9 @@ class RewardModel:
 
 def _reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
     """
-    Returns the model, on the same modules, that forwards a prompt once per group, or `None` if there is none.
+    Returns a model of the same modules that forwards a prompt once per group, or `None` if no such model exists.
 
-    Sharded weights have none, too: all ranks gather them in a forward pass, but may have unequal numbers of groups.
+    There is none for sharded weights: all ranks gather them in a forward pass, but may have unequal numbers of groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):

@@ -69,7 +69,7 @@ def box_iou(one: Box, other: Box) -> float:
 
 
 def span_iou(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Computes the intersection over union of two sets of spans. Where spans of a set overlap, time counts once."""
+    """Computes the intersection over union of two sets of spans. Overlaps within a set count once."""
     lengths = [_length(spans), _length(others)]
     union = _length([*spans, *others])
     return (sum(lengths) - union) / union

@@ -33,7 +33,7 @@ _BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 @dataclass(eq=False, repr=False)
 class Server:
-    """A base of reward functions that ask a server, with the address and the limits of requests."""
+    """The base class of reward functions that ask a server, with the address and the limits of requests."""
 
     url: str
     _: KW_ONLY
@@ -43,7 +43,7 @@ class Server:
     patience: float = 3600.0
     backoff: float = 1.0
     name: str = "server"
-    only_waits: ClassVar[bool] = True  # without computing, so threads may call it while the policy trains
+    only_waits: ClassVar[bool] = True  # threads may call the function while the policy trains
 
     def __post_init__(self):
         self.__name__ = self.name
