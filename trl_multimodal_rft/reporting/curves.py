@@ -65,7 +65,7 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
     """
-    Draws the metrics that a trainer logged, with a panel for each of these if there are logs of it:
+    Draws the metrics of a trainer's log, with a panel for each of the following ones that the log has:
 
     - the reward, ± the standard deviation over completions, and `eval_reward`;
     - held-out accuracy, also without a kind of media, pass@k and majority@k with their confidence intervals, see

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loads reward functions by name."""
+"""Reward functions that are loaded by name, with settings and recipes."""
 
 import difflib
 import inspect
