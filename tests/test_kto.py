@@ -35,7 +35,7 @@ IN_ORDER = {"per_device_train_batch_size": 4, "max_length": None}
 CASES = {
     "kto": {},
     "apo_zero_unpaired": {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"},
-    "weighted": {"desirable_weight": 1.7, "undesirable_weight": 0.4, "beta": 0.5, "learning_rate": 0.03},
+    "weighted": {"desirable_weight": 1.7, "undesirable_weight": 0.4, "beta": 0.2},
     "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "adapter": {"objects": {"peft_config": LORA}},
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
@@ -133,7 +133,10 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
     dataset = Dataset.from_dict({"n": range(n)})
     dataset = dataset.with_transform(lambda batch: {k: [rows[i][k] for i in batch["n"]] for k in rows[0]})
     model, processor = ALL_FAMILIES[family].build()
-    plain, reference = copy.deepcopy(model).double().eval(), shifted(copy.deepcopy(model).double().eval(), seed=SEEDS[family])
+    plain, reference = (
+        copy.deepcopy(model).double().eval(),
+        shifted(copy.deepcopy(model).double().eval(), seed=SEEDS[family]),
+    )
     options = {**PLAIN, "per_device_train_batch_size": n, "max_steps": 1, "learning_rate": 0.1, "packing": packing}
     options |= {"router_aux_loss_coef": 0.0, "desirable_weight": 1.5, "undesirable_weight": 0.7, "beta": 0.3}
     args = MultimodalKTOConfig(str(tmp_path), **options)

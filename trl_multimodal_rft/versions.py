@@ -79,7 +79,7 @@ OVERRIDDEN = {
         DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}
     ),
 }
-ALL_OVERRIDDEN = {path: given for each in OVERRIDDEN.values() for path, given in each.items()}
+ALL_OVERRIDDEN = {path: names for methods in OVERRIDDEN.values() for path, names in methods.items()}
 
 # Undocumented functions and methods that are called, with the parameters that get values, before `/` by position.
 # `|` separates names of a parameter in different versions.

@@ -117,7 +117,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         try:
             engine = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
             further = {**adapter_kwargs, **self._engine_kwargs}
-            with replaced(vllm_generation, LLM=lambda **own: engine(**{**own, **further})), processors_unchecked():
+            with (
+                replaced(vllm_generation, LLM=lambda **options: engine(**{**options, **further})),
+                processors_unchecked(),
+            ):
                 if self.mode == "server":
                     info = self._connect()
                 else:

@@ -60,7 +60,7 @@ _TASKS = {
 # Papers of options, as they are listed with the algorithms
 _DAPO = LOSSES["dapo"].paper
 PAPERS: dict[str, Any] = {
-    "advantage_estimator": {name: each.paper for name, each in ESTIMATORS.items()},
+    "advantage_estimator": {name: estimator.paper for name, estimator in ESTIMATORS.items()},
     "loss_type": {name: loss.paper for name, loss in LOSSES.items()},
     "importance_sampling_level": {"sequence": Paper("GSPO", "2507.18071")},
     "kl_estimator": {name: paper_of(function) for name, function in KL_ESTIMATORS.items()},

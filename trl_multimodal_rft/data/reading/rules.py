@@ -110,7 +110,7 @@ DEFAULT_RULES = MediaRules()
 BUDGET_NAMES = ("min_pixels", "max_pixels", "video_fps", "max_frames", "use_audio_in_video")
 # Names of the rules that are options by themselves, and of the rules in the option `media_rules`
 OWN_NAMES = ("media_dir", *BUDGET_NAMES)
-LIMIT_NAMES = tuple(each.name for each in fields(MediaRules) if each.name not in OWN_NAMES)
+LIMIT_NAMES = tuple(spec.name for spec in fields(MediaRules) if spec.name not in OWN_NAMES)
 
 
 def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:

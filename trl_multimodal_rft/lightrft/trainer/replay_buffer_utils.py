@@ -61,7 +61,7 @@ class BufferItemVL(MediaFields[torch.Tensor], BufferItem, VisionRecord[torch.Ten
 
 # Fields with a column per token of the sequence, and per action
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
-_ACTION_FIELDS = tuple(each.name for each in fields(BufferItem) if each.name not in (*_SEQUENCE_FIELDS, "info"))
+_ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 _VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
 
 # For each modality, the key of `info` with the number of media per sample, the tensor that has one row per image or
