@@ -133,10 +133,8 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
     dataset = Dataset.from_dict({"n": range(n)})
     dataset = dataset.with_transform(lambda batch: {k: [rows[i][k] for i in batch["n"]] for k in rows[0]})
     model, processor = ALL_FAMILIES[family].build()
-    plain, reference = (
-        copy.deepcopy(model).double().eval(),
-        shifted(copy.deepcopy(model).double().eval(), seed=SEEDS[family]),
-    )
+    plain = copy.deepcopy(model).double().eval()
+    reference = shifted(copy.deepcopy(plain), seed=SEEDS[family])
     options = {**PLAIN, "per_device_train_batch_size": n, "max_steps": 1, "learning_rate": 0.1, "packing": packing}
     options |= {"router_aux_loss_coef": 0.0, "desirable_weight": 1.5, "undesirable_weight": 0.7, "beta": 0.3}
     args = MultimodalKTOConfig(str(tmp_path), **options)

@@ -118,7 +118,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             engine = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
             further = {**adapter_kwargs, **self._engine_kwargs}
             with (
-                replaced(vllm_generation, LLM=lambda **options: engine(**{**options, **further})),
+                replaced(vllm_generation, LLM=lambda **args: engine(**{**args, **further})),
                 processors_unchecked(),
             ):
                 if self.mode == "server":

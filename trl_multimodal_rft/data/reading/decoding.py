@@ -609,7 +609,8 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not exact:
-        max_count = int(ref.rules.max_video_seconds * fps) + 1
+        longest = ref.rules.max_video_seconds  # infinite where a size alone is asked
+        max_count = None if math.isinf(longest) else int(longest * fps) + 1
         with closing(_decoded(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]
         count = len(times)

@@ -32,6 +32,8 @@ def media_size(ref: MediaRef) -> dict[str, float]:
         if holds_frames(ref):
             return {}
         with open_video(ref) as (metadata, _):
+            if not metadata.total_num_frames:
+                raise ref.error("this video has no frame that can be shown; repair it or remove the row")
             seconds = metadata.total_num_frames / (metadata.fps or math.inf)
             pixels = (metadata.width or 0) * (metadata.height or 0)
             return {"frames": metadata.total_num_frames, "seconds": seconds, "pixels": pixels}

@@ -88,9 +88,7 @@ _ENDINGS = {
     "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
 }
 _ENDING = re.compile(
-    r"(?<=.)\.(?:"
-    + "|".join(f"(?P<{modality}>{ending})" for modality, ending in _ENDINGS.items())
-    + r")(?:[?#]\S*)?$",
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
     re.IGNORECASE,
 )
 

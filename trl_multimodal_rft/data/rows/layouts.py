@@ -19,6 +19,7 @@ from datasets import Audio, Dataset, Features, Image, List, Value, Video, concat
 from ...families import MODALITIES
 from ..reading.refs import MediaRef, shortened
 from .benchmarks import PROBLEM_TEMPLATE
+from .cells import truth_value
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
 from .conversations import conversation, source_of, with_answers
 from .letters import without_letters
@@ -38,6 +39,9 @@ SPAN_TEMPLATE = (
     "<answer>12.54 to 17.83</answer>."
 )
 
+# Columns of ms-swift and of LLaMA-Factory that say whether an answer is desirable
+LABELS = ("label", "kto_tag")
+
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
 # End of Omni-Preference's prompts: the question and two candidates
@@ -52,7 +56,7 @@ def load_conversations(
     path: str | Path,
     split: str = "train",
     *,
-    task: Literal["sft", "rl", "dpo"] = "sft",
+    task: Literal["sft", "rl", "dpo", "kto"] = "sft",
     media_dir: str | Path | None = None,
 ) -> Dataset:
     """
@@ -81,13 +85,14 @@ def load_conversations(
             Split of a dataset; a file has only one.
         task (`str`, *optional*, defaults to `"sft"`):
             `"sft"` keeps whole conversations as `messages`. `"rl"` keeps the messages before the last answer as
-            `prompt`, and the row's `solution`, by default the last answer. `"dpo"` gives pairs.
+            `prompt`, and the row's `solution`, by default the last answer. `"dpo"` gives pairs, and `"kto"` the last
+            answer as `completion`, with the row's `kto_tag` or `label` as `label`.
         media_dir (`str` or `Path`, *optional*):
             Folder that relative paths start from, by default that of the file.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `messages`, of `prompt` and `solution`, or of `prompt`, `chosen` and `rejected`,
-        with media columns (`images` and so on) and the other columns.
+        [`~datasets.Dataset`]: Rows of `messages`, of `prompt` and `solution`, of `prompt`, `chosen` and `rejected`, or
+        of `prompt`, `completion` and `label`, with media columns (`images` and so on) and the other columns.
 
     Raises:
         `ValueError`: If a row has no conversation in these layouts, if its marks don't match its media, or if a file
@@ -105,13 +110,17 @@ def load_conversations(
         if task == "dpo":
             return with_answers(chat, row, index)
         has_answer = chat[-1]["role"] == "assistant"
-        if task == "sft" and not has_answer:
+        if task in ("sft", "kto") and not has_answer:
             raise ValueError(
                 f"row {index}, column '{column}': the last message is the {chat[-1]['role']}'s, but supervised rows "
                 "end with the assistant's; remove the row, or convert with `task='rl'`."
             )
         if task == "sft":
             return {"messages": chat}
+        if task == "kto":
+            required(row, index, *LABELS)
+            name = next(name for name in LABELS if row.get(name) is not None)
+            return {"prompt": chat[:-1], "completion": chat[-1:], "label": truth_value(row[name], name, index)}
         if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if has_answer else None
@@ -119,7 +128,7 @@ def load_conversations(
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
     used = {"messages", "conversations", "query", "response", "history", "system"}
-    used |= {"rejected_response", "rejected_messages"} if task == "dpo" else set()
+    used |= {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
     path, rename = source_of(path)
     dataset = _convert(path, split, media_dir, convert, used, rename)
     if task == "rl" and dataset.features["solution"] == Value("null"):
