@@ -28,6 +28,8 @@ from trl_multimodal_rft import (
     MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
+    MultimodalKTOConfig,
+    MultimodalKTOTrainer,
     MultimodalPPOConfig,
     MultimodalPPOTrainer,
     MultimodalRewardConfig,
@@ -340,6 +342,7 @@ TRAINERS = {
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
     "dpo": MultimodalDPOTrainer,
+    "kto": MultimodalKTOTrainer,
     "reward": MultimodalRewardTrainer,
     "distillation": MultimodalDistillationTrainer,
 }
@@ -349,6 +352,7 @@ CONFIGS = {
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
     "dpo": MultimodalDPOConfig,
+    "kto": MultimodalKTOConfig,
     "reward": MultimodalRewardConfig,
     "distillation": MultimodalDistillationConfig,
 }

@@ -42,6 +42,7 @@ ppo = Script("ppo", PPOScriptArguments, "MultimodalPPO")
 distillation = Script("distillation", DistillationScriptArguments, "MultimodalDistillation")
 sft = Script("sft", SFTScriptArguments, "MultimodalSFT")
 dpo = Script("dpo", RunArguments, "MultimodalDPO")
+kto = Script("kto", RunArguments, "MultimodalKTO")
 reward = Script("reward", RunArguments, "MultimodalReward")
 
 _SCRIPTS = {script.name: script for script in tuple(globals().values()) if isinstance(script, Script)}

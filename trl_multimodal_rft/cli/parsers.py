@@ -143,8 +143,10 @@ def prepare(parser: Parser) -> None:
     template = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
     add("--template", help=f"{template}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
     add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
-    tasks = "whole conversations, or prompts with a solution; pairs, or pairs in both orders for a judge"
-    add("--task", choices=("sft", "rl", "dpo", "judge"), help=tasks)
+    tasks = (
+        "whole conversations, or prompts with a solution; pairs, labelled answers, or pairs in both orders for a judge"
+    )
+    add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=tasks)
     add("--prompt_key", help="column of the problem")
     add("--answer_key", help="column of the answer")
     add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")

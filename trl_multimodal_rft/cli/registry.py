@@ -9,6 +9,7 @@ LAUNCHED = {
     "distillation": "train a model on its own completions to predict what a teacher does",
     "sft": "train a model on completions, such as before GRPO or PPO",
     "dpo": "train a model to prefer one of two completions",
+    "kto": "train a model on completions that are labelled as good or bad",
     "reward": "train a reward model on comparisons of two completions",
     "evaluate": "measure accuracy, pass@k and majority@k on a dataset or benchmark",
     "filter": "keep the rows of a dataset of medium difficulty, or whose answers need their audio, image or video",

@@ -24,6 +24,7 @@ from ..trainers.checkpoints.files import checkpoints
 from ..trainers.checkpoints.mixin import CheckpointMixin
 from ..trainers.configs import TrainerConfig
 from ..trainers.dpo_config import MultimodalDPOConfig
+from ..trainers.kto_config import MultimodalKTOConfig
 from ..trainers.reward_config import MultimodalRewardConfig
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
@@ -154,10 +155,13 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
         ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
     elif isinstance(args, MultimodalDPOConfig):  # DPO's rows are pairs without solutions, which the model can judge
         model, system = ["--pairs", *model], []
+    evaluate = ["  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])]
+    if isinstance(args, MultimodalKTOConfig):  # its rows have neither solutions nor pairs
+        evaluate = []
     return [
         f"The model is in {folder}.",
         *ask,
-        "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system]),
+        *evaluate,
         "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
         "  publish:  " + publish,
     ]

@@ -14,28 +14,28 @@ from ..data.rows.columns import as_text, strip_media
 from ..evaluation.result import SCORE, EvaluationResult, estimate
 
 
-# What `uvx` installs: exact versions, as their files change. lmms-eval imports a module that filelock 4.3 has no more.
+# For `uvx`, with exact versions, since files change. lmms-eval imports a module that filelock 4.3 lacks.
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
-PLUGIN = Path(__file__).with_name("lmms_plugin")  # what lmms-eval finds on its path
-_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # what lmms-eval scores as a completion
-# Entries with the score of a row, where a task of lmms-eval stores more
+PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
+_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # begins a text that lmms-eval scores as a completion
+# Entries with the score of a row, where a task of lmms-eval stores a dictionary
 _ENTRIES = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
 Rows = list[dict[str, Any]]
 
 
 def harness_command(name: str, task: str, model: str, url: str, folder: Path) -> list[str]:
-    """The words that run a task against a server, with results in a folder."""
+    """Returns the words of the command that runs a task against a server, with results in a folder."""
     if name == "lmms":
         words = ["lmms-eval", "eval", "--model", "openai", "--model_args", f"model={model},base_url={url}/v1"]
-        # Its log of lower levels has the token of the Hub
+        # Lower levels of lmms-eval's log contain the token of the Hub
         return [*words, "--tasks", task, "--output_path", str(folder), "--log_samples", "--verbosity", "WARNING"]
     words = ["evalscope", "eval", "--eval-type", "openai_api", "--model", model, "--api-url", f"{url}/v1"]
     return [*words, "--datasets", task, "--work-dir", str(folder), "--no-timestamp"]
 
 
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """Rows with scores, and lmms-eval's own figures. Raises about a failed request, which it would count as wrong."""
+    """Returns scored rows and lmms-eval's figures. Raises `ValueError` for a failed request, else scored as wrong."""
     if (path := next(folder.rglob("*_results.json"), None)) is None:
         return [], {}
     results, rows, figures = json.loads(path.read_text(encoding="utf-8")), [], {}
@@ -57,19 +57,19 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
                 value = sample.get(metric)
                 if isinstance(value, dict):
                     value = next((value[entry] for entry in _ENTRIES if entry in value), None)
-                if isinstance(value, (int, float)):  # also a truth value
+                if isinstance(value, (int, float)):  # including `bool`
                     row[SCORE + (metric if len(counts) == 1 else f"{metric}/{task}")] = float(value)
             rows.append(row)
     return rows, figures
 
 
 def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """Rows with scores, and EvalScope's main figure. Raises about a row without a score, which it would count as 0."""
+    """Returns scored rows and EvalScope's main figure. Raises `ValueError` for an unscored row, else counted as 0."""
     if (path := next(folder.glob("reports/*/*.json"), None)) is None:
         return [], {}
     report = json.loads(path.read_text(encoding="utf-8"))
     main, rows = report["primary_metric_identity"], []
-    figure, name = next(each["score"] for each in report["metrics"] if each["identity"] == main), main["name"]
+    figure, name = next(entry["score"] for entry in report["metrics"] if entry["identity"] == main), main["name"]
     requested = (report.get("execution_summary") or {}).get("subsets") or {}
     for path in sorted(folder.glob("reviews/*/*.jsonl")):
         reviews = sorted(_lines(path), key=lambda review: review["index"])
@@ -88,7 +88,7 @@ def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 
 def _check_complete(harness: str, task: str, indices: Sequence[int], expected: int | None) -> None:
-    """Raises a `ValueError` about samples of a task that are missing or repeated in the files of a harness."""
+    """Raises `ValueError` if samples of a task are missing or repeated in the files of a harness."""
     repeated = sorted(index for index, count in Counter(indices).items() if count > 1)
     if repeated:
         raise ValueError(f"{harness} wrote row {repeated[0]} of {task!r} more than once; run it again.")
@@ -103,8 +103,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str, Any]) -> EvaluationResult:
     """
-    The result of an evaluation. Scores of rows within 0 and 1 whose mean is the harness's figure, or its hundredth,
-    have an interval; other figures, such as an F1 of all rows, are as the harness gives them.
+    Returns the result of an evaluation by a harness. A figure that is the mean of row scores from 0 to 1, or 100 times
+    that mean, gets a confidence interval; other figures, such as an F1 of all rows, are as the harness gives them.
     """
     metrics: dict[str, float | None] = {}
     for name, figure in figures.items():
@@ -112,7 +112,7 @@ def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str,
             raise ValueError(f"The harness gives {figure} as {name!r}, which is no figure; its log says why.")
         values = np.array([row[SCORE + name] for row in rows if SCORE + name in row])
         fits = len(values) > 0 and bool(((values >= 0) & (values <= 1)).all())
-        # Harnesses round
+        # The tolerance is for harnesses that round
         if fits and np.isclose(values.mean(), (figure, figure / 100), rtol=0, atol=5e-4).any():
             metrics |= estimate(name, values, bool(np.isin(values, (0, 1)).all()), settings["confidence"])
         else:

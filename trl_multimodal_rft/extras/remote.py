@@ -27,13 +27,13 @@ from ..rewards.model import rows_of_batch
 P = TypeVar("P")
 T = TypeVar("T")
 
-# Most bytes of a response: per reward, as numbers may have many digits, and for the rest
+# Limits of a response in bytes: per reward, since numbers may have many digits, and for the text around rewards
 _BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 
 @dataclass(eq=False, repr=False)
 class Server:
-    """A reward function that asks a server: where requests go, and how often."""
+    """The base class of reward functions that ask a server, with the address and the limits of requests."""
 
     url: str
     _: KW_ONLY
@@ -43,7 +43,7 @@ class Server:
     patience: float = 3600.0
     backoff: float = 1.0
     name: str = "server"
-    only_waits: ClassVar[bool] = True  # so that threads may call it while the policy is trained
+    only_waits: ClassVar[bool] = True  # threads may call the function while the policy trains
 
     def __post_init__(self):
         self.__name__ = self.name
@@ -53,7 +53,7 @@ class Server:
         return without_credentials(self.url)
 
     def _ask_all(self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None) -> list[T]:
-        """Calls `ask` for each part in threads that share a session."""
+        """Returns the results of `ask` for all parts, called in threads that share a session."""
         with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
             for scheme in ("http://", "https://"):
                 session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
@@ -62,7 +62,7 @@ class Server:
             try:
                 return list(pool.map(partial(ask, session), parts))
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # each would wait for the same server
+                pool.shutdown(cancel_futures=True)  # the remaining calls would wait for the same server
                 raise
 
     def _post(
@@ -73,7 +73,7 @@ class Server:
         too_large: str,
         is_usable: Callable[[Answer], bool],
     ) -> Answer:
-        """Sends a request until the server answers. Raises a `RuntimeError` for a larger answer, and without one."""
+        """Sends a request until the server answers. Raises `RuntimeError` without an answer, or for a larger one."""
         try:
             return ask(
                 "POST",
@@ -141,7 +141,7 @@ class RemoteReward(Server):
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float | None]:
-        """Requests the rewards of completions. Labels and media are sent; trainers pass the rules of the run."""
+        """Requests the rewards of completions, with labels and media. Trainers pass the `media_rules` of the run."""
         payload = self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
         parts = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
@@ -182,12 +182,12 @@ class RemoteReward(Server):
         for modality in MODALITIES:
             refs = [[ref for ref in iter_refs(prompt) if ref.modality == modality] for prompt in messages]
             if any(refs):
-                payload[f"{modality}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
+                payload[f"{modality}s"] = [[encode(ref) for ref in refs_of_row] for refs_of_row in refs]
         return payload
 
 
 def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:
-    """A function that encodes a medium, once for several completions, as PNG, WAV, or PNG files of frames."""
+    """Returns a function that encodes each medium once: images as PNG, audio as WAV, videos as PNG files of frames."""
     encoded: dict[tuple[int, str, str], str | list[str]] = {}
 
     def encode(ref: MediaRef) -> str | list[str]:

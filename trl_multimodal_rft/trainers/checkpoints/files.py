@@ -30,11 +30,11 @@ from ...models.wrapped import is_unsharded
 from ...rollout.groups import SAVED_CLASSES
 
 
-# Where a checkpoint is until it is whole and before it is deleted, and there, the one that another replaces
+# Folder of checkpoints that aren't whole yet or are about to be deleted, and in it, of one that is being replaced
 PARTIAL = "_partial_checkpoint"
 _REPLACED = "replaced"
 
-# What `torch.save` says where it can't write; it raises a `RuntimeError`
+# Words of the `RuntimeError` that `torch.save` raises where it can't write
 _WRITE_ERRORS = ("inline_container", "Parent directory")
 
 
@@ -47,22 +47,22 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
-    return sorted(found, key=step_of)
+    paths = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
+    return sorted(paths, key=step_of)
 
 
 def surplus_checkpoints(newest: Path, limit: int | None, kept: Collection[Path]) -> list[Path]:
-    """The checkpoints beyond a limit after the newest was saved, in the order of their steps."""
+    """Returns the checkpoints beyond a limit, first those of later steps than the newest, then the oldest."""
     if limit is None or limit <= 0:
         return []
-    # Times of folders mean nothing after a copy. Later steps than the newest are of a run before
-    found = sorted(checkpoints(newest.parent), key=lambda each: step_of(each) <= step_of(newest))
-    surplus = max(0, len(found) - max(limit, len(kept)))
-    return [checkpoint for checkpoint in found if checkpoint not in kept][:surplus]
+    # Steps tell the order, as a copy changes times of folders. Checkpoints after the newest are of an earlier run
+    paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
+    surplus = max(0, len(paths) - max(limit, len(kept)))
+    return [checkpoint for checkpoint in paths if checkpoint not in kept][:surplus]
 
 
 def replace_folder(written: Path, target: Path) -> None:
-    """Moves a folder to its target; what was there goes to where the folder was written."""
+    """Moves `written` to `target`; a folder that was there moves to the parent of `written`."""
     replaced = written.parent / _REPLACED
     if target.exists():
         target.rename(replaced)
@@ -76,7 +76,7 @@ def replace_folder(written: Path, target: Path) -> None:
 
 @contextmanager
 def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None]:
-    """Errors within the context name the checkpoint, and leave the disk to the older ones: `partial` is removed."""
+    """Names the checkpoint in write errors within the context, and removes `partial` to free the disk."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -88,14 +88,14 @@ def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None
                 f"{str(checkpoint.parent)!r} was removed while {checkpoint.name} was written to it, with the "
                 "checkpoints in it. Restore it and resume with `resume_from_checkpoint=True`, or start again."
             ) from error
-        where, remedy = "", "Make the folder writable again, such as by mounting its file system anew,"
+        space, remedy = "", "Make the folder writable again, such as by mounting its file system anew,"
         if number in (None, errno.ENOSPC, errno.EDQUOT):
-            where = f", where {shutil.disk_usage(checkpoint.parent).free / 2**20:,.0f} MB are free"
+            space = f", where {shutil.disk_usage(checkpoint.parent).free / 2**20:,.0f} MB are free"
             remedy = "Make room, for example with a lower `save_total_limit`,"
         if partial is not None and not (partial / _REPLACED).exists():
             shutil.rmtree(partial, ignore_errors=True)
         raise OSError(
-            f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}{where}: {error}. {remedy} and resume "
+            f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}{space}: {error}. {remedy} and resume "
             "with `resume_from_checkpoint=True`; the checkpoints before are unchanged."
         ) from error
 
@@ -104,14 +104,14 @@ def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None
 
 
 def export_state(states: Any, objects: Iterable[Any]) -> None:
-    """Puts the states of callbacks and of the control where `Trainer` reads them when it resumes."""
-    for each in objects:
-        if isinstance(each, ExportableState):
-            name = type(each).__name__
-            if isinstance(states[name], list):  # of several callbacks of a class
-                states[name].append(each.state())
+    """Puts the states of callbacks and of the trainer's control into `states`, which `Trainer` reads to resume."""
+    for source in objects:
+        if isinstance(source, ExportableState):
+            name = type(source).__name__
+            if isinstance(states[name], list):  # several callbacks have this class
+                states[name].append(source.state())
             else:
-                states[name] = each.state()
+                states[name] = source.state()
 
 
 def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def load_rollout_state(
     checkpoint: str | Path, process_index: int, classes: Sequence[type] = SAVED_CLASSES
 ) -> dict[str, Any] | None:
     """
-    Reads what [`save_rollout_state`] wrote, onto the CPU. No code in the file is run.
+    Loads onto the CPU the state that [`save_rollout_state`] saved, without running code in the file.
 
     Returns the state; `None` if the checkpoint has none for this process.
     """
@@ -140,30 +140,30 @@ def whole_state_dict(
     accelerator: Accelerator, module: nn.Module, kept: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    The weights of a module on the CPU, gathered one by one where processes hold them in part: those whose names
-    `select` accepts, by default all. All processes have to call this.
+    Gathers sharded weights of a module on the CPU, one by one: those with names that `select` accepts, by default all.
+    All processes have to call this.
 
-    Returns the state dict, empty on processes that don't keep it; `None` where the module's own is whole.
+    Returns the state dict, empty unless `kept`; `None` if weights aren't sharded, so that the module's own is whole.
     """
     if is_unsharded(accelerator):
         return None
-    gathered = DistributedBackend(accelerator).gather_params
-    copies: dict[int, torch.Tensor] = {}  # tied weights once
+    gather = DistributedBackend(accelerator).gather_params
+    copies: dict[int, torch.Tensor] = {}  # copies tied weights once
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not select(name):
             continue
-        with gathered([value]):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+        with gather([value]):
+            weight = value.full_tensor() if isinstance(value, DTensor) else value
             if kept:
                 if id(value) not in copies:
-                    copies[id(value)] = whole.detach().to("cpu", copy=True)
+                    copies[id(value)] = weight.detach().to("cpu", copy=True)
                 state[name] = copies[id(value)]
     return state
 
 
 def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path, writes: bool) -> None:
-    """Saves a model as `from_pretrained` reads it. All processes have to call this."""
+    """Saves a model with whole weights for `from_pretrained`. All processes have to call this."""
     model = accelerator.unwrap_model(model)
     state = whole_state_dict(accelerator, model, writes)
     if writes:
@@ -178,13 +178,13 @@ def save_without_weights(
     writes: bool,
 ) -> None:
     """
-    Saves what makes a model of weights that are saved elsewhere: config and processor. Adapters, which are small, are
-    saved whole. All processes have to call this.
+    Saves config and processor of a model with weights that are saved elsewhere. Adapters, which are small, are saved
+    whole. All processes have to call this.
     """
     policy = policy_alone(accelerator.unwrap_model(model))
     if is_peft_model(policy):
         adapters = tuple(f".{name}" for name in policy.peft_config)
-        state = whole_state_dict(accelerator, policy, writes, lambda name: any(each in name for each in adapters))
+        state = whole_state_dict(accelerator, policy, writes, lambda name: any(key in name for key in adapters))
         if writes:
             policy.save_pretrained(folder, state_dict=state)
     elif writes:
@@ -197,26 +197,26 @@ def save_without_weights(
 
 @whole_weights()
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
-    """Gives a model the weights that are saved in a folder. All processes have to call this."""
+    """Loads the weights in a folder into a model, which may be sharded. All processes have to call this."""
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
     model = accelerator.unwrap_model(model)
-    model_class = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:
-        # On other processes, transformers may leave out what it loads
+        # On other processes, transformers may skip the weights
         first = accelerator.is_main_process
         state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         return
-    saved = model_class.from_pretrained(folder, dtype=model.dtype)
-    if is_deepspeed_zero3_enabled():  # which has split what was loaded, too
-        SyncRefModelCallback.sync_target_model(saved, model, 1.0)
+    saved_model = model_class.from_pretrained(folder, dtype=model.dtype)
+    if is_deepspeed_zero3_enabled():  # it has sharded the loaded model, too
+        SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)
     else:
-        model.load_state_dict(saved.state_dict())
+        model.load_state_dict(saved_model.state_dict())
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """What this process holds of a parameter."""
+    """Returns this process's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

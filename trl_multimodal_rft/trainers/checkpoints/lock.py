@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""One run at a time in an output folder."""
+"""A lock for one run at a time in an output folder."""
 
 import os
 import socket
@@ -14,17 +14,16 @@ from filelock import FileLock, Timeout
 
 logger = get_logger(__name__)
 
-# In the output folder; pushes leave out what begins so
+# Name of the lock in the output folder; pushes to the Hub leave out names with this prefix
 _FILE = "_run.lock"
 
 
 @contextmanager
 def holding(folder: str | Path) -> Iterator[str | None]:
     """
-    Keeps other processes from training in a folder within the context. Yields who trains in it already.
+    Locks a folder against other runs within the context. Yields the process that trains in it already, or `None`.
 
-    The kernel releases the lock when this process ends, however it does. Where the file system has no locks, a warning
-    says so.
+    The kernel releases the lock however this process ends. Logs a warning if the file system has no locks.
     """
     path, holder = Path(folder, _FILE), None
     lock = FileLock(path, blocking=False)
@@ -39,5 +38,5 @@ def holding(folder: str | Path) -> Iterator[str | None]:
         yield holder
     finally:
         if lock.is_locked:
-            path.unlink(missing_ok=True)  # before its release, when another run may make a new one
+            path.unlink(missing_ok=True)  # before the release, after which another run may write it anew
             lock.release()

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The manifest of a checkpoint: a missing or changed file is found before a run resumes from it."""
+"""Manifests of checkpoints, which show missing and changed files before a run resumes."""
 
 import json
 import zipfile
@@ -20,7 +20,7 @@ from ...data.rows.fingerprint import differences
 _MANIFEST = "manifest.json"
 
 _BLOCK = 1 << 24  # bytes read at once
-_READERS = 8  # files read at once; sums are made without the GIL
+_READERS = 8  # files read at once; checksums are computed without the GIL
 
 
 def write_manifest(
@@ -31,8 +31,8 @@ def write_manifest(
     algorithm: str | None = None,
 ) -> None:
     """
-    Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint, by default after it has
-    measured them, and the `algorithm` of the run.
+    Writes the sizes and checksums (CRC-32) of all files of a checkpoint, and the `algorithm` of the run. If `measured`
+    doesn't hold sizes and checksums, this function reads the files.
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
     content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
@@ -40,7 +40,7 @@ def write_manifest(
 
 
 def measure_together(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
-    """What a manifest lists of a folder; each process reads a share of it. All processes have to call this."""
+    """Returns sizes and checksums of a folder's files; each process reads a share. All processes have to call this."""
     (names,) = broadcast_object_list([[*_files(folder)]])
     return dict(sorted(gather_object([*_measure_files(folder, names[process_index::num_processes]).items()])))
 
@@ -50,7 +50,7 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     try:
         if not folder.is_dir():
             return ["there is no such folder"]
-        found = _files(folder)
+        files = _files(folder)
     except (OSError, RecursionError) as error:
         return [f"it can't be read ({_reason(error)})"]
     try:
@@ -58,29 +58,29 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     except Exception as error:  # its content may be anything
         return [f"{_MANIFEST} can't be read ({_reason(error)})"]
     expected = {} if manifest is None else manifest.files
-    wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
+    faults = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - files.keys())]
     if manifest is None:
-        kept, changes = [*found], _thread_map(_damage, found.values())
+        names, changes = [*files], _thread_map(_damage, files.values())
     else:
-        kept = [name for name in expected if name in found]
-        changes = _thread_map(lambda name: _change(found[name], expected[name]), kept)
-    return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
+        names = [name for name in expected if name in files]
+        changes = _thread_map(lambda name: _change(files[name], expected[name]), names)
+    return faults + [f"{name} {change}" for name, change in zip(names, changes, strict=True) if change is not None]
 
 
 def other_run(checkpoint: str | Path, algorithm: str, has_adapter: bool) -> str | None:
-    """Why a run can't resume from a checkpoint: its algorithm differs, or one of both runs trains an adapter."""
+    """Returns an error message if a checkpoint is of another algorithm, or only one of both runs has an adapter."""
     manifest, folder = _read(Path(checkpoint)), Path(checkpoint)
     saved = (manifest and manifest.algorithm) or algorithm
     is_adapter = (folder / ADAPTER_CONFIG_NAME).exists() and not (folder / CONFIG_NAME).exists()
     if saved == algorithm and is_adapter == has_adapter:
         return None
     runs = ((saved, is_adapter), (algorithm, has_adapter))
-    found = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
-    return f"{checkpoint} is of a run of {found[0]}, and this one is of {found[1]}; resume as that run was started."
+    labels = [f"{name!r} {'with' if adapts else 'without'} an adapter" for name, adapts in runs]
+    return f"{checkpoint} is of a run of {labels[0]}, and this one is of {labels[1]}; resume as that run was started."
 
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
-    """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
+    """Returns warnings about a run that resumes from an undamaged checkpoint, on datasets with these fingerprints."""
     manifest = _read(Path(checkpoint))
     if manifest is None:
         return [f"{checkpoint} has no {_MANIFEST}, so its files can't be verified."]
@@ -91,10 +91,10 @@ def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> lis
             "anew."
         )
     for name in manifest.datasets.keys() & fingerprints.keys():
-        found = differences(manifest.datasets[name], fingerprints[name])
-        if found:
+        changes = differences(manifest.datasets[name], fingerprints[name])
+        if changes:
             warnings.append(
-                f"`{name}` has changed since {checkpoint} was saved: {'; '.join(found)}. The run continues on other "
+                f"`{name}` has changed since {checkpoint} was saved: {'; '.join(changes)}. The run continues on other "
                 "data than an uninterrupted one would; pass the dataset as it was to resume exactly."
             )
     return warnings
@@ -119,9 +119,9 @@ def _read(folder: Path) -> _Manifest | None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    found.pop(_MANIFEST, None)
-    return found
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files.pop(_MANIFEST, None)
+    return files
 
 
 def _reason(error: Exception) -> str:
@@ -139,15 +139,15 @@ def _measure_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, i
 
 def _measure(file: Path) -> tuple[int, int]:
     size = checksum = 0
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
             size += len(block)
             checksum = zlib.crc32(block, checksum)
     return size, checksum
 
 
 def _change(file: Path, expected: tuple[int, int]) -> str | None:
-    """What has changed about a file, its size before its content is read."""
+    """Returns the difference of a file from its entry, or `None`; a file of another size isn't read."""
     try:
         size = file.stat().st_size
         if size != expected[0]:
@@ -158,19 +158,19 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a file that no manifest lists, as far as its format tells."""
+    """Returns the damage of a file that no manifest lists, as far as its format shows it, or `None`."""
     if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
         return None
     try:
-        with file.open("rb") as opened:
-            start = opened.read(1)
+        with file.open("rb") as stream:
+            start = stream.read(1)
         if not start:
             return "is empty"
         if file.suffix == ".json":
             json.loads(file.read_bytes())
         elif file.suffix == ".safetensors":
             safe_open(file, "pt")
-        elif file.suffix != ".distcp" and start != b"\x80":  # where older versions of torch begin
+        elif file.suffix != ".distcp" and start != b"\x80":  # older versions of torch wrote no archive
             with zipfile.ZipFile(file) as archive:
                 return archive.testzip() and "has other content than was written"
     except Exception as error:  # its content may be anything

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checkpoints: written whole or not at all, verified before a run resumes from them, and published."""
+"""Checkpoints, written whole or not at all, verified before a run resumes from them, and published."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ else:
 
 logger = get_logger(__name__)
 
-# Folder of a checkpoint for a reference that moves with the policy
+# Folder, in a checkpoint, of a reference that moves with the policy
 _REFERENCE = "ref_model"
 
 
@@ -75,11 +75,11 @@ class CheckpointMixin(Trainer):
     """
     Saves, resumes and publishes a run of TRL's trainers.
 
-    A checkpoint is there whole or not at all, also when the run is killed. A resumed run is, bit for bit, the run that
-    wasn't interrupted. Updates that aren't finite are skipped, and weights that aren't are not saved.
+    A checkpoint exists whole or not at all, also when the run is killed. A resumed run is, bit for bit, the run
+    without interruption. Updates that aren't finite are skipped, and weights that aren't finite are not saved.
     """
 
-    # Without a value, what a trainer has to set before `_complete_parts`
+    # A trainer has to set the attributes that have no value here before it calls `_complete_parts`
     args: Any
     processing_class: Any
     accelerator: Any
@@ -104,13 +104,13 @@ class CheckpointMixin(Trainer):
     critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
-    _resumed_from: str | None = None  # a checkpoint
-    _uploaded: Path | None = None  # the checkpoint of the last push from one
-    _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
+    _resumed_from: str | None = None  # folder of a checkpoint
+    _uploaded: Path | None = None  # the checkpoint that was pushed last
+    _saved_classes: tuple[type, ...] = SAVED_CLASSES  # classes of objects in the state of the rollouts
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
     _end_on_signal: EndOnSignal | None = None
-    _n_skipped = 0  # successive updates
-    _checked_step: int | None = None  # the latest whose weights were checked before sampling
+    _n_skipped = 0  # number of updates skipped in a row
+    _checked_step: int | None = None  # latest step after which weights were checked for sampling
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
@@ -118,11 +118,12 @@ class CheckpointMixin(Trainer):
 
     def _complete_parts(self) -> None:
         """
-        Makes the model ready to train, saves before a push, and on signals in place of transformers' callback, which
-        doesn't wait for the step. Raises a `TypeError` if the trainer lacks what this class needs of it.
+        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals. The
+        last one replaces transformers' callback, which doesn't wait for the step to end. Raises a `TypeError` if the
+        trainer lacks an attribute that this class needs.
         """
-        if lacking := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
-            raise TypeError(f"{type(self).__name__} has no {', '.join(lacking)}, which checkpoints and cards need.")
+        if missing := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}, which checkpoints and cards need.")
         keep_differentiable(self.model)
         self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
         self.add_callback(SaveBeforePush(self._save_without_repository))
@@ -144,8 +145,8 @@ class CheckpointMixin(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Trains. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end it with a checkpoint after the
-        current step. No other run can train in the same `output_dir` meanwhile.
+        Trains the model. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a
+        checkpoint after the current step. No other run can train in the same `output_dir` meanwhile.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -153,7 +154,7 @@ class CheckpointMixin(Trainer):
             args:
                 Further arguments of [`~transformers.Trainer.train`].
             kwargs:
-                The same, by name.
+                Further keyword arguments of [`~transformers.Trainer.train`].
 
         Returns:
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
@@ -173,13 +174,13 @@ class CheckpointMixin(Trainer):
                 )
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             self._resumed_from = checkpoint
-            differs = None
+            obstacle = None
             if checkpoint and self.args.should_save:
-                differs = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
-                differs = differs or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
-            (differs,) = broadcast_object_list([differs])
-            if differs is not None:
-                raise ValueError(differs)
+                obstacle = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
+                obstacle = obstacle or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
+            (obstacle,) = broadcast_object_list([obstacle])
+            if obstacle is not None:
+                raise ValueError(obstacle)
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
             stack.push(self._draw_interrupted)
@@ -190,49 +191,49 @@ class CheckpointMixin(Trainer):
             if console is not None:
                 console.begin(type(self).__name__)
                 stack.callback(console.end)
-                others = [each for each in self.callback_handler.callbacks if isinstance(each, CompactLogCallback)][1:]
-                for printer in (*PRINTERS, *others):
+                surplus = [log for log in self.callback_handler.callbacks if isinstance(log, CompactLogCallback)][1:]
+                for printer in (*PRINTERS, *surplus):
                     self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
     def _draw_interrupted(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws the curves of a run that an error or Ctrl-C ends, for which no callback is called."""
+        """Draws the curves of a run that an error or Ctrl-C ends, as `Trainer` then calls no callback."""
         for callback in self.callback_handler.callbacks if error is not None else ():
             if isinstance(callback, TrainingCurvesCallback):
                 callback.on_train_end(self.args, self.state, self.control)
 
     def _invalidate_engine(self) -> None:
-        """Tells an engine that samples that the weights may be others than those of the last step."""
+        """Tells the sampling engine, if there is one, that the weights may differ from those of the last step."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
-        """The checkpoint to resume from, the same on all processes."""
+        """Returns the checkpoint to resume from, the same on all processes."""
         folders = [str(resume_from)]
         if resume_from is True:
             folders = [str(path) for path in reversed(checkpoints(self.args.output_dir))]
             (folders,) = broadcast_object_list([folders])
-        passed_over = []
+        reasons = []
         for folder in folders:
-            found = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if self.args.should_save else [])))
-            if not found:
+            problems = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if self.args.should_save else [])))
+            if not problems:
                 for warning in resume_warnings(folder, self._fingerprints()) if self.args.should_save else ():
                     logger.warning(warning)
                 return folder
-            passed_over.append(f"{folder} isn't whole: {'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.")
+            reasons.append(f"{folder} isn't whole: {'; '.join(problems[:5])}{'; ...' if len(problems) > 5 else ''}.")
             if resume_from is True:
-                logger.warning(f"Passed over: {passed_over[-1]}")
+                logger.warning(f"Passed over: {reasons[-1]}")
         if resume_from is True:
-            raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *passed_over]))
+            raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
         is_listed = Path(folders[0], "manifest.json").is_file()
         remedy = ", or delete its manifest.json to resume from what is left" if is_listed else ""
         raise ValueError(
-            f"{passed_over[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
+            f"{reasons[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
             f"`output_dir`){remedy}."
         )
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Fingerprints of the datasets that are trained on, by the names of their arguments."""
+        """Returns fingerprints of the training datasets, by the names of their arguments."""
         return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def get_train_dataloader(self):
@@ -244,7 +245,7 @@ class CheckpointMixin(Trainer):
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
-        freeze(self.model, self.args.freeze)  # adapters that were loaded, or switched on again, train whole
+        freeze(self.model, self.args.freeze)  # loading or enabling an adapter makes all of it trainable
         optimizer = super().create_optimizer(model)
         check_rates(optimizer, self.lr_scheduler, self.args)
         self._group_parameters(is_new)
@@ -254,14 +255,14 @@ class CheckpointMixin(Trainer):
         return optimizer
 
     def _group_parameters(self, is_new: bool) -> None:
-        """Gives what trains at different rates separate parameter groups, in an optimizer that the trainer made."""
+        """Splits an optimizer's parameter groups by `learning_rates`, if the trainer made the optimizer."""
         if is_new and self.args.learning_rates:
             split_by_rate(self.model, self.optimizer, self.args)
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
         epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
         if self.state.global_step >= max_steps:
-            # Resumed after its last step, `Trainer` would train to the end of the epoch, and stop one step too late
+            # A run resumed after its last step would go on towards the end of the epoch, and stop one step too late
             return n_epochs, 0
         return epochs_trained, steps_trained
 
@@ -276,9 +277,9 @@ class CheckpointMixin(Trainer):
 
     def _reload_weights(self, folder: str | Path) -> bool:
         """
-        Loads weights where `Trainer` would load a state dict whose keys `save_pretrained` has renamed for many
-        multimodal models, and restore nothing but a warning (huggingface/transformers#43701). `from_pretrained` knows
-        the names. Whether it did.
+        Loads unsharded weights by `from_pretrained`, and returns whether it did. `Trainer` would load a state dict
+        and, for many multimodal models, restore nothing and only warn, since `save_pretrained` has renamed the keys
+        (huggingface/transformers#43701); `from_pretrained` knows the new names.
         """
         if not is_unsharded(self.accelerator):
             return False
@@ -290,7 +291,7 @@ class CheckpointMixin(Trainer):
         return True
 
     def _load_parts(self, folder: Path) -> None:
-        """Loads what [`_save_parts`] saved, where no engine does."""
+        """Loads the files of [`_save_parts`] if weights aren't sharded; else the engine restores them."""
 
     def _load_state(self, folder: Path) -> None:
         if self._reference_moves:
@@ -304,7 +305,7 @@ class CheckpointMixin(Trainer):
         if self.ema is not None:
             self.ema.follow(self.model)
             self.ema.load(folder, self.accelerator)
-        # A rank that the previous run didn't have restores what all ranks share from rank 0
+        # A rank that the previous run didn't have restores the state that all ranks share from rank 0's file
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
         if state is None:
@@ -319,7 +320,7 @@ class CheckpointMixin(Trainer):
     # State of the rollouts
 
     def _rollout_state(self) -> dict[str, Any]:
-        """What this process needs to continue as if it hadn't stopped."""
+        """Returns the state from which this process continues as if it hadn't stopped."""
         return {
             "metrics": dict(self._metrics["train"]),
             **self.checks.state_dict(),
@@ -331,7 +332,7 @@ class CheckpointMixin(Trainer):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._metrics["train"].update(state["metrics"])
-        if state["checked"] == self._checked_settings():  # else what this run does is measured anew
+        if state["checked"] == self._checked_settings():  # else the self-check runs anew
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]
         self._stream.load_state_dict(state["rows"])
@@ -339,12 +340,12 @@ class CheckpointMixin(Trainer):
             restore_ways(model, state.get("ways", {}).get(name, ()))
 
     def _forwarded_models(self) -> dict[str, PreTrainedModel]:
-        """The policy, its reference or teacher, and its critic, which isn't a head alone, by names of attributes."""
+        """Returns the policy, its reference or teacher, and a critic that is a whole model, by attribute name."""
         models = {"model": self.model, "ref_model": self.ref_model, "critic": getattr(self.critic, "model", None)}
         return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     def _checked_settings(self) -> dict[str, Any]:
-        """What the measurements of the self-check hold for."""
+        """Returns the settings under which the measurements of the self-check are valid."""
         model = self._policy.unwrapped(self.model)
         return {
             "packing": self.args.packing,
@@ -356,22 +357,23 @@ class CheckpointMixin(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Saves the model and its processor, with whole weights on every engine. All processes have to call this.
+        Saves the model and its processor, with whole weights on every engine; in a checkpoint of shards, the weights
+        come with the optimizer's state. All processes have to call this.
 
         Args:
             output_dir (`str`, *optional*):
                 Folder. Defaults to the `output_dir` of the config.
 
         Raises:
-            `FloatingPointError`: If weights aren't finite. What the folder holds stays as it is.
+            `FloatingPointError`: If weights aren't finite. The folder then stays as it is.
         """
         folder = Path(output_dir or self.args.output_dir)
         consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
         check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
-        # Shards are no model for others, and come with the optimizer's
-        whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
-        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not whole:
+        # `from_pretrained` can't read shards, and `Trainer` saves them with the optimizer's shards
+        is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
         with gathering(self.accelerator):
@@ -379,42 +381,43 @@ class CheckpointMixin(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
-        """Saves what belongs to the model in addition to the policy's files. All ranks have to call this."""
+        """Saves files of the model in addition to the policy's. All ranks have to call this."""
 
     def _save_checkpoint(self, model, trial):
         """
         Writes a checkpoint to a temporary folder and moves it to its place when it is whole, then removes surplus
-        ones the same way. TRL's and transformers' methods would write in place, and publish what isn't whole yet.
+        checkpoints by way of that folder. TRL's and transformers' methods would write in place, and publish
+        checkpoints that aren't whole yet.
         """
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         target = Path(self._get_output_dir(trial), name)
-        partial = target.parent / PARTIAL
+        temporary_folder = target.parent / PARTIAL
         if args.should_save and not Path(args.output_dir).exists():
             logger.warning(
                 f"`output_dir` {args.output_dir!r} was removed during the run, with the checkpoints in it; {name} is "
                 "saved to a new folder."
             )
-        if args.should_save and partial.exists():  # from a run that was killed while it saved
-            shutil.rmtree(partial)
+        if args.should_save and temporary_folder.exists():  # from a run that was killed while it saved
+            shutil.rmtree(temporary_folder)
         self.accelerator.wait_for_everyone()
         if trial is None:
             self.store_flos()
         self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
-        with naming_write_errors(target, partial if args.should_save else None):
-            self._write_checkpoint(partial / name, target)
+        with naming_write_errors(target, temporary_folder if args.should_save else None):
+            self._write_checkpoint(temporary_folder / name, target)
             if args.should_save:
-                replace_folder(partial / name, target)
+                replace_folder(temporary_folder / name, target)
                 kept = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
                 for checkpoint in surplus_checkpoints(target, args.save_total_limit, kept):
                     if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
-                        checkpoint.rename(partial / checkpoint.name)
-                shutil.rmtree(partial, ignore_errors=True)  # what stays is removed before the next is written
+                        checkpoint.rename(temporary_folder / checkpoint.name)
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes leftovers
         self.accelerator.wait_for_everyone()
         if args.push_to_hub:
             self._publish_checkpoint(target)
 
     def _write_checkpoint(self, folder: Path, target: Path) -> None:
-        """Writes what transformers and TRL write, and what they leave out."""
+        """Writes the files of a checkpoint: those of transformers and TRL, the state that they omit, a manifest."""
         args, state = self.args, self.state
         self.save_model(str(folder), _internal_call=True)
         if state.best_global_step == state.global_step:
@@ -436,12 +439,12 @@ class CheckpointMixin(Trainer):
         shards, process = writes_shards(self.accelerator), self.accelerator.process_index
         if shards and process == 0:
             check_shards(folder)
-        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        measurements = measure_together(folder, process, self.accelerator.num_processes) if shards else None
         if args.should_save:
-            write_manifest(folder, args.save_only_model, self._fingerprints(), measured, self._tag_names[1])
+            write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
 
     def _save_state(self, folder: Path) -> None:
-        """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
+        """Saves state to resume from beyond optimizer, schedule and random states. All processes have to call this."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self._reference_moves:
             save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
@@ -451,7 +454,7 @@ class CheckpointMixin(Trainer):
     # Publishing
 
     def _publish_checkpoint(self, folder: Path) -> None:
-        """Has transformers push a checkpoint that is whole, not while another is being pushed."""
+        """Has transformers push a whole checkpoint, unless a push is in progress and `hub_always_push` isn't set."""
         args = self.args
         if args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return
@@ -468,7 +471,7 @@ class CheckpointMixin(Trainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """
-        Writes a card that says on what and how the model was trained, and how to ask it about media.
+        Writes a model card with the data and the settings of the training, and with an example of inference on media.
 
         Args:
             model_name (`str`, *optional*):
@@ -511,7 +514,7 @@ class CheckpointMixin(Trainer):
     def _backward_by_parts(
         self, model: nn.Module, loss: torch.Tensor, parts: DeferredParts, divisor: int
     ) -> torch.Tensor:
-        """The loss for the last backward pass of a micro-batch that is forwarded in parts."""
+        """Runs the backward passes of a micro-batch's parts but the last, and returns the loss for that one."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["token_budget/parts"].append(float(len(parts.parts)))
         metrics["token_budget/extra_time"].append(parts.seconds)
@@ -526,14 +529,14 @@ class CheckpointMixin(Trainer):
         return norm
 
     def _check_policy(self) -> None:
-        """Refuses to sample from weights that aren't finite, once for each update. All processes have to call this."""
+        """Raises if weights to sample from aren't finite, once per update. All processes have to call this."""
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
 
 
 class _RestoreState(TrainerCallback):
-    """Restores what transformers doesn't, after optimizer and schedule."""
+    """Callback that restores the state that transformers doesn't, after optimizer and schedule."""
 
     def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
         self.checkpoint, self.load = checkpoint, load
@@ -547,6 +550,6 @@ class _RestoreState(TrainerCallback):
         **kwargs: EventPart,
     ):
         if (folder := self.checkpoint()) is not None:
-            # Before transformers 5.17, `Trainer` doesn't find the batches of a loader that has skipped some
+            # Before transformers 5.17, `Trainer` doesn't set the epoch of a loader that skips batches
             train_dataloader.batch_sampler.set_epoch(int(state.epoch))
             self.load(Path(folder))

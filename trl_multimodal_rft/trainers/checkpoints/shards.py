@@ -16,24 +16,24 @@ from ...models.wrapped import replaced
 from .files import load_unsharded, save_unsharded
 
 
-_METADATA = ".metadata"  # says which shard holds what
+_METADATA = ".metadata"  # the file that says which shard holds which weights
 
 
 def writes_shards(accelerator: Accelerator) -> bool:
-    """Whether each process writes its part of weights and optimizer to checkpoints."""
+    """Returns whether each process writes its part of weights and optimizer to checkpoints."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
 def gathering(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """`Trainer.save_model` saves whole weights within the context. With shards, it saves nothing."""
+    """Returns a context in which `Trainer.save_model` saves whole weights; with shards, it would save nothing."""
     if not writes_shards(accelerator):
         return nullcontext()
     return replaced(accelerator.state.fsdp_plugin, state_dict_type=StateDictType.FULL_STATE_DICT)
 
 
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
-    """Saves weights as checkpoints hold the policy's, in shards or whole. All processes have to call this."""
+    """Saves weights of a module like those of the policy, in shards or whole. All processes must call this."""
     if writes_shards(accelerator):
         dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
@@ -50,7 +50,7 @@ def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> Non
 
 
 def check_shards(checkpoint: Path) -> None:
-    """Raises `FileNotFoundError` where this process doesn't see what others have written."""
+    """Raises `FileNotFoundError` if this process doesn't see the shards of other processes."""
     for metadata in checkpoint.rglob(_METADATA):
         stored = FileSystemReader(metadata.parent).read_metadata().storage_data or {}
         for name in sorted({info.relative_path for info in stored.values()}):
@@ -63,8 +63,8 @@ def check_shards(checkpoint: Path) -> None:
 
 def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
-    Why a run can't resume from a checkpoint: FSDP reads weights and optimizer only as FSDP wrote them, in shards or
-    whole, and nothing else reads those, nor the optimizer that DeepSpeed wrote.
+    Returns the reason that a run can't resume from a checkpoint, or `None`. FSDP reads weights and optimizer only in
+    its own layout, in shards or whole; runs without FSDP read neither, and runs without DeepSpeed not its optimizer.
     """
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
         return (
@@ -73,14 +73,14 @@ def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None
             f"{checkpoint} anew."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    own = "" if plugin is None else plugin.state_dict_type.name
+    run_layout = "" if plugin is None else plugin.state_dict_type.name
     files = {"SHARDED_STATE_DICT": SHARDS, "FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin"}
-    found = [layout for layout, name in files.items() if Path(checkpoint, name).exists()]
-    if own in (found or [""]):
+    layouts = [layout for layout, name in files.items() if Path(checkpoint, name).exists()]
+    if run_layout in (layouts or [""]):
         return None
-    saved = f"with FSDP's `{found[0]}`" if found else "without FSDP (or with `save_only_model`)"
-    this = f"with FSDP's `{own}`" if own else "without FSDP"
+    saved = f"with FSDP's `{layouts[0]}`" if layouts else "without FSDP (or with `save_only_model`)"
+    current = f"with FSDP's `{run_layout}`" if run_layout else "without FSDP"
     remedy = f"the `--accelerate_config` of that run, such as `multi_gpu`, or train the weights of {checkpoint} anew"
-    if found:
-        remedy = f"`--accelerate_config fsdp2 --fsdp_state_dict_type {found[0]}`, on any number of GPUs"
-    return f"{checkpoint} was saved {saved}, and this run is {this}. Resume with {remedy}."
+    if layouts:
+        remedy = f"`--accelerate_config fsdp2 --fsdp_state_dict_type {layouts[0]}`, on any number of GPUs"
+    return f"{checkpoint} was saved {saved}, and this run is {current}. Resume with {remedy}."
