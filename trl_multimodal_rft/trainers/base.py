@@ -56,28 +56,30 @@ from .engine import (
     transformers_sampler,
     vllm_sampler,
 )
+from .loading import (
+    around_trl_constructor,
+    compile_models,
+    enable_packing,
+    feature_dtype,
+    first_fallbacks,
+    load_for_sampling,
+    prepare_reference,
+    reward_sources,
+    start_loop,
+    with_media_reader,
+)
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
 from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import MetricLog, RewardFunctions, Run
 from .setup import (
-    around_trl_constructor,
     check_launch,
-    compile_models,
-    enable_packing,
-    feature_dtype,
-    first_fallbacks,
     has_unread_rows,
-    load_for_sampling,
     modalities,
-    prepare_reference,
-    reward_sources,
-    start_loop,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
-    with_media_reader,
 )
 from .signatures import Model, Processor
 

@@ -131,7 +131,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
         n, after_view = 2 * len(inputs["sequences"]), []
 
-        def score(**kwargs: Any) -> SimpleNamespace:
+        def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             logps = self._score(model, inputs).logps
             after_view.append(logps[n:].sum(1))
             return SimpleNamespace(log_probs=logps[:n])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
 from ..data.rows.cells import filled, finite_number, truth_value
@@ -115,7 +115,7 @@ class LabelledCollator(PreferenceCollator):
         self._check_room(prompt, row)
         return LabelledCompletion(**vars(prompt), chosen=self._cut(prompt, tokens), rejected=tokens)
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
+    def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
             return dataset  # a transform gives others
         columns, _ = self._columns_of(dataset, name)
@@ -128,7 +128,7 @@ class LabelledCollator(PreferenceCollator):
         return dataset
 
 
-def unpaired(dataset: Any, columns: set[str]) -> Any:
+def unpaired(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset | IterableDataset:
     """
     Returns a dataset of pairs as labelled completions, in TRL's order, without decoding media.
 

@@ -138,7 +138,9 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         """
         n, logps = len(inputs["sequences"]), []
 
-        def score(**kwargs: Any) -> SimpleNamespace:  # TRL asks for the completions, then for those of the estimate
+        def score(
+            **kwargs: torch.Tensor,
+        ) -> SimpleNamespace:  # TRL asks for the completions, then for those of the estimate
             logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
             return SimpleNamespace(log_probs=logps[0])
 

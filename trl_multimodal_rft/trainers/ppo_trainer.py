@@ -45,9 +45,10 @@ from .arguments import check_arguments
 from .checkpoints.files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
+from .loading import compile_models
 from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
-from .setup import compile_models, resolve_config, warn_of_unread
+from .setup import resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 

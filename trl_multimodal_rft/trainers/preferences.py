@@ -20,9 +20,9 @@ from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import Scores
 from ..models.modes import evaluation_mode
 from ..models.wrapped import is_unsharded, replaced
+from .loading import IN_CONSTRUCTOR, Loaded, load_reference, loading_in_trl
 from .preference_data import completions_to_score
 from .reading import Batch, CompletionTrainer
-from .setup import IN_CONSTRUCTOR, Loaded, load_reference, loading_in_trl
 from .signatures import Processor, Rows
 
 
@@ -84,7 +84,7 @@ class PreferenceTrainer(CompletionTrainer):
         logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
         return dict(zip(self._reference, logps, strict=False))
 
-    def _with_reference(self, dataset: Any) -> Dataset:
+    def _with_reference(self, dataset: Rows) -> Dataset:
         if not isinstance(dataset, Dataset):
             raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
         batches: list[dict[str, torch.Tensor]] = []

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import ModelOutput
 
 from ..checks.run_checks import Checks
 from ..checks.sequences import check_pairs
@@ -33,8 +35,9 @@ from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints.mixin import CheckpointMixin
+from .loading import Loaded, compile_models, load_parts
 from .optimizer import freeze_and_check
-from .setup import Loaded, check_launch, compile_models, has_unread_rows, load_parts, modalities, warn_of_unread
+from .setup import check_launch, has_unread_rows, modalities, warn_of_unread
 from .signatures import EvalRows, Processor
 
 
@@ -148,7 +151,7 @@ class CompletionTrainer(CheckpointMixin):
         """Returns the predictions that `compute_metrics` gets, where outputs are kept."""
         return SequenceClassifierOutput(logits=scores.values)
 
-    def _loss_of_trl(self, rows: Batch, *outputs: Any) -> torch.Tensor:
+    def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
         """Returns TRL's loss for padded rows, and logs its metrics; calls of the model return `outputs` in turn."""
         calls = iter(outputs)
         return super().compute_loss(lambda **kwargs: next(calls), rows)

@@ -24,10 +24,11 @@ from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
+from .loading import IN_CONSTRUCTOR, loading_in_trl
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .reward_config import MultimodalRewardConfig
-from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
+from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 

@@ -19,8 +19,9 @@ from ..data.rows.features import undecoded
 from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
+from .loading import IN_CONSTRUCTOR, loading_in_trl
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
+from .setup import resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of

@@ -31,8 +31,8 @@ from ..rollout.stream import EncodedRow
 from ..views import as_view
 from .configs import mapping
 from .ema import MovingAverage
+from .loading import load_by_name
 from .run import Run
-from .setup import load_by_name
 
 
 if TYPE_CHECKING:
