@@ -29,9 +29,8 @@ from ..families import input_modalities
 from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
-from ..rewards.answers import extract_answer
 from ..rewards.calls import reward_loop
-from ..rewards.choices import named_choice
+from ..rewards.choices import extracted_answer
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
@@ -389,13 +388,6 @@ def _generation_config(
         disable_compile=True,
         **sampling,
     )
-
-
-def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
-    """Returns the answer in a completion for majority votes: the text of the named choice if there are `choices`."""
-    answer = extract_answer(completion)
-    index = named_choice(answer, choices) if choices else None
-    return answer if index is None or choices is None else choices[index]
 
 
 def _is_plain(value: Any) -> bool:

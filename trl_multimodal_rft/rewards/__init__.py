@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         regression_reward,
         temporal_iou_reward,
     )
+    from .majority import majority_reward
     from .model import RewardModel
     from .preference import preference_reward
     from .recipe import apply_recipe

@@ -56,6 +56,13 @@ def choice_reward(
     return rewards
 
 
+def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
+    """Returns the answer in a completion for majority votes: the text of the named choice if there are `choices`."""
+    answer = extract_answer(completion)
+    index = named_choice(answer, choices) if choices else None
+    return answer if index is None or choices is None else choices[index]
+
+
 def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
     Returns the index of the choice that an answer names, or `None` if it names none or several.
