@@ -33,7 +33,7 @@ from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
-from trl_multimodal_rft.cli import COMMANDS, arguments, main, options
+from trl_multimodal_rft.cli import COMMANDS, main, options, parsers
 from trl_multimodal_rft.cli.options import FIRST, GROUPS, table
 from trl_multimodal_rft.cli.preflight import check_rewards
 from trl_multimodal_rft.families import family_of
@@ -48,7 +48,7 @@ def test_entry_point_and_layouts_are_those_of_the_package():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["trl-multimodal-rft"].split(":")
     assert getattr(import_module(module), name) is main
-    assert {*arguments.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
+    assert {*parsers.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
 
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")

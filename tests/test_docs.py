@@ -36,7 +36,7 @@ from huggingface_hub.cli.jobs import uv_app
 from pip_extras import MEDIA
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
@@ -337,8 +337,8 @@ def is_explained(pattern):
 def test_metrics_are_explained():
     """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
-    own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
-    bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
+    own = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer)
     theirs = "".join(Path(inspect.getfile(base)).read_text() for base in bases)
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}

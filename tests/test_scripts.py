@@ -52,7 +52,7 @@ def test_config_file_is_for_script_and_launcher(tmp_path, monkeypatch):
     words = launched[0]
     assert exit.value.code == 0 and words[0].endswith("accelerate_configs/multi_gpu.yaml")
     assert words[1:3] == ["--multi_gpu", "--num_processes=2"]
-    assert words[3:] == ["--module", "trl_multimodal_rft.cli", "grpo", *command]
+    assert words[3:] == ["--module", "trl_multimodal_rft.cli.launched", "grpo", *command]
     script_args, training_args, model_args = parse(grpo.ARGUMENTS, command)
     assert script_args.reward_funcs == ["choice_reward"] and model_args.model_name_or_path == "model"
     assert (training_args.num_generations, training_args.max_steps, training_args.seed) == (4, 2, 3)

@@ -400,7 +400,7 @@ class MultimodalArguments(SamplingArguments):
             scored, rewarded and trained on with the media as they are. Prompts without media that it applies to are
             sampled as they are. vLLM's log-probabilities of these completions depend on the view, so no importance
             ratio corrects them. Further settings are `fraction` (0.5), the share of a group that is sampled from the
-            view, its last completions, rounded down, and `schedule`, the strength of the view over the run:
+            view, its last completions, rounded down, and `schedule`, by which the view weakens over the run,
             `'constant'`, `'linear'` down to 0, or the decay of NoisyRollout, `'sigmoid(midpoint=0.66, steepness=30)'`,
             whose midpoint is a share of the run.
         contrast_view (`str`, *optional*):

@@ -359,7 +359,7 @@ class PPOTrainerVL:
     @torch.no_grad()
     def evaluate(self, eval_dataloader: Iterable, global_step: int) -> dict[str, float]:
         """
-        Returns rewards of greedy completions of other prompts, in batches as of [`fit`]. Ranks take turns, so that
+        Returns rewards of greedy completions of other prompts; for batches, see [`fit`]. Ranks take turns, so that
         each prompt counts once. Weights, running statistics and random states stay unchanged.
 
         Args:

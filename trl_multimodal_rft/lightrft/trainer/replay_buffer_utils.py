@@ -25,8 +25,8 @@ from .experience import ActionRecord, Experience, ExperienceVL, MediaFields, Rec
 @dataclass(eq=False)
 class BufferItem(ActionRecord[torch.Tensor]):
     """
-    One sample of an experience. Its fields are the sample's rows of the fields of [`Experience`], of the shapes `(S,)`
-    and `(A,)`. The last `A` columns of `sequences` are the action columns.
+    One sample of an experience. For its fields, see [`Experience`]: they are the sample's rows there, of the shapes
+    `(S,)` and `(A,)`. The last `A` columns of `sequences` are the action columns.
     """
 
     action_entropy: torch.Tensor | None = None
