@@ -69,23 +69,23 @@ test: $(VENV)/tests
 
 # What is heavier, and shows what no other test of each change does
 test-gate: $(VENV)/tests
-	$(PYTEST) -m 'gate and not slow and not smoke' $(TEST_OPTIONS)
+	$(PYTEST) -m 'gate and not slow and not smoke and not extras' $(TEST_OPTIONS)
 
 # The files whose modules import what differs from a commit, `make test-changed SINCE=HEAD~3`
 SINCE ?= HEAD
 test-changed: $(VENV)/tests
-	files=$$($(BIN)/python tests/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) $$files
+	files=$$($(BIN)/python tests/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
 
 # With vLLM's own engine, on the CPU
 PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine
 test-vllm: $(VLLM)/ok
 	$(PYTEST_VLLM) $(TEST_OPTIONS)
 
-# The tests marked `slow`, also after failures, with results in tests/weekly.json
+# The tests marked `slow` or `extras`, also after failures, with results in tests/weekly.json
 WEEKLY = outputs/weekly/$(1).json
 test-weekly: $(VENV)/tests $(VENV)/speech $(VLLM)/ok
 	rm -rf outputs/weekly && mkdir -p outputs/weekly
-	-$(PYTEST) -m slow --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
+	-$(PYTEST) -m 'slow or extras' --write-results $(call WEEKLY,slow) $(TEST_OPTIONS)
 	-$(PYTEST_VLLM) -m slow --write-results $(call WEEKLY,vllm) $(TEST_OPTIONS)
 	$(BIN)/python tests/weekly.py $(call WEEKLY,slow) $(call WEEKLY,vllm)
 
@@ -108,7 +108,7 @@ test-newest: .venv-newest/ok
 # The wheel in an environment that has nothing else: with each extra, and through a new user's first hour. Then
 # benchmarks of other tools, which uv installs
 test-extras: $(VENV)/tests $(VLLM)/ok
-	PYTHONPATH=tests:examples $(BIN)/python tests/extras.py
+	PYTHONPATH=tests:examples $(BIN)/python tests/pip_extras.py
 	PYTHONPATH=tests:examples $(BIN)/python tests/first_hour.py
 	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 

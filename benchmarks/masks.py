@@ -26,8 +26,8 @@ from collections.abc import Sequence
 import torch
 from measuring import CLOCKS, MIB, command_line, conditions, count, markdown, parse_options, report
 
-from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward.layout import PackedRow, pack
 
 

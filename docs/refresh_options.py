@@ -7,10 +7,10 @@ fix` does it, too.
 import json
 from pathlib import Path
 
-from trl_multimodal_rft.scripts.option_table import collect
+from trl_multimodal_rft.cli.option_table import collect
 
 
-TABLE = Path(__file__).parents[1] / "trl_multimodal_rft" / "scripts" / "options.json"
+TABLE = Path(__file__).parents[1] / "trl_multimodal_rft" / "cli" / "options.json"
 PAGE = Path(__file__).parent / "generated" / "options.md"
 ABOUT = """
 Options of this package's configs, by the commands and trainers that have them, with their defaults. All options of

@@ -33,11 +33,11 @@ from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, Trainer, TrainingArguments
 from trl import ModelConfig
 
+from trl_multimodal_rft.cli.arguments import RunArguments, parse
+from trl_multimodal_rft.cli.inputs import adapter_inputs
+from trl_multimodal_rft.cli.training import ScriptCallback, checkpoint_of, script_run
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.arguments import RunArguments, parse
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
-from trl_multimodal_rft.scripts.training import ScriptCallback, checkpoint_of, script_run
 from trl_multimodal_rft.views import as_view
 
 

@@ -30,7 +30,7 @@ from small_models import digit_model
 from tasks import handwritten_digits
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-from trl_multimodal_rft.scripts.commands import distillation
+from trl_multimodal_rft.cli.commands import distillation
 
 
 NOISE = "diffusion_noise(step=400)"

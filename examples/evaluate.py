@@ -32,8 +32,8 @@ The script writes `metrics.json` and `rows.parquet` to `--output_dir`. Each proc
 process, the model is spread over all GPUs.
 """
 
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.evaluate import ARGUMENTS, main
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.evaluate import ARGUMENTS, main
 
 
 if __name__ == "__main__":

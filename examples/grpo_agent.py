@@ -30,9 +30,9 @@ from small_models import screen_model, tool_call
 from tasks import DIGITS, HIDDEN_QUESTION
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.rollout.samplers import Sampler
-from trl_multimodal_rft.scripts.commands import grpo
 
 
 DEMO = {

@@ -36,9 +36,9 @@ from small_models import spoken_digit_model
 from tasks import leading_answer_reward, spoken_digits
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft.cli.commands import grpo
+from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import grpo
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 
 DEMO = {

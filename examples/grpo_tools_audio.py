@@ -45,9 +45,9 @@ from small_models import cropping_model
 from tasks import RATE, encoded, long_recordings
 from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_demo
 
+from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.data.reading.decoding import load_audio
 from trl_multimodal_rft.data.reading.refs import MediaRef
-from trl_multimodal_rft.scripts.commands import grpo
 
 
 ARGUMENTS = grpo.ARGUMENTS

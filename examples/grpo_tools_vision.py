@@ -47,7 +47,7 @@ from tool_demo import TOOL_DEMO_ARGUMENTS, demonstration, train_by_name, train_d
 from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig
-from trl_multimodal_rft.scripts.arguments import RLScriptArguments
+from trl_multimodal_rft.cli.arguments import RLScriptArguments
 
 
 DEMO = {

@@ -33,8 +33,8 @@ from small_models import motion_model
 from tasks import leading_answer_reward, moving_digits
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import grpo
 
 
 DEMO = {

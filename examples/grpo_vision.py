@@ -33,8 +33,8 @@ from small_models import digit_model
 from tasks import handwritten_digits, leading_answer_reward
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import grpo
 
 
 DEMO = {

@@ -42,9 +42,9 @@ from small_models import spoken_digit_model
 from tasks import leading_answer_reward, spoken_digits
 
 from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.cli.commands import ppo
+from trl_multimodal_rft.cli.inputs import critic_inputs
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import ppo
-from trl_multimodal_rft.scripts.inputs import critic_inputs
 
 
 DEMO = {

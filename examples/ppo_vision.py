@@ -45,9 +45,9 @@ from small_models import digit_model
 from tasks import handwritten_digits, leading_answer_reward
 
 from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.cli.commands import ppo
+from trl_multimodal_rft.cli.inputs import critic_inputs
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import ppo
-from trl_multimodal_rft.scripts.inputs import critic_inputs
 
 
 DEMO = {

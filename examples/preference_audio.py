@@ -48,10 +48,10 @@ from trl_multimodal_rft import (
     MultimodalRewardConfig,
     MultimodalRewardTrainer,
 )
+from trl_multimodal_rft.cli.commands import dpo
+from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import dpo
-from trl_multimodal_rft.scripts.inputs import adapter_inputs
 
 
 DEMO = {

@@ -41,9 +41,9 @@ from small_models import spoken_digit_model
 from tasks import spoken_digits
 
 from trl_multimodal_rft import MultimodalSFTTrainer
+from trl_multimodal_rft.cli.commands import sft
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.commands import sft
 
 
 DEMO = {

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, ProcessorMixin
 from trl import ModelConfig
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.cli.arguments import RLScriptArguments
+from trl_multimodal_rft.cli.inputs import trainer_inputs
+from trl_multimodal_rft.cli.training import curves, script_run
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.arguments import RLScriptArguments
-from trl_multimodal_rft.scripts.inputs import trainer_inputs
-from trl_multimodal_rft.scripts.training import curves, script_run
 
 
 TOOL_DEMO_ARGUMENTS = {

@@ -61,7 +61,7 @@ def add(tree: Path, path: str, where: str, text: str) -> None:
 
 # What looks at every name that is registered, exported or documented, and the tests of the additions
 WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses hostile_rewards reference_api mutations"
-PARTS = "families advantages losses views ready_rewards grpo_sampling trl_parity contract cli nothing_twice"
+PARTS = "families advantages losses views ready_rewards grpo_sampling plain contract cli nothing_twice"
 NEW = f"{FAMILY} greedy reinforce mirror full_stop echo plain versions every_override table help listed"
 
 

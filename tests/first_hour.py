@@ -20,10 +20,10 @@ from pathlib import Path
 
 import soundfile
 import soxr
-from extras import environment, write_wheel
 from helpers import first_run_page
 from helpers.files import write_lines
 from PIL import Image
+from pip_extras import environment, write_wheel
 from tasks import SPOKEN_QUESTION
 
 

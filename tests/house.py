@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_multimodal_rft"
 BOUNDS = Path(__file__).with_name("house.json")
 DEFECTS = Path(__file__).with_name("mutations.json")
+TESTS = ("", "distributed", "engine", "extras", "shims")  # folders of tests
+UNCLEAR = {"each", "found", "own", "given", "taken"}  # no names of local variables, either
 LIMITS = {"files": 700, "classes": 450, "functions": 100}
 
 
@@ -162,7 +164,7 @@ def changed_since(commit: str) -> list[str]:
 def tests_changed_since(commit: str) -> list[str]:
     """Returns the test files that have changed since a commit, or that import what has, at any depth."""
     known = modules()
-    for folder in ("examples", "benchmarks", "tests", "tests/distributed", "tests/engine", "tests/shims"):
+    for folder in ("examples", "benchmarks", *(f"tests/{name}" for name in TESTS)):
         known |= {path.stem: path for path in (ROOT / folder).glob("*.py")}
     known |= {f"helpers.{path.stem}": path for path in (ROOT / "tests" / "helpers").glob("*.py")}
     known |= {path.stem: path for path in (ROOT / "tests" / "golden").glob("test_*.py")}
@@ -267,7 +269,7 @@ def glossary() -> tuple[list[str], set[str]]:
 
 
 def names_outside_the_glossary(modules: dict[str, ast.Module]) -> list[str]:
-    """Returns names of functions, classes, parameters, attributes and modules that the glossary excludes."""
+    """Returns names that the glossary excludes: of modules, functions, classes, parameters, attributes and locals."""
     found, (_, words) = [], glossary()
     for module, tree in modules.items():
         names = {module.rpartition(".")[2]}
@@ -278,6 +280,8 @@ def names_outside_the_glossary(modules: dict[str, ast.Module]) -> list[str]:
                 names |= {node.name, *(each.target.id for each in node.body if isinstance(each, ast.AnnAssign))}
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names |= {node.attr} if ast.unparse(node.value) == "self" else set()  # others may not be ours
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names |= {node.id} & UNCLEAR
         spelled = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_") for name in names}
         found += [f"{module}: {name}" for name in sorted(names) if words & {*spelled[name]}]
     return found

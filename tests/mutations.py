@@ -42,6 +42,7 @@ LIMIT, IDLE = 1000, 120
 NEAREST = 6  # files with tests
 PRELOADED = "torchvision peft pytest soundfile av trl.trainer.grpo_trainer trl.trainer.sft_trainer"
 # Modules are imported already; files run in the order of the arguments
+DEFAULT = ["-m", "not slow and (smoke or not gate)"]  # with the tests of extras
 PYTEST = "-x -q -p no:cacheprovider -p no:helpers.cpu_seconds -W ignore::pytest.PytestAssertRewriteWarning".split()
 
 
@@ -104,7 +105,7 @@ def start(copy: Path, chosen: list[str]) -> int:
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (HERE, HERE.parent))]
         os.environ["PYTHONPATH"] = str(copy)
         del sys.modules["house"]
-        status = sys.modules["pytest"].main([*chosen, *PYTEST])
+        status = sys.modules["pytest"].main([*DEFAULT, *chosen, *PYTEST])
     finally:
         sys.stdout.flush(), sys.stderr.flush(), os._exit(status)
 

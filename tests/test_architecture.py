@@ -14,6 +14,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 LAYERS = house.layers()
 PACKAGE = ROOT / "trl_multimodal_rft"
 NO_LAYER = {"__init__", "lazy"}
+EXTRAS = ["extras", "lightrft"]  # outside of the core
+FACES = {"rewards/__init__.py", "cli/evaluate.py"}  # modules of the core that import them lazily
 
 
 def test_page_has_every_layer():
@@ -31,9 +33,45 @@ def test_imports_point_up(layer):
         f"{path.relative_to(ROOT)} imports {name}"
         for path in paths
         for name in house.imports(path, known)
-        if (name.split(".") + [""])[1] not in allowed
+        if layer_of(name) not in allowed | ({*EXTRAS} if is_face(path) else set())
     ]
     assert not down
+
+
+def layer_of(module):
+    return (module.split(".") + [""])[1]
+
+
+def is_face(path):
+    return path.relative_to(PACKAGE).as_posix() in FACES
+
+
+def test_core_runs_without_extras():
+    """Imports of extras stand in functions, or in the block of a face that is for types and lazy names."""
+    assert LAYERS[-len(EXTRAS) :] == EXTRAS
+    known = house.modules()
+    reached = {
+        path.relative_to(PACKAGE).as_posix()
+        for module, path in known.items()
+        if layer_of(module) not in EXTRAS and {layer_of(name) for name in house.imports(path, known)} & {*EXTRAS}
+    }
+    assert reached - {"__init__.py"} == FACES
+    for path in map(PACKAGE.joinpath, FACES):
+        at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        assert not any((node.module or "").split(".")[0] in EXTRAS for node in at_import)
+
+
+def test_extras_use_public_names_of_the_core():
+    private = [
+        f"{path.relative_to(ROOT)} imports {source}.{name}"
+        for module, path in house.modules().items()
+        if layer_of(module) in EXTRAS
+        for source, names in house.names_by_source(path).items()
+        for name in names
+        if source.startswith(PACKAGE.name) and layer_of(source) not in EXTRAS
+        if any(word.startswith("_") for word in f"{source}.{name}".split("."))
+    ]
+    assert not private
 
 
 def test_page_has_every_override():
@@ -55,8 +93,9 @@ def test_names_are_those_of_the_glossary():
     code = (
         "class A:\n    n_seen: int\n    def refuse(self, given, *, index):\n        self.place = other.asked = index"
     )
+    code += "\n        for each in given: found_rows = found = each"
     found = house.names_outside_the_glossary({"a.medium": ast.parse(code), "a.b": ast.parse("class TakenRow: ...")})
     assert found == [
-        *(f"a.medium: {name}" for name in ("given", "medium", "n_seen", "place", "refuse")),
+        *(f"a.medium: {name}" for name in ("each", "found", "given", "medium", "n_seen", "place", "refuse")),
         "a.b: TakenRow",
     ]

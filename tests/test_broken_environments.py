@@ -19,7 +19,7 @@ from helpers.processes import PATIENCE
 from test_cli import RUNS, run_of
 
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED
-from trl_multimodal_rft.scripts.errors import input_error
+from trl_multimodal_rft.cli.errors import input_error
 from trl_multimodal_rft.versions import unfit_packages
 
 

@@ -33,12 +33,11 @@ from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
-from trl_multimodal_rft.cli import COMMANDS, arguments, main
+from trl_multimodal_rft.cli import COMMANDS, main, options, parsers
+from trl_multimodal_rft.cli.options import FIRST, GROUPS, table
+from trl_multimodal_rft.cli.preflight import check_rewards
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.scripts import options
-from trl_multimodal_rft.scripts.options import FIRST, GROUPS, table
-from trl_multimodal_rft.scripts.preflight import check_rewards
 from trl_multimodal_rft.spelling import REMOVED, did_you_mean
 
 
@@ -49,7 +48,7 @@ def test_entry_point_and_layouts_are_those_of_the_package():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["trl-multimodal-rft"].split(":")
     assert getattr(import_module(module), name) is main
-    assert {*arguments.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
+    assert {*parsers.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
 
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")

@@ -21,6 +21,10 @@ from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.cli import evaluate
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.commands import dpo, grpo, ppo, reward, rloo, sft
+from trl_multimodal_rft.cli.run_file import write_run_file
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 from trl_multimodal_rft.models.parts import count_parts
@@ -31,10 +35,6 @@ from trl_multimodal_rft.reporting.console import (
     prompt_text,
 )
 from trl_multimodal_rft.reporting.hub import repository_name
-from trl_multimodal_rft.scripts import evaluate
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import dpo, grpo, ppo, reward, rloo, sft
-from trl_multimodal_rft.scripts.run_file import write_run_file
 
 
 def masked(text: str) -> str:

@@ -14,13 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 
+import house
 import pytest
 import torch
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from transformers import Trainer, masking_utils
+from transformers import Trainer, TrainingArguments, masking_utils
 from trl import (
     DistillationTrainer,
     DPOTrainer,
@@ -35,18 +36,14 @@ from trl.trainer.utils import RepeatSampler
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
-    MultimodalDistillationTrainer,
-    MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRewardTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
-    MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.cli import COMMANDS, main
-from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
+from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
+from trl_multimodal_rft.cli.commands import script_of
+from trl_multimodal_rft.trainers.checkpoints.mixin import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CACHE_NAMES,
@@ -83,27 +80,35 @@ def names(paths) -> set[str]:
     return {path.split(".")[-1] for path in paths}
 
 
-CONTRACTS = [
-    (MultimodalGRPOTrainer, GRPOTrainer, OVERRIDDEN["GRPO"]),
-    (MultimodalRLOOTrainer, RLOOTrainer, OVERRIDDEN["RLOO"]),
-    (MultimodalPPOTrainer, GRPOTrainer, OVERRIDDEN["PPO"]),
-    (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN["SFT"]),
-    (MultimodalDPOTrainer, DPOTrainer, OVERRIDDEN["DPO"]),
-    (MultimodalRewardTrainer, RewardTrainer, OVERRIDDEN["Reward"]),
-    (MultimodalDistillationTrainer, DistillationTrainer, OVERRIDDEN["Distillation"]),
-]
+def trl_of(trainer):
+    return next(base for base in trainer.__mro__ if base.__module__.startswith("trl."))
 
 
-@pytest.mark.parametrize(("trainer", "trl", "contract"), CONTRACTS)
-def test_every_override_is_in_the_contract(trainer, trl, contract):
-    own = [base for base in trainer.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
+@pytest.mark.parametrize("name", house.trainers())
+def test_every_override_is_in_the_contract(name):
+    trainer = house.trainers()[name]
+    classes = [base for base in trainer.__mro__ if base.__module__.startswith("trl_multimodal_rft")]
     overridden = {
         name
-        for base in own
+        for base in classes
         for name, value in vars(base).items()
-        if inspect.isfunction(value) and name != "__init__" and hasattr(trl, name)
+        if inspect.isfunction(value) and name != "__init__" and hasattr(trl_of(trainer), name)
     }
-    assert overridden == names(contract)
+    assert overridden == names(OVERRIDDEN[name])
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_every_trainer_has_its_config_command_card_and_tests(name):
+    """A new trainer adds them to the registries, from which all other lists are made."""
+    trainer, command = house.trainers()[name], name.lower()
+    assert issubclass(house.exported("Config")[name], TrainingArguments)
+    assert command in LAUNCHED and script_of(command).prefix == f"Multimodal{name}"
+    assert trainer._name and "trl-multimodal-rft" in vars(trainer)["_tag_names"]
+    known = house.modules()
+    tests = [
+        path for path in Path(__file__).parent.glob("test_*.py") if trainer.__module__ in house.imports(path, known)
+    ]
+    assert any(command in path.stem for path in tests)
 
 
 TRAINERS = [
@@ -172,12 +177,12 @@ def test_accumulation_steps_are_set_when_training_starts():
     assert "self.current_gradient_accumulation_steps = " in inspect.getsource(Trainer._run_epoch)
 
 
-@pytest.mark.parametrize(("trl", "contract"), [contract[1:] for contract in CONTRACTS])
-def test_trl_builds_on_the_methods_that_are_overridden(trl, contract):
+@pytest.mark.parametrize("name", house.trainers())
+def test_trl_builds_on_the_methods_that_are_overridden(name):
     """TRL calls each overridden method. Otherwise the override would have no effect."""
-    source = inspect.getsource(inspect.getmodule(trl)) + inspect.getsource(Trainer)
-    for name in names(contract) - {"train"}:  # users call these
-        assert re.search(rf"self\.{name}\b(?! =)", source), f"nothing calls {name}"
+    source = inspect.getsource(inspect.getmodule(trl_of(house.trainers()[name]))) + inspect.getsource(Trainer)
+    for method in names(OVERRIDDEN[name]) - {"train"}:  # users call these
+        assert re.search(rf"self\.{method}\b(?! =)", source), f"nothing calls {method}"
 
 
 def test_sampler_draws_one_order_an_epoch():
@@ -231,7 +236,7 @@ def test_a_newer_version_is_warned_of_once(tmp_path):
     assert said.count(expected) == 1 and "imported" in said
     # What other trainers and single options need is imported with them
     assert "trl_multimodal_rft.trainers.grpo_trainer" in said and said.count(" trl_multimodal_rft.") <= 157
-    late = {"trl_multimodal_rft.lightrft", "trl_multimodal_rft.rewards.judge", "packaging.specifiers"}
+    late = {"trl_multimodal_rft.lightrft", "trl_multimodal_rft.extras.judge", "packaging.specifiers"}
     assert not late & {*said.split()}
 
 

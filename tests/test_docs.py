@@ -27,16 +27,16 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
-from extras import MEDIA
 from families_report.report import MARK
 from helpers.chats import RATE, audio
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from huggingface_hub.cli.jobs import uv_app
+from pip_extras import MEDIA
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
@@ -45,14 +45,13 @@ from trl_multimodal_rft import (
     cli,
     rewards,
 )
-from trl_multimodal_rft.cli import COMMANDS, main
-from trl_multimodal_rft.cli.prepare import LAYOUTS
+from trl_multimodal_rft.cli import COMMANDS, filter, main
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.commands import distillation, grpo
 from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.extras.prepare import LAYOUTS
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts import filter
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import distillation, grpo
 from trl_multimodal_rft.versions import bounds
 
 
@@ -338,8 +337,8 @@ def is_explained(pattern):
 def test_metrics_are_explained():
     """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
-    own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
-    bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, RewardTrainer)
+    own = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer)
     theirs = "".join(Path(inspect.getfile(base)).read_text() for base in bases)
     by_mode = r"""(?:\[(?:mode|"train"[^]]*)\])?"""
     found = {*re.findall(rf"""metrics{by_mode}\[f?"([^"]+)"\]""", own + theirs)} - {"train", "eval"}

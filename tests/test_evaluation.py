@@ -45,6 +45,8 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
 )
+from trl_multimodal_rft.cli import evaluate as evaluate_script
+from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.evaluation import (
     EvaluationConfig,
     evaluate,
@@ -56,8 +58,6 @@ from trl_multimodal_rft.evaluation import (
 )
 from trl_multimodal_rft.lightrft import ActorAL
 from trl_multimodal_rft.rewards import RemoteReward, accuracy_reward, format_reward
-from trl_multimodal_rft.scripts import evaluate as evaluate_script
-from trl_multimodal_rft.scripts.arguments import parse
 
 
 ROOT = Path(__file__).parent.parent

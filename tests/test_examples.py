@@ -23,10 +23,10 @@ from small_models import cropping_model, hidden_digit_model, screen_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, moving_digits, spoken_digits
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOConfig
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.commands import ppo
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import ppo
 
 
 ROOT = Path(__file__).parent.parent

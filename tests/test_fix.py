@@ -46,7 +46,7 @@ def test_versions_are_those_of_the_column(tmp_path):
     assert found == head + row.format("2.15.0+cpu | 0.33.0 (CPU) | ")
 
 
-CONFIG, OPTIONS = "trl_multimodal_rft/trainers/multimodal_config.py", "trl_multimodal_rft/scripts/options.json"
+CONFIG, OPTIONS = "trl_multimodal_rft/trainers/multimodal_config.py", "trl_multimodal_rft/cli/options.json"
 # Lines, unformatted, in a module that pages link to; a test file; and an option
 ADDED = [
     ("trl_multimodal_rft/rollout/rollout.py", "| from dataclasses", "import  os\n\n\n\n"),

@@ -21,6 +21,8 @@ from test_reward_models import saved as saved_classifier
 from torch import nn
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.cli import evaluate as evaluate_script
+from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data import judge_rows, write_folder
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
@@ -36,8 +38,6 @@ from trl_multimodal_rft.evaluation import (
 from trl_multimodal_rft.rewards import RewardModel, preference_reward
 from trl_multimodal_rft.rewards.checks import RowError
 from trl_multimodal_rft.rewards.preference import verdict_in
-from trl_multimodal_rft.scripts import evaluate as evaluate_script
-from trl_multimodal_rft.scripts.arguments import parse
 
 
 # Verdicts

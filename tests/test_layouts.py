@@ -15,7 +15,6 @@ from helpers.chats import assistant as answered
 from helpers.files import image_file, video_file, write_lines
 from helpers.trainer_utils import TRAINERS, length_and_sum, load, make_trainer, saved
 
-from trl_multimodal_rft import MultimodalDPOTrainer
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data import (
     load_charades_sta,
@@ -329,9 +328,9 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
     assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
 
 
-def trains(dataset, family, folder):
-    """One update on all pairs by DPO."""
-    trainer = make_trainer(MultimodalDPOTrainer, family, dataset, folder, reward=None, max_steps=1, self_check=False)
+def trains(dataset, family, folder, kind="dpo"):
+    """One update on all pairs by DPO, or on all labelled completions by KTO."""
+    trainer = make_trainer(TRAINERS[kind], family, dataset, folder, reward=None, max_steps=1, self_check=False)
     trainer.train()
     return trainer.state.log_history[0]["grad_norm"] > 1e-3
 
@@ -491,6 +490,39 @@ def test_pairs_by_their_names_in_dataset_info(name, files, tmp_path):
         ValueError, match=f"dataset_info.json names no file for 'NAMES', only the entries '{name}'; name"
     ):
         load_conversations(rows.with_name("NAMES"), task="dpo")
+
+
+LABELLED = {
+    "ms-swift": {"messages": MESSAGES, "label": True},
+    "llama-factory": {"conversations": [ASKED, SAID["chosen"]], "kto_tag": True},
+    "llama-factory alpaca": {"instruction": "<image>What is", "input": "it?", "output": "A bird.", "kto_tag": True},
+}
+
+
+@pytest.mark.parametrize("form", LABELLED)
+def test_labelled_answers_of_other_tools(form, files, tmp_path):
+    """Also covers a column of another name, as in `dataset_info.json` of LLaMA-Factory."""
+    good = {**LABELLED[form], "images": ["media/0.png"]}
+    [name] = {"label", "kto_tag"} & good.keys()
+    rows = files([good, {**good, name: False}] * 2)
+    main(["prepare", form.split()[0], str(rows), "--task", "kto", "--output_dir", str(tmp_path / "out")])
+    dataset = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert dataset["label"][:] == [True, False, True, False] and {*dataset.column_names} == {
+        *("prompt", "completion", "label", "images")
+    }
+    for row in dataset:
+        assert [blocks(message)[0] for message in row["prompt"]] == ["image"] and len(row["images"]) == 1
+        assert row["completion"] == answered("A bird.")
+    good_rows = dataset.select([0, 2])  # the gradients of the same answer with another label cancel out
+    assert trains(good_rows, "qwen2_5_vl", tmp_path / "run", kind="kto")
+    for value, message in (("yes", f"row 1, column '{name}': is 'yes'"), (None, "row 1 has no 'label' or 'kto_tag'")):
+        with pytest.raises(ValueError, match=message):
+            load_conversations(files([good, {**good, name: value}]), task="kto")
+    if name == "kto_tag":
+        entry = {"file_name": "rows.json", "columns": {"kto_tag": "good", "images": "images"}}
+        files([{key.replace(name, "good"): value for key, value in good.items()}])
+        dataset = load_conversations(files({"NAME": entry}, "dataset_info.json"), task="kto")
+        assert dataset["label"][:] == [True] and "good" not in dataset.column_names
 
 
 @pytest.mark.parametrize("answers", [("A", "A"), (answered("A"), answered("A")), (answered("A")[0], answered("B")[0])])

@@ -24,6 +24,7 @@ from trl_multimodal_rft.data.reading import decoding
 from trl_multimodal_rft.data.reading.decoding import load_audio, load_image, load_video
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.reading.rules import PROTOCOLS, MediaRules
+from trl_multimodal_rft.data.reading.sizes import media_size
 from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.versions import is_torchcodec_usable
 
@@ -442,6 +443,7 @@ def test_clips_cut_without_encoding_show_what_ffmpeg_shows(start, hidden, codec,
     frames, metadata = load_video(ref("video", data))
     np.testing.assert_array_equal(frames, expected)
     assert metadata["total_num_frames"] == len(expected) and metadata["fps"] == pytest.approx(clips.RATE)
+    assert media_size(ref("video", data))["frames"] == len(expected)
     for chosen in ([0, 10, 21], [21], [len(expected) - 1]):
         found = load_video(ref("video", data), lambda metadata: chosen)[0]  # noqa: B023
         np.testing.assert_array_equal(found, expected[chosen])

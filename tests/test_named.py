@@ -15,10 +15,10 @@ import yaml
 from datasets import Dataset, DatasetDict, IterableDataset
 from helpers.chats import image
 
+from trl_multimodal_rft.cli.arguments import PPOScriptArguments, PromptArguments, parse
+from trl_multimodal_rft.cli.inputs import critic_inputs, load_split
 from trl_multimodal_rft.data import load_easyr1
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts.arguments import PPOScriptArguments, PromptArguments, parse
-from trl_multimodal_rft.scripts.inputs import critic_inputs, load_split
 
 
 ROWS = Dataset.from_dict({"prompt": [f"What is it? {i}" for i in range(4)], "n": [*range(4)]})

@@ -66,7 +66,7 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     zero_pad_sequences,
 )
 from trl_multimodal_rft.reporting.curves import figure_of
-from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
+from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state
 
 
 pytestmark = pytest.mark.gate

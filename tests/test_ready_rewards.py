@@ -332,6 +332,52 @@ def test_rewards_see_groups_in_training_and_evaluation(tmp_path):
     assert seen[1:] == [[0, 0, 1, 1, 2, 2, 3, 3]]
 
 
+class SomeAgree(Wrapped):
+    """Three of four completions of the first group agree; the second group is tied."""
+
+    def __call__(self, model, prompts, **options):
+        return [self.encoded(answer) for answer in ("3", "It is 4", " 3. ", "3", "1", "1", "2", "2")], None
+
+
+def test_labels_of_majorities():
+    """Answers agree as those of majority@k do."""
+    logged = {}
+    columns = {"group_ids": [0] * 4 + [1] * 4 + [5] * 3, "log_metric": logged.__setitem__}
+    said = ["<answer>A cat.</answer>", "a CAT", "dog", "\\boxed{bird}", "1", "2", "2", "1", "", " ", "x"]
+    expected = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert rewards.majority_reward(said, **columns) == expected
+    assert logged == {"sampling/agreement": pytest.approx((2 / 4 + 2 / 4 + 1 / 3) / 3)}
+    # Of the two groups with a label, one is right; a row without a solution doesn't count
+    rewards.majority_reward(said, solution=["cat"] * 4 + ["1"] * 4 + ["y"] * 3, **columns)
+    assert logged["majority/correct_frac"] == 0.0
+    rewards.majority_reward(said, solution=["a cat"] * 4 + ["1"] * 4 + [None] * 3, **columns)
+    assert logged["majority/correct_frac"] == 1.0
+    assert rewards.majority_reward(said, threshold=0.5, **columns) == [*expected[:-1], 0.0]
+    assert rewards.majority_reward(said, threshold=0.51, **columns) == [0.0] * 11
+    choices = [["Man", "Woman"]] * 4
+    named = ["(B)", "a woman", "I can't say", "I can't say"]
+    assert rewards.majority_reward(named, group_ids=[0] * 4, choices=choices) == [1.0, 1.0, 0.0, 0.0]
+    assert rewards.majority_reward(named, group_ids=[0] * 4) == [0.0, 0.0, 1.0, 1.0]
+    assert rewards.majority_reward([], group_ids=[]) == []
+    with pytest.raises(ValueError, match="needs `group_ids`.*`num_generations`"):
+        rewards.majority_reward(["a"])
+    with pytest.raises(ValueError, match="`threshold=2`"):
+        rewards.majority_reward(["a"], group_ids=[0], threshold=2)
+
+
+def test_a_run_learns_from_majorities(tmp_path):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"How many? {i}"}]} for i in range(4)])
+    options = {"max_steps": 1, "self_check": False, "max_completion_length": 8}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen3_vl", rows, tmp_path, reward="majority_reward(threshold=0.5)", sampler=SomeAgree,
+        **options,
+    )  # fmt: skip
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["sampling/agreement"] == pytest.approx((3 / 4 + 2 / 4) / 2) and "majority/correct_frac" not in logs
+    assert logs["rewards/majority_reward/mean"] == pytest.approx(3 / 8)
+
+
 # References and names
 
 BAD = [
@@ -362,7 +408,8 @@ def test_bad_references_name_row_and_column(name, solution, problem):
         reward(prompts=["?", "?"], completions=["a", "b"], **columns)
 
 
-WITHOUT_REFERENCES = {"format_reward", "boxed_format_reward", "tool_curiosity_reward", "choice_reward"}
+WITHOUT_REFERENCES = {"format_reward", "boxed_format_reward", "tool_curiosity_reward", "majority_reward"}
+WITHOUT_REFERENCES |= {"choice_reward"}
 WITH_REFERENCES = [name for name in rewards.__all__ if name.endswith("_reward") and name not in WITHOUT_REFERENCES]
 
 

@@ -21,13 +21,14 @@ from helpers.provenance import origins
 from helpers.trainer_utils import TRAINERS, length_and_sum, load, saved
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft.cli import estimate, main
+from trl_multimodal_rft.cli import main
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.commands import script_of
+from trl_multimodal_rft.cli.inputs import trainer_inputs
+from trl_multimodal_rft.cli.options import launched_parser, options_of
+from trl_multimodal_rft.cli.preflight import check_names
+from trl_multimodal_rft.extras import estimate
 from trl_multimodal_rft.rollout.tools import TOOLS
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import script_of
-from trl_multimodal_rft.scripts.inputs import trainer_inputs
-from trl_multimodal_rft.scripts.options import launched_parser, options_of
-from trl_multimodal_rft.scripts.preflight import check_names
 from trl_multimodal_rft.spelling import split_settings
 
 

@@ -34,7 +34,7 @@ from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
-from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
+from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state
 
 
 class RecordingGRPO(Recording, MultimodalGRPOTrainer):

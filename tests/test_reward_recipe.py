@@ -12,13 +12,13 @@ from datasets import Dataset
 from helpers.trainer_utils import InjectedOurs, Recorded, image_rows, make_trainer, run
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.commands import grpo
+from trl_multimodal_rft.cli.preflight import check_run
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
 from trl_multimodal_rft.rewards.named import load_reward_recipe
 from trl_multimodal_rft.rewards.recipe import combine_rewards
-from trl_multimodal_rft.scripts.arguments import parse
-from trl_multimodal_rft.scripts.commands import grpo
-from trl_multimodal_rft.scripts.preflight import check_run
 
 
 RECIPE = {

@@ -19,15 +19,14 @@ from tasks import spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 from trl import TrlParser
 
-from trl_multimodal_rft.cli import launch, main
+from trl_multimodal_rft.cli import evaluate, filter, launch, main
+from trl_multimodal_rft.cli.arguments import SFTScriptArguments, parse
+from trl_multimodal_rft.cli.commands import grpo, ppo, rloo, sft
+from trl_multimodal_rft.cli.inputs import load_split, with_prompts
+from trl_multimodal_rft.cli.option_table import options
+from trl_multimodal_rft.cli.options import launched_parser
 from trl_multimodal_rft.data.reading.refs import Encoded
 from trl_multimodal_rft.data.rows.features import undecoded
-from trl_multimodal_rft.scripts import evaluate, filter
-from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
-from trl_multimodal_rft.scripts.commands import grpo, ppo, rloo, sft
-from trl_multimodal_rft.scripts.inputs import load_split, with_prompts
-from trl_multimodal_rft.scripts.option_table import options
-from trl_multimodal_rft.scripts.options import launched_parser
 
 
 CPU = ["--output_dir", "out", "--use_cpu", "--bf16", "False"]
@@ -53,7 +52,7 @@ def test_config_file_is_for_script_and_launcher(tmp_path, monkeypatch):
     words = launched[0]
     assert exit.value.code == 0 and words[0].endswith("accelerate_configs/multi_gpu.yaml")
     assert words[1:3] == ["--multi_gpu", "--num_processes=2"]
-    assert words[3:] == ["--module", "trl_multimodal_rft.scripts", "grpo", *command]
+    assert words[3:] == ["--module", "trl_multimodal_rft.cli.launched", "grpo", *command]
     script_args, training_args, model_args = parse(grpo.ARGUMENTS, command)
     assert script_args.reward_funcs == ["choice_reward"] and model_args.model_name_or_path == "model"
     assert (training_args.num_generations, training_args.max_steps, training_args.seed) == (4, 2, 3)

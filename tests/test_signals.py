@@ -22,7 +22,7 @@ from helpers.trainer_utils import image_rows, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.trainers import signals
-from trl_multimodal_rft.trainers.manifest import verify_checkpoint
+from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
 class Interrupted(MultimodalGRPOTrainer):

@@ -27,11 +27,11 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.trainers import checkpoints
-from trl_multimodal_rft.trainers.checkpoint_files import replace_folder
-from trl_multimodal_rft.trainers.manifest import measure_together, verify_checkpoint, write_manifest
+from trl_multimodal_rft.trainers.checkpoints import mixin
+from trl_multimodal_rft.trainers.checkpoints.files import replace_folder
+from trl_multimodal_rft.trainers.checkpoints.manifest import measure_together, verify_checkpoint, write_manifest
+from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards, other_layout
 from trl_multimodal_rft.trainers.setup import resolve_config
-from trl_multimodal_rft.trainers.shards import SHARDS, check_shards, other_layout
 
 
 STEPS = 3
@@ -288,7 +288,7 @@ def test_shards_are_refused_before_anything_loads(trainer_class, tmp_path):
 
 
 def test_models_alone_are_saved_whole_beside_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "writes_shards", lambda accelerator: True)
+    monkeypatch.setattr(mixin, "writes_shards", lambda accelerator: True)
     make(tmp_path, save_only_model=True).train()
     assert load_file(tmp_path / f"checkpoint-{STEPS}" / "model.safetensors")
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .trainers.dpo_trainer import MultimodalDPOTrainer
     from .trainers.grpo_config import MultimodalGRPOConfig
     from .trainers.grpo_trainer import MultimodalGRPOTrainer
+    from .trainers.kto_config import MultimodalKTOConfig
+    from .trainers.kto_trainer import MultimodalKTOTrainer
     from .trainers.ppo_config import MultimodalPPOConfig
     from .trainers.ppo_trainer import MultimodalPPOTrainer
     from .trainers.reward_config import MultimodalRewardConfig

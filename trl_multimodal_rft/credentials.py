@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Passwords, tokens and keys: removed from everything that a run writes or prints."""
+"""Removal of passwords, tokens and keys from everything that a run writes or prints."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _URL = re.compile(
 )
 # A user and a password, such as in `http:/user:password@host`
 _LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
-# The same where `://` precedes it. A password that starts with digits and a slash is a port, with a path.
+# A user and a password behind `://`. A password that starts with digits and a slash is a port, with a path.
 _LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
 
 # Values of tokens, by the forms that their issuers give them, and of headers
@@ -35,9 +35,9 @@ _ALWAYS = set(
     "secret secrets password passwords passwd passphrase pwd credential credentials authorization auth".split()
 )
 _ALWAYS |= {"apikey", "bearer", "cookie", "signature", "sig"}
-# What precedes `key` in names of secrets
+# Words that precede `key` in names of secrets
 _KEYS = set("api access secret private account ssh service subscription encryption signing openai wandb hf".split())
-# What precedes `token` in names of a tokenizer's tokens
+# Words that precede `token` in names of a tokenizer's tokens
 _OF_TOKENIZERS = set(
     "pad eos bos unk sep cls mask image video audio vision boi eoi boa eoa start end stop media".split()
 )
@@ -46,16 +46,16 @@ _OF_TOKENIZERS |= {"special", "placeholder", "first", "last", "per", "each", "ne
 
 def is_secret(name: str, *, is_variable: bool = False) -> bool:
     """
-    Whether an option, argument, header or key of a dictionary holds a secret, by its name.
+    Returns whether an option, argument, header or key of a dictionary holds a secret, by its name.
 
     Args:
         name (`str`):
             Name in any spelling, such as `"hf_token"`, `"api-key"`, `"apiKey"` or `"Authorization"`.
         is_variable (`bool`, *optional*, defaults to `False`):
-            Whether it is a variable of the environment, of which any `key` and `token` is secret.
+            Whether the name is of an environment variable, for which any `key` and `token` is secret.
 
     Returns:
-        `bool`: Whether it names a secret.
+        `bool`: Whether the name is that of a secret.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if {*words} & _ALWAYS or is_variable and {"key", "token"} & {*words}:
@@ -67,8 +67,8 @@ def is_secret(name: str, *, is_variable: bool = False) -> bool:
 
 def masked(text: str) -> str:
     """
-    A text with `***` in place of passwords in URLs, tokens, headers, and values behind names of secrets. URLs keep
-    their queries, so that links go on to work.
+    Returns a text with `***` in place of passwords in URLs, tokens, headers, and values behind names of secrets. URLs
+    keep their queries, so that links still work.
     """
     text = _HEADER.sub(r"\1 ***", _LOGIN_OF_URL.sub("***@", text))
 
@@ -84,7 +84,7 @@ def masked(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, masked; the word after an option that [`is_secret`] is `***`."""
+    """Returns the words of a command line, masked; the word after an option that [`is_secret`] is `***`."""
     shown = list(map(masked, words))
     for i, (before, word) in enumerate(zip(words, words[1:], strict=False)):
         if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("--"):
@@ -94,12 +94,12 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     """
-    Values in types that YAML and JSON have. Entries of dictionaries whose names are those of secrets are left out,
-    also of dictionaries in a text; other texts are [`masked`].
+    Returns values in types that YAML and JSON have, without secrets: dictionaries, also in a text, lose entries with
+    names of secrets, and other texts are [`masked`].
     """
-    value = getattr(value, "value", value)  # of an enumeration
+    value = getattr(value, "value", value)  # the value of an enumeration's member
     if isinstance(value, str):
-        with suppress(ValueError):  # of a text that isn't JSON
+        with suppress(ValueError):  # raised by a text that isn't JSON
             if value.startswith("{"):
                 kept = without_secrets(parsed := json.loads(value))
                 return value if kept == parsed else json.dumps(kept)
@@ -117,13 +117,13 @@ def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
 
 
 def without_credentials(text: str) -> str:
-    """A [`masked`] text whose URLs have neither user information nor queries, which may hold signatures."""
+    """Returns a [`masked`] text whose URLs have neither user information nor queries, which may hold signatures."""
     text = _URL.sub(lambda match: shown_url(match[0]), text)
     return masked(re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text)))
 
 
 def shown_url(url: str) -> str:
-    """Removes user information, query and fragment from a URL, however they are encoded, and what `data:` holds."""
+    """Removes user information, query and fragment from a URL, however encoded, and the content of `data:`."""
     if url[:5].lower() == "data:":
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
     if "://" not in url and not url.startswith("//"):

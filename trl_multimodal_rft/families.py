@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Special cases of model architectures: one row per family, with the reason. Other families need no row."""
+"""Special cases of model architectures: one row per family, with reasons. Other families need no row."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 # Also the order in which media without a placeholder precede the text
 MODALITIES = ("image", "video", "audio")
 
-# Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
-# prompts on the first dimension, whatever it counts (images, tiles, patches, windows).
+# Processor outputs that hold one value per token. All other outputs are media, which join across prompts on the first
+# dimension, whether it counts images, tiles, patches or windows.
 TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 # Token fields in which the tokens before and after a medium belong to it
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
-# Tensors with the patches of all media in one row, by the name of their sizes. They are joined on the last dimension.
+# Tensors with the patches of all media in one row, by the name of their sizes; they join on the last dimension
 PATCH_ROWS = {"target_sizes": "pixel_values", "target_sizes_videos": "pixel_values_videos"}
 
 # Outputs of processors for images, other than pixels
 IMAGE_SIZES = ("image_sizes", "image_attention_mask")
 
-# Parts of the names of audio tensors; those of images are too many to list
+# Parts of the names of audio tensors; names of image tensors are too many to list
 AUDIO_NAMES = ("audio", "input_features", "feature_attention_mask", "input_values")
 
 # Names of audio features and their masks in forwards
@@ -67,58 +67,58 @@ class Family:
             Class names of processors with special cases.
         isolate (`str`, *optional*):
             `"media"` if media must not be padded or batched across prompts, `"prompt"` if prompts must not be padded
-            either, `None` otherwise. The self-check finds others.
+            either, `None` otherwise. The self-check finds families that lack this entry.
         media_padding (`Mapping[str, int]`, *optional*):
             Padding values of media tensors in joined prompts, if not 0.
         indexed_media (`Mapping[str, str]`, *optional*):
-            Media tensors that hold indices into another one, over all its dimensions but the last, and the name of
-            that one. Negative indices are padding.
+            Media tensors that hold indices into another tensor, over all its dimensions but the last, with the name of
+            that tensor. Negative indices are padding.
         token_field_fill (`Mapping[str, int]`, *optional*):
             Values of token fields on text after the prompt, if not 0.
         token_masks (`tuple[str, ...]`, *optional*):
             Processor outputs with the media that each token attends to in cross-attention. Text after the prompt
-            attends to those of the last prompt token.
+            attends to the media of the last prompt token.
         blank_media (`bool`, *optional*, defaults to `False`):
             Whether the processor adds blank media to text-only prompts, which the forward requires.
         query_scale (`Callable`, *optional*):
             A function of an attention layer and token positions that returns the scale of their queries, if the layer
             uses positions in the row instead of the sequence.
         padded (`str`, *optional*):
-            Why completions of the family can't share their prompt, if no other field shows it.
+            Reason that completions of the family can't share their prompt, if no other field shows it.
         refused (`str`, *optional*):
-            Why training doesn't support the family.
+            Reason that training doesn't support the family.
         without_answers (`str`, *optional*):
-            Why rows with answers, which supervised training learns, can't be encoded.
+            Reason that rows with answers, which supervised training learns, can't be encoded.
         pads_with_first (`bool`, *optional*, defaults to `False`):
             Whether rows are padded with their first token, as the gradient of the padding token isn't finite.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
             Whether token fields distinguish media from text.
         audio_limit (`Callable`, *optional*):
-            A function of a processor that returns the seconds after which it silently cuts audio. Others split long
-            audio into windows.
+            A function of a processor that returns the seconds after which the processor silently cuts audio. Other
+            processors split long audio into windows.
         audio_tokens (`Callable`, *optional*):
-            A function of a model and the sums of its audio mask that returns the tokens of each clip, if it isn't
-            Whisper's.
+            A function of a model and the sums of its audio mask that returns the tokens of each clip, if the number
+            isn't Whisper's.
         has_frame_mask (`bool`, *optional*, defaults to `True`):
-            Whether the audio mask is one of frames, so that all ones replace a missing one.
+            Whether the audio mask is of frames, so that a mask of ones replaces a missing mask.
         takes_base64_audio (`bool`, *optional*, defaults to `False`):
             Whether the chat template requires audio as an encoded file.
         has_qwen_vl_utils (`bool`, *optional*, defaults to `False`):
-            Whether options of images and videos are those of qwen-vl-utils, which then samples and resizes them.
+            Whether options of images and videos are those of qwen-vl-utils, which then samples and resizes the media.
         hears_videos (`bool`, *optional*, defaults to `False`):
             Whether the processor takes the sound of a video together with its frames.
         samples_frames (`bool`, *optional*, defaults to `False`):
             Whether the processor samples frames at the rate of its video processor, even without `do_sample_frames`.
         bounds_whole_videos (`bool`, *optional*, defaults to `False`):
-            Whether `size` of the video processor bounds all frames of a video together, not each.
+            Whether `size` of the video processor bounds all frames of a video together, not each frame.
         towers (`Mapping[str, str]`, *optional*):
             Dotted names, by modality, of encoders that `get_encoder` doesn't find.
         precomputes_exactly (`bool`, *optional*, defaults to `True`):
-            Whether transformers precomputes, for exports, what the encoder computes from sizes of media.
+            Whether the values that transformers precomputes for exports equal the encoder's, from sizes of media.
         unlisted_media (`tuple[str, ...]`, *optional*):
-            Kinds of media that the model takes and that `input_modalities` of its class lacks.
+            Modalities that the model takes and that `input_modalities` of its class lacks.
         not_in_vllm (`tuple[str, ...]`, *optional*):
-            Kinds of media that vLLM expands to other tokens.
+            Modalities that vLLM expands to other tokens.
         trained_part (`Mapping[str, str]`, *optional*):
             The class in transformers that loads the trained part of a release, by the `model_type` of the release.
     """
@@ -171,7 +171,7 @@ FAMILIES = (
         model_types=("gemma3n",),
         processors=("Gemma3nProcessor",),
         isolate="media",  # its audio encoder has no padding mask, so a clip depends on its neighbours
-        pads_with_first=True,  # padding has an embedding of zeros, of which it takes the magnitude
+        pads_with_first=True,  # the model takes the magnitude of embeddings, which are zeros for padding
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
     Family(
@@ -183,7 +183,7 @@ FAMILIES = (
     Family(model_types=("gemma4_unified",), padded="its masks for generation differ from those of its forward"),
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
-        isolate="media",  # writes images and videos with one token, and takes one of both a call
+        isolate="media",  # uses one token for images and videos, and takes one modality per call
     ),
     Family(
         model_types=("glmasr",),
@@ -228,7 +228,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("molmo2",),
-        isolate="media",  # writes images and videos with one token, and takes one of both a call
+        isolate="media",  # uses one token for images and videos, and takes one modality per call
         media_padding={"image_token_pooling": -1, "video_token_pooling": -1},  # marks no patch
         indexed_media={"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"},
     ),
@@ -244,7 +244,7 @@ FAMILIES = (
     Family(
         model_types=("paligemma",),
         token_field_fill={"token_type_ids": 1},  # marks causal text
-        token_fields_mark_media=False,  # they distinguish prompt and completion
+        token_fields_mark_media=False,  # token fields distinguish prompt and completion
     ),
     Family(
         model_types=("phi4_multimodal",),
@@ -300,44 +300,44 @@ FAMILIES = (
 
 def family_of(model: "torch.nn.Module | PreTrainedConfig | str") -> Family:
     """
-    The row of a model.
+    Returns the row of a model.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`] or `str`):
             Model without wrappers, its config or its `model_type`.
 
     Returns:
-        [`Family`]: Its row, or defaults.
+        [`Family`]: The row of its family, or defaults.
     """
     model_type = model if isinstance(model, str) else getattr(model, "config", model).model_type
     return next((family for family in FAMILIES if model_type in family.model_types), Family())
 
 
 def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -> Family:
-    """The row of a processor."""
+    """Returns the row of a processor."""
     names = [cls.__name__ for cls in type(processor).__mro__]
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())
 
 
 def input_modalities(model: "torch.nn.Module | type[PreTrainedModel]") -> tuple[str, ...]:
-    """Kinds of media, and text, that a model or a class of models takes."""
+    """Returns the modalities, also text, that a model or a class of models takes."""
     config = getattr(model, "config", None) or getattr(model, "config_class", None)
     listed = tuple(getattr(model, "input_modalities", ()))
     return listed if config is None else (*listed, *family_of(config).unlisted_media)
 
 
 def media_padding(name: str) -> int:
-    """The padding value of a media tensor. Names have the same meaning in all families."""
+    """Returns the padding value of a media tensor. Names have the same meaning in all families."""
     return next((family.media_padding[name] for family in FAMILIES if name in family.media_padding), 0)
 
 
 def indexed_media(name: str) -> str | None:
-    """The media tensor into which another holds indices. Names have the same meaning in all families."""
+    """Returns the media tensor into which another holds indices. Names have the same meaning in all families."""
     return next((family.indexed_media[name] for family in FAMILIES if name in family.indexed_media), None)
 
 
 def modality_of(name: str) -> str:
-    """Modality of a media tensor."""
+    """Returns the modality of a media tensor."""
     if "video" in name or name == "second_per_grid_ts":
         return "video"
     return "audio" if any(part in name for part in AUDIO_NAMES) else "image"

@@ -11,20 +11,20 @@ from .versions import PACKAGE, check_versions, unfit_packages
 
 
 def lazy_names(package: str) -> tuple[Callable, Callable, list[str]]:
-    """The attributes of a package that imports lazily what its block `if TYPE_CHECKING:` imports."""
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports its `TYPE_CHECKING` block lazily."""
     (block,) = (node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    known = {name.name: str(each.module) for each in imports for name in each.names}
+    modules = {name.name: "." * node.level + str(node.module) for node in imports for name in node.names}
 
     def load(name: str):
-        if name not in known:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         check_versions()
         try:
-            return getattr(importlib.import_module(f".{known[name]}", package), name)
+            return getattr(importlib.import_module(modules[name], package), name)
         except Exception as error:
             if (unfit := unfit_packages(error)) is None:
                 raise
             raise ImportError(unfit, name=PACKAGE) from error
 
-    return load, lambda: sorted({*vars(importlib.import_module(package)), *known}), sorted(known)
+    return load, lambda: sorted({*vars(importlib.import_module(package)), *modules}), sorted(modules)

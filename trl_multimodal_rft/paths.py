@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Distinguishes local paths from names on the Hub, without heavy imports."""
+"""Local paths, told apart from names on the Hub without heavy imports."""
 
 import difflib
 import os
@@ -12,7 +12,7 @@ _ROWS = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip|ya?m
 
 
 def local_path(name: str) -> Path | None:
-    """The local path of a dataset or a model, `None` for a name on the Hub."""
+    """Returns the local path of a dataset or a model, `None` for a name on the Hub. Raises if the path is missing."""
     if "://" in name:
         return None
     path = Path(os.path.expanduser(name))
@@ -25,11 +25,11 @@ def local_path(name: str) -> Path | None:
 
 
 def nearest(path: Path) -> tuple[str, bool]:
-    """The similar names in the last existing folder of a path, and whether there are any."""
+    """Returns a text with similar names in the last existing folder of a path, and whether there are any."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
     missing = path.relative_to(folder).parts[0]
-    names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     near = difflib.get_close_matches(missing, names, n=3)
-    near += [each for each in names if each not in near and Path(each).stem == Path(missing).stem]
-    has = ", ".join(map(repr, near)) if near else f"no {missing!r}"
-    return f"{os.path.abspath(folder)!r} has {has}", bool(near)
+    near += [entry for entry in names if entry not in near and Path(entry).stem == Path(missing).stem]
+    content = ", ".join(map(repr, near)) if near else f"no {missing!r}"
+    return f"{os.path.abspath(folder)!r} has {content}", bool(near)

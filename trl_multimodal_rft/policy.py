@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How prompts and completions go through a policy, its reference and its critic."""
+"""Forwards of prompts and completions through a policy, its reference and its critic."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -39,11 +39,11 @@ from .models.parts import same_adapters
 from .models.wrapped import is_unsharded, unwrapped
 
 
-# A packed row may have at most this share of the padded tokens: saving less makes no measurable difference (on a CPU,
-# see `benchmarks/`)
+# Rows are packed if they have at most this share of the padded tokens: saving less makes no measurable difference (on
+# a CPU, see `benchmarks/`)
 _WORTH_PACKING = 0.9
 
-# Layers whose window covers the completion alone, which only `generate` distinguishes from the prompt
+# Type of layers whose window covers only the completion, which only `generate` distinguishes from the prompt
 _REFERENCE_LAYERS = "reference_sliding_attention"
 
 
@@ -56,7 +56,7 @@ def training_obstacle(
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     max_completion_length: int | None = None,
 ) -> str | None:
-    """Why completions of a model, of that many tokens at most, can't be trained on; `None` if they can."""
+    """Returns why completions of a model, of at most this length, can't be trained on, or `None` if they can."""
     if (refused := family_of(model).refused) is not None:
         return refused
     if getattr(model.config, "is_encoder_decoder", False):
@@ -82,26 +82,24 @@ def training_obstacle(
 
 @dataclass
 class Fallbacks:
-    """
-    How exact scores and samples are computed where the fastest way isn't exact. The self-check finds what is needed.
-    """
+    """Slower ways to exact scores and samples, if the fastest isn't exact; the self-check finds the needed ones."""
 
     packing: bool = True  # prompts are forwarded once for all their completions
     isolate: Literal["media", "prompt"] | None = None  # which prompts get a separate forward, see `completion_scores`
     logits_from_model: bool = False  # log-probabilities come from the model's logits instead of the fused head
     shared_prefill: bool = True  # prompts are prefilled once for all their completions
-    graph: bool = True  # tokens are sampled from a graph of the device, if it has any
+    graph: bool = True  # a graph of the device runs the step of a token, if the device has graphs
 
 
 @dataclass
 class PolicyForward:
-    """Scores and samples completions, packed or padded, with all that engines and families need."""
+    """Forwards that score and sample completions, packed or padded, as engines and model families need them."""
 
-    accelerator: Accelerator | None = None  # that prepared the models, if any
+    accelerator: Accelerator | None = None  # the accelerator that prepared the models, if any
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # of the models; several processes need it
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
-    temperature: float = 1.0  # of the fused head, for models without one, as the next
-    extra_outputs: tuple[str, ...] = ()  # besides log-probabilities and entropies
+    temperature: float = 1.0  # of log-probabilities from the model's logits, without the fused head
+    extra_outputs: tuple[str, ...] = ()  # further outputs from the model's logits
     max_tokens: int | None = None  # in one forward; larger batches are scored in parts
 
     def __post_init__(self):
@@ -116,8 +114,8 @@ class PolicyForward:
         self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int, model: PreTrainedModel | None = None
     ) -> bool:
         """
-        Whether packed rows are possible, and enough shorter than padded ones, for `size` completions per forward. With
-        the `model`, prompts that start alike may share more.
+        Returns whether packed rows are possible, and enough shorter than padded rows, for `size` completions per
+        forward. With the `model`, starts that different prompts share count once.
         """
         if not self.fallbacks.packing:
             return False
@@ -130,18 +128,18 @@ class PolicyForward:
         return packed <= _WORTH_PACKING * padded
 
     def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-        """Prompt tokens of the packed rows of completions, given their lengths."""
+        """Returns the number of prompt tokens in the packed rows of completions with these lengths."""
         prompts, lengths = by_context(prompts, lengths)
         bins = [range(len(prompts))]
         if self.max_tokens is not None:
             bins = split_by_tokens(prompts, lengths, self.max_tokens)
-        if self._keeps_prompts(model):  # which chunks of a group have in common
+        if self._keeps_prompts(model):  # chunks of a group share one forward of their prompt
             ends = chunk_ends(prompts, bins)
-            bins = [own for i, own in enumerate(bins) if ends.get(i, (True, True))[0]]
+            bins = [rows for i, rows in enumerate(bins) if ends.get(i, (True, True))[0]]
         parts = [
-            [own[i] for i in part]
-            for own in bins
-            for part in split_samples([prompts[j] for j in own], self.fallbacks.isolate)
+            [rows[i] for i in part]
+            for rows in bins
+            for part in split_samples([prompts[j] for j in rows], self.fallbacks.isolate)
         ]
         return sum(
             count_tokens(trees_of(model, [prompts[i] for i in part], [lengths[i] for i in part])) for part in parts
@@ -169,21 +167,22 @@ class PolicyForward:
         rows: Sequence[int] | None = None,
     ) -> Scores:
         """
-        Scores of completions, differentiable where gradients are enabled.
+        Returns scores of completions, differentiable where gradients are enabled.
 
-        `model` is as the accelerator prepared it, with the fused head; completions of a group share one object in
-        `prompts`. Log-probabilities come from the model's logits where the `fallbacks` say so or an engine's
-        `logit_bias` is given. A `critic` adds values, `compute_aux_loss` the load-balancing loss of a mixture of
-        experts, `supervised` completions their log-probabilities, `hidden` the states that the LM head gets,
+        `model` is the model that the accelerator prepared, with the fused head; completions of a group share one
+        object in `prompts`. Log-probabilities come from the model's logits if the `fallbacks` say so, or with an
+        engine's `logit_bias`. A `critic` adds values, `compute_aux_loss` the load-balancing loss of a mixture of
+        experts, `supervised` completions add their log-probabilities, and `hidden` the inputs of the LM head,
         `(B, C, H)`, all in the same forward of the wrapper. `logps=False` leaves out log-probabilities and entropies;
-        for values alone, a separate `critic` needs no forward of the policy. With a `target`, the scores are
-        divergences from it and entropies instead, and no log-probabilities. With `whole`, `prompts` are whole
-        sequences, see [`~forward.logprobs.completion_scores`]. With more tokens than `max_tokens`, gradients come from
-        [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores; the completions of a larger
-        group are forwarded in chunks behind their prompt, see [`~forward.split_groups.KeptPrompt`], or, where that
-        isn't possible, each chunk with its prompt. Where only some `rows` matter, or have tokens in padded parts, the
-        others aren't forwarded, and their scores are 0; dummy prompts take the place of their media. A completion
-        whose context was rewritten is forwarded as a row for each context.
+        for values alone, a separate `critic` needs no forward of the policy. With a `target`, the scores are entropies
+        and divergences from the target, without log-probabilities. With `whole`, `prompts` are whole sequences, see
+        [`~forward.logprobs.completion_scores`].
+
+        With more tokens than `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the
+        `deferred` of the scores. A group above this limit is forwarded in chunks of completions, behind their prompt,
+        see [`~forward.split_groups.KeptPrompt`], or, if that isn't possible, with their prompt. If only some `rows`
+        matter, or only some have tokens in padded parts, other rows aren't forwarded and have scores of 0, and dummy
+        prompts replace their media. A completion whose context was rewritten is forwarded as a row for each context.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
@@ -194,11 +193,11 @@ class PolicyForward:
             completion_ids, completion_mask = contexts.cut(completion_ids), contexts.cut(completion_mask)
             rows = None if rows is None else contexts.rows_of({*rows})
         completions, n = CompletionBatch(prompts, completion_ids, completion_mask), len(prompts)
-        # What the parts depend on; reading it makes the host wait
+        # Parts depend on the lengths; reading them makes the host wait
         lengths = None if self.max_tokens is None else completion_mask.sum(1).tolist()
         if rows is None and lengths is not None and not (packed or whole or compute_aux_loss):
             scored = [i for i, length in enumerate(lengths) if length]
-            rows = scored if len(scored) < n else None  # padded, those without tokens are as long as others
+            rows = scored if len(scored) < n else None  # padded rows without tokens are as long as others
         if rows is not None:
             chosen = completions.rows(rows)
             dummies = self.processes.dummies_for_rest(model, prompts, chosen.prompts)
@@ -206,7 +205,7 @@ class PolicyForward:
             target = None if target is None else target.rows(rows).padded(len(dummies))
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
         if lengths is not None and (whole or (compute_aux_loss and packed)):
-            # Whole sequences have no completions; rows for the auxiliary loss have the last tokens, too
+            # Whole sequences have no completions; packed rows for the auxiliary loss have the last tokens, too
             lengths = [0 if whole else length + (length > 0) for length in lengths]
 
         needs_policy = logps or hidden or target is not None or not isinstance(critic, Critic)
@@ -231,7 +230,7 @@ class PolicyForward:
 
         models = [critic.model] if isinstance(critic, Critic) else []
         models += [self.unwrapped(model)] * needs_policy
-        keeps = packed and not compute_aux_loss  # whose statistics include the prompt
+        keeps = packed and not compute_aux_loss  # the auxiliary loss includes statistics of the prompt
         scores = self._in_parts(score, model, models, completions, lengths, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
@@ -249,20 +248,21 @@ class PolicyForward:
         keeps: bool,
     ) -> Scores:
         """
-        Scores of completions, in parts of at most `max_tokens` where their `lengths` are given. `score` takes the
-        number of a part, its rows, and, if the part `keeps` its prompt, the states of this in the unwrapped `models`.
+        Returns scores of completions, in parts of at most `max_tokens` if their `lengths` are given. `score` takes the
+        index of a part, its rows and, if it `keeps` the prompt of a group, its states in the unwrapped `models`.
         """
         prompts, device = completions.prompts, completions.ids.device
-        every = list(range(len(prompts)))
+        all_rows = list(range(len(prompts)))
         if self.max_tokens is None or lengths is None:
-            return score(0, every, None)
+            return score(0, all_rows, None)
         parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
         ends, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
-            if torch.is_grad_enabled() or not is_unsharded(self.accelerator):  # else there are no collectives
+            # Only these forwards have collectives, which all ranks need equally often
+            if torch.is_grad_enabled() or not is_unsharded(self.accelerator):
                 n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=device)).max())
         if n_parts == 1:
-            return score(0, every, None)  # in their order, which a part may change
+            return score(0, all_rows, None)  # in the order of the batch, which a part may change
         kept: dict[EncodedPrompt, KeptPrompt] = {}
         for index in ends if keeps and all(map(self._keeps_prompts, models)) else ():
             prompt = prompts[parts[index][0]].shared
@@ -270,8 +270,8 @@ class PolicyForward:
                 kept[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
 
         def part_score(index: int, part: list[int]) -> Scores:
-            own = kept.get(prompts[part[0]].shared) if index in ends else None
-            return score(index, part, None if own is None else own.states(*ends[index]))
+            kept_prompt = kept.get(prompts[part[0]].shared) if index in ends else None
+            return score(index, part, None if kept_prompt is None else kept_prompt.states(*ends[index]))
 
         if torch.is_grad_enabled():
             return DeferredParts(part_score, parts, n_parts, device).joined()
@@ -279,7 +279,7 @@ class PolicyForward:
         return Scores.join(scores[: len(parts)], parts)
 
     def _keeps_prompts(self, model: PreTrainedModel) -> bool:
-        """Whether a group that is split has its prompt forwarded once. Engines count forwards, so theirs repeat it."""
+        """Returns whether chunks of a group share a forward of their prompt, which sharded engines don't allow."""
         return keeps_states(model) and (self.accelerator is None or is_unsharded(self.accelerator))
 
     def _states(self, models: Sequence[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
@@ -290,7 +290,7 @@ class PolicyForward:
         self, model: nn.Module, completions: Completions, *, packed: bool, fallbacks: Fallbacks | None = None
     ) -> Scores:
         """
-        The scores that a reward model gives completions, as `values` `(B, 1)`, differentiable where gradients are
+        Returns a reward model's scores of completions as `values` `(B, 1)`, differentiable where gradients are
         enabled; see [`~forward.logprobs.completion_rewards`].
         """
         policy, batch = self.unwrapped(model), CompletionBatch(*completions)
@@ -328,7 +328,7 @@ class PolicyForward:
         logps: bool,
         needs_policy: bool,
     ) -> Scores:
-        """Scores of what fits into the token budget."""
+        """Returns the scores of completions that fit into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
         completions = self._with_dummies(model, completions)
         options = self._forwards(completions, packed, fallbacks, states)
@@ -337,8 +337,8 @@ class PolicyForward:
         head = {"logits_temperature": temperature, "logit_bias": logit_bias, "extra_outputs": self.extra_outputs}
         value_head, critic = (critic, None) if isinstance(critic, ValueHead) else (None, critic)
         if supervised is not None:
-            others = self._with_dummies(model, supervised, with_others=True)
-            others_options = self._forwards(others, False, fallbacks)
+            supervised_rows = self._with_dummies(model, supervised, with_others=True)
+            supervised_options = self._forwards(supervised_rows, False, fallbacks)
         if needs_policy:
             _gather_head(policy)
 
@@ -362,27 +362,27 @@ class PolicyForward:
             if critic is not None:
                 results["values"] = completion_values(critic, critic.model, *completions, **options)
             if supervised is not None:
-                likelihoods = completion_scores(call, policy, *others, **others_options, **head).logps
+                likelihoods = completion_scores(call, policy, *supervised_rows, **supervised_options, **head).logps
                 results["supervised"] = likelihoods[: len(supervised[0])]
             return results
 
         with self._autocast():
-            # DDP looks for unused parameters in its last forward alone, so all parts must be in one
+            # DDP looks for unused parameters only in its last forward, so all forwards must be in one
             is_ddp = isinstance(model, DistributedDataParallel)
-            several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
-            several = several or hidden or not logps or target is not None  # which engines must find in the outputs
-            tensors = self._as_one_forward(model, score) if several else score(model)
+            in_one = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
+            in_one = in_one or hidden or not logps or target is not None  # engines must find these outputs
+            tensors = self._as_one_forward(model, score) if in_one else score(model)
         return Scores(**self._reaching_all(model, tensors, states)).rows(slice(n))  # without dummy prompts
 
     def _reaching_all(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
     ) -> dict[str, torch.Tensor]:
-        """Adds a zero that depends on weights that no forward uses, for whose gradients DDP would wait."""
-        # Chunks of a group, but for the last, don't reach what is before the language model
+        """Adds a zero that depends on weights that no forward uses, as DDP would wait for their gradients."""
+        # Only the last chunk of a group reaches weights before the language model
         reaches = states is None or self.accelerator is None or self.accelerator.sync_gradients
         is_ddp = isinstance(model, DistributedDataParallel)
         if is_ddp and reaches and torch.is_grad_enabled() and not model.find_unused_parameters:
-            name = next(each for each in ("logps", "divergences", "values") if each in tensors)
+            name = next(key for key in ("logps", "divergences", "values") if key in tensors)
             if self._unreached is None:
                 self._unreached = unreached_parameters(model, list(tensors.values()))
             zero = sum(0 * parameter.flatten()[0] for parameter in self._unreached)
@@ -392,7 +392,7 @@ class PolicyForward:
     def _forwards(
         self, completions: CompletionBatch, packed: bool, fallbacks: Fallbacks, states: States | None = None
     ) -> dict:
-        """How completions are split over forwards, and the states of their prompt if it isn't forwarded with them."""
+        """Returns the options that split completions over forwards, with the states of their prompt, if kept."""
         n_forwards = self.processes.n_forwards(completions[0], fallbacks.isolate)
         return {"packed": packed, "isolate": fallbacks.isolate, "min_forwards": n_forwards, "states": states}
 
@@ -406,7 +406,7 @@ class PolicyForward:
     def _as_one_forward(
         self, model: nn.Module, function: Callable[[Forward], dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""
+        """Calls a function with a model's forward, within the forward of its wrapper, as engines need it."""
         module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return _ForwardRedirection()(model, module, lambda: function(module.forward))
 
@@ -429,13 +429,13 @@ class PolicyForward:
         """
         Samples a completion of each prompt with transformers.
 
-        Prompts are prefilled once, or for each completion, and a graph of the device runs the step of a token, as the
-        `fallbacks` say, by default the policy's. There, a graph that can't be captured is turned off.
-        `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the cache to
-        continue from, if ranks needn't wait for each other's forwards.
+        The `fallbacks`, by default those of the policy, say whether prompts are prefilled once or for each completion,
+        and whether a graph of the device runs the step of a token; a graph that can't be captured is turned off in
+        them. `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the
+        cache to continue from, if ranks needn't wait for each other's forwards.
 
-        Returns completions `(B, N)`; where all are sampled at once, what
-        [`~generation.transformers.generate_completions`] returns.
+        Returns completions `(B, N)`, or, if all are sampled at once, the result of
+        [`~generation.transformers.generate_completions`].
         """
         fallbacks, isolate = fallbacks or self.fallbacks, self.fallbacks.isolate
         shared_prefill = fallbacks.shared_prefill
@@ -458,12 +458,12 @@ class PolicyForward:
             with ready as generating_model, same_adapters(generating_model):
                 unwrapped_model = self.unwrapped(generating_model)
                 device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
-                if branches is None or branches.continuations is None:  # else the cache holds what the media gave
+                if branches is None or branches.continuations is None:  # otherwise the cache holds the media
                     with self._autocast():
                         encode_once(unwrapped_model, [*prompts, *dummies], device)
                 outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
                 with without_router_logits(unwrapped_model):
-                    for part in [*parts, *[parts[-1]] * surplus]:  # other ranks have more
+                    for part in [*parts, *[parts[-1]] * surplus]:  # forwards that other ranks have
                         output = generate_completions(
                             generating_model,
                             unwrapped_model,
@@ -492,8 +492,8 @@ class PolicyForward:
 
 def _gather_head(policy: PreTrainedModel) -> None:
     """
-    TRL's fused head reads the weight of a module that never runs. If FSDP2 gathered it, its gradient wouldn't be
-    reduced: each rank would train its rows of the head on its completions alone.
+    Gathers the weight of the LM head, which TRL's fused head reads although the module never runs. If the fused head
+    gathered the weight, its gradient wouldn't be reduced: ranks would train their rows only on their completions.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():

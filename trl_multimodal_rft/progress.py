@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Progress bars and lines between them, on the main process, and only where someone watches."""
+"""Progress bars, and lines between them, of the main process, and only where someone watches."""
 
 import os
 import sys
@@ -13,14 +13,14 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether this is the main process, in a notebook or a terminal rather than a log."""
+    """Returns whether this is the main process, in a notebook or a terminal rather than a log."""
     return os.environ.get("RANK", "0") == "0" and (in_notebook() or sys.stderr.isatty())
 
 
 def progress_bar(
     total: int | None, label: str, unit: str = "row", *, disable: bool | None = False, initial: int = 0
 ) -> tqdm:
-    """A bar that vanishes at its end. `disable` is that of `disable_tqdm`; so is `TQDM_DISABLE` of the environment."""
+    """Returns a bar that vanishes at its end. `disable` (the option `disable_tqdm`) or `TQDM_DISABLE` hides it."""
     hidden = {"disable": True} if disable or not is_watched() else {}
     return tqdm(desc=label, total=total, unit=unit, initial=initial, leave=False, dynamic_ncols=True, **hidden)
 
@@ -32,6 +32,6 @@ def write(*lines: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Says what takes the next seconds, such as while a command starts."""
+    """Prints what takes the next seconds, such as the start of a command, if someone watches."""
     if is_watched():
         tqdm.write(f"{text} ...", file=sys.stderr)

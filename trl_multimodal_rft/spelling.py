@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Names of options, keys, arguments and functions: suggestions for unknown ones, and settings behind them."""
+"""Names of options, keys, arguments and functions: suggestions for unknown names, and settings behind names."""
 
 import ast
 import difflib
@@ -52,12 +52,12 @@ REMOVED = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The similar or new name as a sentence that ends a message about an unknown name, or `""`."""
+    """Returns the similar or new name as a sentence that ends a message about an unknown name, or `""`."""
     name, names = name.replace("-", "_"), list(names)
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."
-    close = [each for each in names if each.startswith(f"{name}_") or each.strip().lower() == name.strip().lower()]
+    close = [word for word in names if word.startswith(f"{name}_") or word.strip().lower() == name.strip().lower()]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     close += [known for known in names if known.lower() == name.lower()]
     return f" Did you mean `{close[0]}`?" if close else ""
@@ -65,9 +65,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
     """
-    A name and the settings behind it: `"f(a=1)"` is `("f", {"a": 1})`, and `"f"` is `("f", None)`.
+    Returns a name and the settings behind it: `"f(a=1)"` is `("f", {"a": 1})`, and `"f"` is `("f", None)`.
 
-    Raises `ValueError` if the text is neither.
+    Raises `ValueError` if the text has neither form.
     """
     if not text.endswith(")"):
         return text, None
@@ -76,7 +76,7 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
         call = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings need names")
-        return name, {str(each.arg): _literal(each.value) for each in call.keywords}
+        return name, {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
@@ -94,34 +94,34 @@ def _literal(value: ast.expr) -> Any:
 
 
 def spelled(name: str, settings: dict[str, Any]) -> str:
-    """The text that [`split_settings`] reads."""
+    """Returns a name and settings as the text that [`split_settings`] reads."""
     listed = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     return f"{name}({listed})" if listed else name
 
 
 def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
-    """Names of the functions in a `reward_recipe`, each once."""
+    """Returns the names of the functions in a `reward_recipe`, without duplicates."""
     weights = [*recipe.values()] if isinstance(recipe, dict) else []
     if not weights or not all(
-        isinstance(each, dict) and all(isinstance(weight, (int, float)) for weight in each.values())
-        for each in weights
+        isinstance(entry, dict) and all(isinstance(weight, (int, float)) for weight in entry.values())
+        for entry in weights
     ):
         raise ValueError(
             f"`reward_recipe` is {recipe!r}; write the weights of reward functions by the label of a row, such as "
             '{"counting": {"counting_reward": 1.0}}.'
         )
-    return [*dict.fromkeys(name for each in weights for name in each)]
+    return [*dict.fromkeys(name for entry in weights for name in entry)]
 
 
 def check_settings(
     function: Callable, name: str, settings: dict[str, Any], names: Sequence[str] | None = None
 ) -> None:
     """
-    Raises a `ValueError` about settings that a function has no parameter for (it might have `**kwargs`, which takes
-    any), or that aren't among these `names`, and about values that its annotations exclude, see [`check_value`].
+    Raises a `ValueError` about settings that aren't among the `names`, by default the function's parameters (without
+    `**kwargs`, which takes any), and about values that its annotations exclude, see [`check_value`].
     """
     parameters = inspect.signature(function).parameters
-    known = [key for key, each in parameters.items() if each.kind is not each.VAR_KEYWORD] if names is None else names
+    known = [key for key, spec in parameters.items() if spec.kind is not spec.VAR_KEYWORD] if names is None else names
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
@@ -134,26 +134,26 @@ T = TypeVar("T")
 
 def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
     """
-    Reads an option that is a name with settings behind it as an instance of a dataclass, whose first field is the
-    name. Raises a `ValueError` about an unknown setting, and about a value that its annotation excludes.
+    Returns an option, a name with settings behind it, as an instance of a dataclass with the name as its first field.
+    Raises a `ValueError` about an unknown setting, and about a value that its annotation excludes.
     """
     name, settings = split_settings(text)
-    first, *others = inspect.signature(cls).parameters.values()
+    first, *parameters = inspect.signature(cls).parameters.values()
     check_value(f"`{option}`", name, first.annotation, "")
-    check_settings(cls, option, settings or {}, [each.name for each in others])
+    check_settings(cls, option, settings or {}, [parameter.name for parameter in parameters])
     return cls(name, **(settings or {}))
 
 
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     """
-    Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, a number, or a number within
-    an interval as `Annotated[float, "[0, 1)"]`, each of which may be `None`, too; or `list[float]`, whose numbers must
-    be finite. Others allow any value.
+    Raises a `ValueError` about a value that an annotation excludes. The annotations are `Literal["a", "b"]`, `bool`, a
+    number, or a number within an interval as `Annotated[float, "[0, 1)"]`, also with `| None`, and `list[float]`,
+    for finite numbers. Other annotations allow any value.
     """
     interval = None
     if get_origin(annotation) is Annotated:
         annotation, *facts = get_args(annotation)
-        interval = next((each for each in facts if isinstance(each, str)), None)
+        interval = next((item for item in facts if isinstance(item, str)), None)
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if value is None and (NoneType in kinds or interval is None):
         return
@@ -170,9 +170,9 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
         if interval is not None:
             check_interval(name, value, interval, remedy)
     elif kinds == (list[float],):
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, (bool, str)) or not math.isfinite(each):
-                raise ValueError(f"{name} must be a list of finite numbers, got {each!r}; {remedy}.")
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, (bool, str)) or not math.isfinite(item):
+                raise ValueError(f"{name} must be a list of finite numbers, got {item!r}; {remedy}.")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
@@ -199,7 +199,7 @@ def check_interval(name: str, value: float | None, interval: str, remedy: str) -
 
 
 def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
-    """What a dotted path names, also of a module in the working directory; `names` are those that need no path."""
+    """Returns the object at a dotted path, also in the working directory; `names` are those without a path."""
     module, _, function = name.rpartition(".")
     if not module:
         known = f"name one of {[*names]}, or a dotted path such as {example!r}."
@@ -207,18 +207,20 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         near = did_you_mean(function, vars(sys.modules.get(module, error)))
         if isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name)):
             near = f" {nearest(Path(f'{module}.py'))[0]}."
         raise ValueError(f"There is no {kind} {name!r}: {error}.{near}") from error
-    if not callable(found):
-        raise ValueError(f"There is no {kind} {name!r}: it is of type {type(found).__name__}.")
-    return found
+    if not callable(target):
+        raise ValueError(f"There is no {kind} {name!r}: it is of type {type(target).__name__}.")
+    return target
 
 
 def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:
-    """Raises about names to register that others have, whose functions they would replace in silence."""
-    if both := sorted({*names} & {*used}):
-        raise ValueError(f"`@{decorator}` got the name {both[0]!r}, which is registered already; choose another one.")
+    """Raises `ValueError` about names that are registered already, as their functions would be replaced silently."""
+    if duplicates := sorted({*names} & {*used}):
+        raise ValueError(
+            f"`@{decorator}` got the name {duplicates[0]!r}, which is registered already; choose another one."
+        )

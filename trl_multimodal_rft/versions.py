@@ -25,10 +25,11 @@ GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
 SFT = "trl.trainer.sft_trainer:SFTTrainer."
 DPO = "trl.trainer.dpo_trainer:DPOTrainer."
+KTO = "trl.trainer.kto_trainer:KTOTrainer."
 REWARD = "trl.trainer.reward_trainer:RewardTrainer."
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 
-# Methods that trainers override: parameters, in order. Those of transformers and of TRL's trainers, by all
+# Parameters, in order, of methods that trainers override. All trainers override these
 _OF_TRANSFORMERS = {
     "_load_from_checkpoint": "self resume_from_checkpoint model",
     "_load_best_model": "self",
@@ -47,7 +48,7 @@ _OF_TRL = {
     "_save_checkpoint": "self model trial",
     "create_model_card": "self model_name dataset_name tags",
 }
-# By those that sample, and of these by those with rewards
+# Methods that only trainers with sampling override, and methods that only trainers with rewards override
 _SAMPLING = {"_generate_and_score_completions": "self inputs", "_prepare_inputs": "self generation_batch"}
 _REWARDS = {
     **_SAMPLING,
@@ -61,9 +62,9 @@ _REWARDS = {
 
 
 def _overridden(path: str, further: dict[str, str], **of_transformers: str) -> dict[str, str]:
-    methods = {path + name: given for name, given in {**_OF_TRL, **further}.items()}
+    methods = {path + name: parameters for name, parameters in {**_OF_TRL, **further}.items()}
     others = {**_OF_TRANSFORMERS, **of_transformers}
-    return {**methods, **{f"transformers:Trainer.{name}": given for name, given in others.items()}}
+    return {**methods, **{f"transformers:Trainer.{name}": parameters for name, parameters in others.items()}}
 
 
 OVERRIDDEN = {
@@ -72,12 +73,13 @@ OVERRIDDEN = {
     "PPO": _overridden(GRPO, _REWARDS, create_scheduler="self num_training_steps optimizer"),
     "SFT": _overridden(SFT, {}),
     "DPO": _overridden(DPO, {"compute_ref_log_probs": "self model inputs"}),
+    "KTO": _overridden(KTO, {"compute_ref_log_probs": "self model inputs"}),
     "Reward": _overridden(REWARD, {"_prepare_dataset": "self dataset processing_class args dataset_name"}),
     "Distillation": _overridden(
         DISTILLATION, {**_SAMPLING, "_compute_loss": "self unwrapped_student inputs num_items_in_batch"}
     ),
 }
-ALL_OVERRIDDEN = {path: given for each in OVERRIDDEN.values() for path, given in each.items()}
+ALL_OVERRIDDEN = {path: names for methods in OVERRIDDEN.values() for path, names in methods.items()}
 
 # Undocumented functions and methods that are called, with the parameters that get values, before `/` by position.
 # `|` separates names of a parameter in different versions.
@@ -164,42 +166,42 @@ CALLED = {
 
 @lru_cache
 def bounds() -> dict[str, str]:
-    """Bounds of tested versions by package, as pyproject.toml has them; none are known without an installation."""
+    """Returns the bounds of tested versions by package, from pyproject.toml; empty if this package isn't installed."""
     with suppress(PackageNotFoundError):
-        needs = (re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", each) for each in requires(PACKAGE) or ())
+        needs = (re.match(r"([\w-]+)(?=[^;]*>=([\d.]+))(?=[^;]*<([\d.]+))", line) for line in requires(PACKAGE) or ())
         return {need[1]: f">={need[2]},<{need[3]}" for need in needs if need}
     return {}
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """Versions of the installed packages among the named ones."""
-    return {name: each.version for name in names for each in [*distributions(name=name)][:1]}
+    """Returns the versions of the installed packages among `names`."""
+    return {name: distribution.version for name in names for distribution in [*distributions(name=name)][:1]}
 
 
 def side(installed: str, tested: str) -> int:
-    """-1 for a version below the tested ones, 1 above them, else 0. What precedes a release counts as that release."""
+    """Returns -1 for a version below the tested ones, 1 above them, else 0. A pre-release counts as its release."""
     texts = [re.split(r"[^\d.]", installed)[0].strip("."), *re.findall(r"[\d.]+", tested)]
-    found, *ends = ([*map(int, text.split("."))] for text in texts)
-    return (found >= ends[1]) - (found < ends[0]) if ends else 0
+    current, *ends = ([*map(int, text.split("."))] for text in texts)
+    return (current >= ends[1]) - (current < ends[0]) if ends else 0
 
 
 def missing_parts() -> dict[str, str]:
-    """Returns what installed packages lack of the contract: names, and parameters without which calls would fail."""
+    """Returns names and parameters that this package needs and the installed packages lack, by package."""
     missing: dict[str, list[str]] = {name: [] for name in installed(bounds())}
     for path, parameters in {**dict.fromkeys(ALL_OVERRIDDEN, ""), **CALLED}.items():
         package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
         if package not in missing:
             continue
         try:
-            found = inspect.signature(pkgutil.resolve_name(path)).parameters
+            available = inspect.signature(pkgutil.resolve_name(path)).parameters
         except (ImportError, AttributeError) as error:
-            if error.__cause__ is not None:  # the part is there, but not what it imports
+            if error.__cause__ is not None:  # the module exists, but one of its imports fails
                 raise
             missing[package].append(f"`{label}`")
         else:
             first, _, named = parameters.rpartition("/")
-            lost = first.split()[sum(each.kind <= each.VAR_POSITIONAL for each in found.values()) :]
-            lost += [name for name in named.split() if found.keys().isdisjoint(name.split("|"))]
+            lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
+            lost += [name for name in named.split() if available.keys().isdisjoint(name.split("|"))]
             missing[package] += [f"`{name}` of `{label}`" for name in lost]
     return {name: "lacks " + ", ".join(parts) for name, parts in missing.items() if parts}
 
@@ -210,22 +212,22 @@ def check_versions() -> None:
     Warns if an installed package is newer than the tested ones. vLLM is checked where it samples.
 
     Raises:
-        ImportError: If one is too old, or is newer and lacks what this package uses.
+        ImportError: If a package is too old, or is newer and lacks names or parameters that this package uses.
     """
-    found = installed(name for name in bounds() if name != "vllm")
-    newer = {name: each for name, each in found.items() if side(each, bounds()[name]) > 0}
-    old = {name: "is too old" for name, each in found.items() if side(each, bounds()[name]) < 0}
+    versions = installed(name for name in bounds() if name != "vllm")
+    newer = {name: number for name, number in versions.items() if side(number, bounds()[name]) > 0}
+    old = {name: "is too old" for name, number in versions.items() if side(number, bounds()[name]) < 0}
     if wrong := old or (missing_parts() if newer else {}):
-        said = "; ".join(f"{name} {found[name]} {what}" for name, what in wrong.items())
+        said = "; ".join(f"{name} {versions[name]} {what}" for name, what in wrong.items())
         pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**wrong, **newer})
-        own = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
-        raise ImportError(f"{said}. {own}: run `pip install {pins}`, or update it.", name=PACKAGE)
+        reason = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
+        raise ImportError(f"{said}. {reason}: run `pip install {pins}`, or update it.", name=PACKAGE)
     warn_of_newer(newer)
 
 
 def warn_of_newer(newer: dict[str, str]) -> None:
-    """Warns of newer versions than the tested ones, once for this process and all that it starts."""
-    said = ", ".join(f"{name} {each}" for name, each in newer.items())
+    """Warns of versions newer than the tested ones, once for this process and all processes that it starts."""
+    said = ", ".join(f"{name} {number}" for name, number in newer.items())
     before = os.environ.get(WARNED, "").split("; ")
     if newer and said not in before and os.environ.get("RANK", "0") == "0":
         os.environ[WARNED] = "; ".join([*before, said])
@@ -235,7 +237,7 @@ def warn_of_newer(newer: dict[str, str]) -> None:
 
 @lru_cache
 def cache_name() -> str:
-    """The name of a cache in inputs and outputs of models, which is `cache` since transformers 5.24."""
+    """Returns the name of a cache in inputs and outputs of models, which is `cache` since transformers 5.24."""
     from transformers.masking_utils import create_masks_for_generate
 
     return next(name for name in inspect.signature(create_masks_for_generate).parameters if name in CACHE_NAMES)
@@ -243,7 +245,7 @@ def cache_name() -> str:
 
 @lru_cache
 def is_torchcodec_usable() -> bool:
-    """Whether torchcodec loads and finds FFmpeg, as `transformers.utils` tells since 5.23."""
+    """Returns whether torchcodec loads and finds FFmpeg, as `transformers.utils` tells since 5.23."""
     try:
         import torchcodec
     except (ImportError, OSError, RuntimeError):
@@ -252,7 +254,7 @@ def is_torchcodec_usable() -> bool:
 
 
 def unfit_packages(error: BaseException) -> str | None:
-    """Which packages of this environment don't fit, for an error of their imports; `None` for other errors."""
+    """Returns a message about packages that don't fit together if their imports raised the error, else `None`."""
     is_named = re.compile(r"Could not import module|Failed to import").match  # by transformers and TRL, with the cause
     cause = error
     while is_named(str(cause)) and cause.__cause__ is not None:
@@ -261,19 +263,19 @@ def unfit_packages(error: BaseException) -> str | None:
         return str(cause)
     if cause is error and not _is_of_imports(error):
         return None
-    what = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
-    found = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
+    text = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
+    versions = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
     return (
-        f"packages of this environment don't fit together: {' '.join(what.split())}. It has {found or 'no torch'}; "
+        f"packages of this environment don't fit together: {' '.join(text.split())}. It has {versions or 'no torch'}; "
         "install versions that fit, see 'Packages that don't fit' in docs/install.md."
     )
 
 
 def _is_of_imports(error: BaseException) -> bool:
-    """Whether an import failed in an installed package, or in this one, rather than in a user's module."""
-    imports = isinstance(error, ImportError) and error.name  # otherwise a statement of a module failed
+    """Returns whether an import failed in an installed package or in this one, not in a user's module."""
+    imports = isinstance(error, ImportError) and error.name  # otherwise another statement of a module failed
     frames = [
-        each for each, _ in traceback.walk_tb(error.__traceback__) if imports or each.f_code.co_name == "<module>"
+        entry for entry, _ in traceback.walk_tb(error.__traceback__) if imports or entry.f_code.co_name == "<module>"
     ]
     names = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     names = [name for name in names if name not in {"__main__", *sys.stdlib_module_names}]

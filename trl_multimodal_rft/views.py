@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Views: what a model sees or hears instead of a medium, such as a masked image, silence or shuffled frames.
+Views: media that a model sees or hears instead of the original, such as a masked image, silence or shuffled frames.
 
 A view is one function under [`view`], of pixels `(T, H, W, 3)` (an image has one frame) or of samples `(S,)`, and of a
-random generator. It returns an array of the same shape, so that a prompt keeps its tokens.
+random generator. The function returns an array of the same shape, so that a prompt keeps its tokens.
 """
 
 import inspect
@@ -30,14 +30,14 @@ M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded medium
 
 @dataclass(frozen=True)
 class ViewType:
-    """A registered view, and what it implies."""
+    """A registered view, with its function and properties."""
 
     name: str
     paper: Paper | None
     function: Callable[..., np.ndarray]
-    modalities: tuple[str, ...] = MODALITIES  # media that it applies to
+    modalities: tuple[str, ...] = MODALITIES  # media that the view applies to
     strength: str | None = None  # the setting that a schedule scales
-    needs_other: bool = False  # whether it shows a medium of another row
+    needs_other: bool = False  # whether the view shows a medium of another row
 
 
 VIEWS: dict[str, ViewType] = {}
@@ -47,17 +47,17 @@ def view(
     name: str, modalities: tuple[str, ...] = MODALITIES, strength: str | None = None, needs_other: bool = False
 ) -> Callable:
     """
-    Decorator that registers a function as a view.
+    Returns a decorator that registers a function as a view.
 
     Args:
         name (`str`):
             Name of the view in configs.
         modalities (`tuple[str, ...]`, *optional*):
-            Modalities that it applies to, by default all.
+            Modalities that the view applies to, by default all.
         strength (`str`, *optional*):
-            Which setting a schedule scales.
+            Setting that a schedule scales.
         needs_other (`bool`, *optional*, defaults to `False`):
-            Whether it shows a medium of another row, which it gets as `other`.
+            Whether the view shows a medium of another row, which the function gets as `other`.
 
     Returns:
         `Callable`: The decorator. It takes a function of a medium (pixels `(T, H, W, 3)` or samples `(S,)`), a
@@ -79,8 +79,8 @@ class View:
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
     modalities: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
-    others: Sequence[MediaRef] = ()  # media of another row, in turn
-    seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on the index of media in their prompt
+    others: Sequence[MediaRef] = ()  # media of another row, used in turn
+    seed: tuple[int, ...] = (0,)  # seed of random numbers, with the index of media in the prompt
 
     @property
     def spelling(self) -> str:
@@ -92,19 +92,19 @@ class View:
         return modality in self.modalities and modality in self.type.modalities
 
     def only(self, modality: str) -> "View":
-        """The view of media of one modality."""
+        """Returns the view of media of one modality."""
         return replace(self, modalities=(modality,))
 
     def seeded(self, *numbers: int) -> "View":
-        """The view with random numbers that depend on these."""
+        """Returns the view with random numbers that depend on `numbers`."""
         return replace(self, seed=numbers)
 
     def with_others(self, others: Sequence[MediaRef]) -> "View":
-        """The view with media of another row."""
+        """Returns the view with media of another row."""
         return replace(self, others=others)
 
     def at(self, factor: float) -> "View":
-        """The view with its strength multiplied by a factor. Raises `ValueError` if it has none."""
+        """Returns the view with its strength times a factor. Raises `ValueError` if the view has no strength."""
         name = self.type.strength
         if name is None:
             raise ValueError(f"The view {self.type.name!r} has no strength that a schedule could scale.")
@@ -113,8 +113,8 @@ class View:
 
     def __call__(self, media: M, index: int, other: M | None = None) -> M:
         """
-        The view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`), in the
-        same form. Raises `ValueError` if the view changes its shape.
+        Returns the view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`)
+        in the same form. Raises `ValueError` if the view changes the shape of the medium.
         """
         source, rng = _as_array(media), np.random.default_rng([*self.seed, index])
         settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
@@ -132,11 +132,11 @@ class View:
 
 def as_view(source: "str | Callable | View") -> View:
     """
-    Looks up a view.
+    Returns a view by its name or its function.
 
     Args:
         source (`str` or `Callable` or [`View`]):
-            Its name, with settings behind it (`"mask_patches(ratio=0.5)"`), a dotted path to a function
+            Name of a view, with settings behind it (`"mask_patches(ratio=0.5)"`), a dotted path to a function
             (`"my_views.flip"`), or the function, of a medium and a random generator as for [`view`].
 
     Returns:
@@ -156,14 +156,14 @@ def as_view(source: "str | Callable | View") -> View:
 
 
 def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
-    """Pixels `(T, H, W, 3)`, or samples `(S,)`."""
+    """Returns a medium as pixels `(T, H, W, 3)`, or as samples `(S,)`."""
     if isinstance(media, PIL.Image.Image):
         return np.array(media.convert("RGB"))[None]
     return media.permute(0, 2, 3, 1).numpy() if isinstance(media, torch.Tensor) else media
 
 
 def _resized(frames: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Frames of another size."""
+    """Returns frames resized to a height and a width."""
     images = (PIL.Image.fromarray(frame.astype(np.uint8)).resize((width, height)) for frame in frames)
     return np.stack([np.asarray(image) for image in images])
 
@@ -176,7 +176,7 @@ def blank(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @view("other_row", needs_other=True)
 def other_row(media: np.ndarray, rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
-    """A medium of another row, fitted to the duration and size of this one; without one, `blank`."""
+    """A medium of another row, fitted to the duration and size of the original; without another row, `blank`."""
     if other is None:
         return blank(media, rng)
     if media.ndim == 1:
@@ -190,7 +190,7 @@ def mask_patches(
     media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.6, patch_size: Count = 14
 ) -> np.ndarray:
     """
-    Black patches in place of a share of all, the same ones in each frame, as in
+    Black patches in place of a share of all patches, the same in each frame, as in
     [PAPO](https://huggingface.co/papers/2507.06448).
     """
     height, width = media.shape[1:3]
@@ -205,7 +205,7 @@ def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated
     Gaussian noise of a diffusion process after some of its 1,000 steps, as in
     [NoisyRollout](https://huggingface.co/papers/2504.13055).
 
-    It is $\sqrt{\bar\alpha_t} x + \sqrt{1 - \bar\alpha_t} \epsilon$ for pixels $x$ between 0 and 1.
+    The view is $\sqrt{\bar\alpha_t} x + \sqrt{1 - \bar\alpha_t} \epsilon$ for pixels $x$ between 0 and 1.
     """
     logits = np.linspace(-6, 6, _DIFFUSION_STEPS)
     kept = np.cumprod(1 - (1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-logits))))[step]
@@ -215,7 +215,7 @@ def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated
 
 @view("crop", modalities=("image", "video"))
 def crop(media: np.ndarray, rng: np.random.Generator, scale: Annotated[float, "(0, 1)"] = 0.5) -> np.ndarray:
-    """A random window with this share of height and width, enlarged to the size of the whole."""
+    """A random window with a share (`scale`) of height and width, enlarged to the original size."""
     height, width = media.shape[1:3]
     size = [max(1, round(scale * full)) for full in (height, width)]
     top, left = (rng.integers(full - part + 1) for full, part in zip((height, width), size, strict=True))
@@ -230,7 +230,7 @@ def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @view("drop_frames", modalities=("video",), strength="ratio")
 def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.5) -> np.ndarray:
-    """The frame before, in place of each dropped one; the first stays."""
+    """Repeats of the previous kept frame in place of dropped frames; the first frame stays."""
     kept = rng.random(len(media)) >= ratio
     indices = np.where(kept, np.arange(len(media)), 0)
     return media[np.maximum.accumulate(indices)]

@@ -6,16 +6,19 @@ from functools import partial
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from helpers.chats import image
+from helpers.chats import image, turn
 from helpers.families import FAMILIES
-from helpers.trainer_utils import shifted
+from helpers.trainer_utils import relative_difference, shifted
 from peft import LoraConfig, get_peft_model
 from training import GROUP, compared, engine_options, image_rows, observed, start
 from training import train as train_grpo
+from trl import KTOConfig, KTOTrainer
 
 from trl_multimodal_rft import (
     MultimodalDPOConfig,
     MultimodalDPOTrainer,
+    MultimodalKTOConfig,
+    MultimodalKTOTrainer,
     MultimodalRewardConfig,
     MultimodalRewardTrainer,
 )
@@ -25,14 +28,14 @@ from trl_multimodal_rft.models.reward_model import as_reward_model
 SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
 
 
-def pairs():
-    """Returns sixteen pairs, in whose fours one rank has all images, then the other."""
+def pairs(has_images=False):
+    """Returns sixteen pairs, in whose fours one rank has all images, then the other, unless all have images."""
     return [
         {
             "prompt": "What is it?" + " Is there a cat?" * (i % 3),
             "chosen": "It is a bird." + " It sings." * (i % 5),
             "rejected": "It is a cat" + " or a dog" * (i % 4),
-            "image": image(*SIZES[i % 4], seed=i)["image"] if i // 2 % 2 == i // 8 else None,
+            "image": image(*SIZES[i % 4], seed=i)["image"] if has_images or i // 2 % 2 == i // 8 else None,
         }
         for i in range(16)
     ]
@@ -117,6 +120,34 @@ def dpo_skipped(folder):
     names = ("eval_loss", "eval_media/skipped", "eval_rewards/view_margins", "eval_rewards/margins")
     kept = {name: metrics[name] for name in names}
     return {**result, "skipped": sorted(trainer._stream.skipped), "evaluated": kept}
+
+
+def kto_rows(folder, trainer=MultimodalKTOTrainer, config_class=MultimodalKTOConfig, has_images=False, **options):
+    """Ranks have other numbers of desirable completions. The reference is another model."""
+    objects, config = saved(folder, 4, **options)
+    rows = [
+        {
+            "prompt": turn("user", row["prompt"]),
+            "completion": turn("assistant", row["chosen" if i % 3 else "rejected"]),
+            "label": bool(i % 3),
+            "image": row["image"],
+        }
+        for i, row in enumerate(pairs(has_images))
+    ]
+    objects["ref_model"] = shifted(FAMILIES["qwen2_5_vl"].build()[0], seed=1)
+    return observed(trainer(args=config_class(**config), train_dataset=Dataset.from_list(rows), **objects))
+
+
+kto_parts = partial(kto_rows, loss_type="apo_zero_unpaired", max_tokens_per_microbatch=60)
+
+
+def kto_as_trl(folder):
+    """The KL estimate is of a micro-batch, and a mean over ranks, so that one process has another."""
+    options = {"has_images": True, "max_length": None, "gradient_accumulation_steps": 1}
+    theirs = kto_rows(folder / "trl", KTOTrainer, KTOConfig, **options)
+    PartialState().wait_for_everyone()
+    ours = kto_rows(folder / "ours", **options)
+    return {**ours, "trl": theirs["steps"], "distance": relative_difference(theirs["update"], ours["update"])}
 
 
 def reward_pairs(folder, checkpoint=None, **options):

@@ -70,6 +70,7 @@ IN_TURN = {
     "sft_parts": FSDP2,
     "dpo_parts": ZERO3,
     "dpo_resumed": FSDP2,
+    "kto_parts": FSDP2,
     "reward_pairs": FSDP2,
     "reward_parts": ZERO3,
     "reward_resumed": FSDP2,

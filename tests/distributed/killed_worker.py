@@ -38,7 +38,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.generation.vllm_requests import ServerSample
 from trl_multimodal_rft.generation.vllm_server import EngineRequest, server_completions
-from trl_multimodal_rft.trainers.manifest import verify_checkpoint
+from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
 SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "difficulty_sampling": True}

@@ -612,6 +612,25 @@ def test_preferences_train_as_in_one_process(engine, two, one):
     assert engine != "fsdp2" or two[0]["sharded"]
 
 
+@in_turn("kto_parts")
+def test_labelled_completions_train_as_in_one_process(engine, two, one):
+    """Ranks have different media, tokens and numbers of labels, over accumulated micro-batches."""
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "num_tokens"])
+
+
+@on(["ddp"], "kto_as_trl")
+def test_the_kl_estimate_of_ranks_is_that_of_trl(two):
+    assert_same_ranks(two)
+    for rank in two:
+        assert rank["distance"] < 1e-5
+        for ours, theirs in zip(rank["steps"], rank["trl"], strict=True):
+            for name in ("loss", "kl", "rewards/chosen", "logps/rejected", "num_tokens"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+        assert max(step["kl"] for step in rank["steps"]) > 0
+
+
 @in_turn("reward_pairs", "reward_parts")
 def test_reward_models_train_as_in_one_process(engine, two, one):
     """Ranks have different media, tokens, margins and ties."""

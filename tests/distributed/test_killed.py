@@ -21,7 +21,7 @@ from helpers.marks import slow_but
 from helpers.processes import PATIENCE, python_command, python_environment
 from safetensors.torch import load_file
 
-from trl_multimodal_rft.trainers.manifest import verify_checkpoint
+from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
 HERE = Path(__file__).parent

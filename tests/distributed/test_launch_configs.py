@@ -407,7 +407,7 @@ def test_ranks_that_share_rows_are_refused(kind, monkeypatch, tmp_path):
     config_class, objects = CONFIGS[kind], {"train_dataset": text_rows()}
     if kind == "distillation":
         objects["teacher_model"] = load("qwen2_5_vl")[0]
-    elif kind not in ("sft", "dpo", "reward"):
+    elif kind not in ("sft", "dpo", "kto", "reward"):
         objects["reward_funcs"] = length_and_sum
 
     def refused(named, model="no/model", **options):

@@ -27,10 +27,11 @@ from transformers import Qwen2_5_VLProcessor
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.checks.rounding import NOISE_FACTOR
-from trl_multimodal_rft.cli import arguments, estimate
-from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.cli import parsers
+from trl_multimodal_rft.cli.options import Parser
+from trl_multimodal_rft.extras import estimate
+from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
-from trl_multimodal_rft.scripts.options import Parser
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_memory_is_what_is_estimated(checkpointing, device, freed, tmp_path, mon
         peak = watch.peak + sum(parameter.nbytes for parameter in trainer.model.parameters())
 
     parser = Parser("estimate")
-    arguments.estimate(parser)
+    parsers.estimate(parser)
     parsed = parser.parse_args(
         [
             *("--model_name_or_path", str(tmp_path), "--device", device, "--optim", "adamw_torch_fused"),

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Trainers that ask ahead for completions, without vLLM: its servers are a function of prompt, seed and salt."""
+"""Asynchronous sampling of trainers without vLLM: completions are a function of prompt, seed and salt."""
 
 import hashlib
 from contextlib import nullcontext
@@ -15,8 +15,8 @@ LENGTH = 6
 
 def answer(ids: list[int], seed: int, salt: str) -> list[int]:
     """Returns a completion."""
-    drawn = hashlib.sha256(f"{ids} {seed} {salt}".encode()).digest()[:LENGTH]
-    return [50 + each % 100 for each in drawn]
+    digest = hashlib.sha256(f"{ids} {seed} {salt}".encode()).digest()[:LENGTH]
+    return [50 + byte % 100 for byte in digest]
 
 
 def answers(request: EngineRequest, salt: str, turn: int, attempt: int) -> list:
@@ -25,7 +25,7 @@ def answers(request: EngineRequest, salt: str, turn: int, attempt: int) -> list:
 
 
 class Engine:
-    """What a trainer asks of vLLM to ask ahead."""
+    """The part of vLLM's interface that asynchronous sampling uses."""
 
     def server_requests(self, prompts):
         runs = [[*run] for _, run in groupby(prompts, key=id)]
@@ -36,7 +36,7 @@ class Engine:
 
 
 class Ahead(Wrapped):
-    """Replaces a trainer's sampler, `events` are the order in which batches are asked for and used."""
+    """Sampler of a trainer. `events` lists requests and uses of batches, and loads of weights, in their order."""
 
     def __init__(self, trainer, max_staleness: int = 2, send=answers, patience: float = 20.0):
         super().__init__(trainer)
@@ -45,16 +45,16 @@ class Ahead(Wrapped):
         trainer.vllm_generation = Engine()
         self.flight = trainer.in_flight = InFlight(send, max_staleness, patience)
         ask, take = self.flight.ask, self.flight.take
-        self.flight.ask = lambda place, *given, **more: (
-            self.events.append(("ask", place)),
-            ask(place, *given, **more),
+        self.flight.ask = lambda batch_index, *args, **kwargs: (
+            self.events.append(("ask", batch_index)),
+            ask(batch_index, *args, **kwargs),
         )
-        self.flight.take = lambda place: (self.events.append(("use", place)), take(place))[1]
+        self.flight.take = lambda batch_index: (self.events.append(("use", batch_index)), take(batch_index))[1]
 
     def __call__(self, model, prompts, **options):
-        """Returns log-probabilities, too, as vLLM does."""
+        """Returns completions and log-probabilities, as vLLM does."""
         ids, _ = super().__call__(model, prompts, **options)
-        return ids, [[-1.0] * len(each) for each in ids]
+        return ids, [[-1.0] * len(completion) for completion in ids]
 
     def load_weights(self, step: int) -> None:
         self.events.append(("weights", step))

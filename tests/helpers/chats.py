@@ -20,7 +20,7 @@ def text(words: str) -> dict:
 
 
 def mosaic(frames: int, height: int, width: int, seed: int) -> np.ndarray:
-    """Random colours in blocks of 14 x 14 pixels. All patches of white noise would look alike to a tower."""
+    """Returns random colours in blocks of 14 x 14 pixels. Patches of white noise would all look alike to a tower."""
     rows, columns = -(-height // 14), -(-width // 14)
     colours = np.random.default_rng(seed).integers(0, 256, (frames, rows, columns, 3), dtype=np.uint8)
     return colours.repeat(14, axis=1).repeat(14, axis=2)[:, :height, :width]
@@ -84,7 +84,7 @@ def image_or_video_prompts() -> list[list[dict]]:
 
 
 def omni_prompts(cell: int = 28) -> list[list[dict]]:
-    """For omni models, which don't resize videos: `cell` is the side in pixels of one token."""
+    """Returns prompts for omni models, which don't resize videos. `cell` is the side of one token in pixels."""
     return [
         chat(audio(0.6, seed=1), text("What do you hear?")),
         chat(
@@ -104,7 +104,7 @@ def image_audio_prompts() -> list[list[dict]]:
 
 
 def phi4_prompts() -> list[list[dict]]:
-    """Low images, because one that fills its crop has 545 tokens; the minimum is 290."""
+    """Returns prompts with low images: an image that fills its crop has 545 tokens, and the minimum is 290."""
     return [
         chat(image(64, 10, seed=1), text("What is in the image?")),
         chat(audio(0.7, seed=1), text("What do you hear?")),
@@ -115,7 +115,7 @@ def phi4_prompts() -> list[list[dict]]:
 
 
 def base64_audio_prompts() -> list[list[dict]]:
-    """For Voxtral, which accepts audio as a path, an address or base64, but not as an array."""
+    """Returns prompts for Voxtral, which accepts audio as a path, an address or base64, but not as an array."""
     return [
         chat(*(base64_audio(block) if block["type"] == "audio" else block for block in message["content"]))
         for (message,) in audio_prompts()
@@ -129,12 +129,12 @@ def base64_audio(block: dict) -> dict:
 
 
 def always_image_prompts() -> list[list[dict]]:
-    """For PaliGemma, whose processor requires an image in every prompt."""
+    """Returns prompts for PaliGemma, whose processor requires an image in every prompt."""
     return [*image_prompts()[:2], chat(image(28, 28, seed=4), text("Is there a bird?"))]
 
 
 def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
-    """For processors that accept one audio per prompt. The second audio is longer than the window."""
+    """Returns prompts for processors that accept one audio per prompt. The second audio is longer than the window."""
     return [
         chat(audio(0.7, seed=1), text("What do you hear?")),
         chat(audio(longest, seed=2), text("Is there a cat, a dog or a bird?")),

@@ -25,7 +25,7 @@ G = 4  # completions per prompt
 
 @dataclass
 class Subject:
-    """Inputs of a check; `prompts` and `messages` are those of each completion."""
+    """Inputs of a check. `prompts` and `messages` have one entry per completion."""
 
     model: PreTrainedModel
     policy: PolicyForward
@@ -47,7 +47,7 @@ def subject(
     objects: Any = None,
     **more: Any,
 ) -> Subject:
-    """Returns a tiny policy, or the one of `objects`, and the prompts of rows; `more` are settings of the run."""
+    """Returns inputs of a check: a tiny policy or that of `objects`, and prompts of rows. `more` changes settings."""
     model, processor = objects or load(family)
     fallbacks = Fallbacks(
         packing=sharing_obstacle(model) is None,
@@ -58,7 +58,7 @@ def subject(
         install_prefix_attention(model)
     policy = policy_class(Accelerator(cpu=True), processor, fallbacks=fallbacks, temperature=temperature)
     messages = [row["prompt"] for row in rows_to_messages(list(rows))]
-    prompts = [encode_prompt(each, processor, model, row=row) for row, each in enumerate(messages)]
+    prompts = [encode_prompt(chat, processor, model, row=row) for row, chat in enumerate(messages)]
     tokenizer = getattr(processor, "tokenizer", processor)
     config = GenerationConfig(
         max_new_tokens=8,
@@ -90,11 +90,11 @@ def subject(
 
 def released(family: str, rows: Any, **options: Any) -> Subject:
     """
-    Returns a tiny policy in bfloat16 with logits of up to 25, whose layers round at random, as different kernels of a
-    GPU do.
+    Returns the inputs of a check of a tiny policy in bfloat16 with logits of up to 25. The layers round at random, as
+    different kernels of a GPU do.
     """
-    made = subject(family, rows, **options)
-    model = made.model.bfloat16()
+    result = subject(family, rows, **options)
+    model = result.model.bfloat16()
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     inputs = {"input_ids": torch.arange(40, 60)[None]}
@@ -109,4 +109,4 @@ def released(family: str, rows: Any, **options: Any) -> Subject:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
             module.register_forward_hook(rounded)
-    return made
+    return result

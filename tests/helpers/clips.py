@@ -52,12 +52,12 @@ def placed(data, matrix):
     """Returns an MP4 whose header declares a turned or mirrored camera."""
     a, b, c, d = (n % 2**16 * 2**16 for n in matrix)
     matrix = [a, b, 0, c, d, 0, 0, 0, 2**30]
-    place = data.index(b"tkhd") + 4 + 40
-    return data[:place] + b"".join(n.to_bytes(4, "big") for n in matrix) + data[place + 36 :]
+    offset = data.index(b"tkhd") + 4 + 40
+    return data[:offset] + b"".join(n.to_bytes(4, "big") for n in matrix) + data[offset + 36 :]
 
 
 @functools.cache
 def shown(data):
-    """Decodes all frames from the first, like the program `ffmpeg`."""
+    """Returns all frames from the first one, as the program `ffmpeg` decodes them."""
     with av.open(io.BytesIO(data)) as file:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])

@@ -1,16 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What ranks exchange."""
+"""Counts of the data that ranks exchange."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Gathered(TorchDispatchMode):
-    """Counts the bytes that collectives gather from shards."""
+    """Mode that counts the bytes that collectives gather from shards."""
 
     n_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if "all_gather_into_tensor" in func.name():
-            self.n_bytes += found.nbytes
-        return found
+            self.n_bytes += output.nbytes
+        return output

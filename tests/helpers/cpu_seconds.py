@@ -2,12 +2,12 @@
 """
 A pytest plugin that prints the CPU seconds of each file at the end, including the processes that its tests start.
 
-Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. It holds
-the times of each suite; `--write-cpu-seconds` stores those of a run. A file without a time counts as the mean of its
-suite. `--write-results` writes what a run found, which `weekly.py` reads.
+Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. The
+JSON file has the times of each suite; `--write-cpu-seconds` stores those of a run. A file without a time counts as the
+mean of its suite. `--write-results` writes the results of a run, which `weekly.py` reads.
 
 ```bash
-python tests/helpers/cpu_seconds.py  # the files that take longest
+python tests/helpers/cpu_seconds.py  # prints the files that take longest
 ```
 """
 
@@ -20,7 +20,7 @@ import pytest
 
 
 STORED = Path(__file__).parents[1] / "cpu_seconds.json"
-SHOWN = 10  # files
+SHOWN = 10  # number of files that are printed
 
 forked = 0.0  # CPU seconds of commands that were forked elsewhere (`forked.py`)
 _seconds: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def pytest_testnodedown(node):
 
 
 def text(suites: dict[str, dict[str, float]]) -> str:
-    """Returns what `cpu_seconds.json` has for these times: files that are there, by name, so that branches merge."""
+    """Returns the content of `cpu_seconds.json`: times of existing files, sorted by file so that branches merge."""
     present = {
         suite: {file: round(seconds[file], 1) for file in sorted(seconds) if (STORED.parent / file).exists()}
         for suite, seconds in suites.items()
@@ -82,7 +82,7 @@ def store(suite: str, seconds: dict[str, float]) -> None:
     STORED.write_text(text({**suites, suite: suites.get(suite, {}) | seconds}))
 
 
-@pytest.hookimpl(tryfirst=True)  # before the terminal's summary
+@pytest.hookimpl(tryfirst=True)  # runs before the terminal's summary
 def pytest_sessionfinish(session):
     config = session.config
     if hasattr(config, "workeroutput"):
@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def _results(reports: dict[str, list]) -> dict[str, object]:
     """Returns numbers of tests, the names of those that failed, and the CPU seconds of each file."""
-    failed = sorted({each.nodeid for outcome in ("failed", "error") for each in reports.get(outcome, ())})
+    failed = sorted({report.nodeid for outcome in ("failed", "error") for report in reports.get(outcome, ())})
     counts = {outcome: len(reports.get(outcome, ())) for outcome in ("passed", "skipped")}
     return {**counts, "failed": failed, "seconds": dict(_seconds)}
 

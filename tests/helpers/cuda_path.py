@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
+"""The path of CUDA on a CPU: a strict stand-in for torch's variable-length kernel, and counts of operations."""
 
 import itertools
 from collections import Counter
@@ -29,7 +29,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def attend(query, key, value, sequences, window, scaling):
-    """Attention as a kernel on CUDA has it, with the log-sum-exp of scores; asserts what that kernel wants."""
+    """Returns attention and the log-sum-exp of scores as a kernel on CUDA does. Asserts what that kernel requires."""
     _check(query, key, value, sequences)
     outputs, lses = [], []
     for _, _, q, k, v in _sequences(query, key, value, sequences):
@@ -40,29 +40,29 @@ def attend(query, key, value, sequences, window, scaling):
 
 
 def gradients(gradient, query, key, value, output, lse, sequences, window, scaling):
-    """Gradients of attention to these keys, with the log-sum-exp over all; asserts what the kernel on CUDA wants."""
+    """Returns gradients of attention to keys, with the log-sum-exp over all. Asserts what the CUDA kernel requires."""
     _check(query, key, value, sequences)
     assert gradient.shape == output.shape == query.shape and gradient.dtype == output.dtype == query.dtype
     assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype and lse.is_contiguous()
-    of_query, of_key, of_value = (torch.zeros_like(_wide(each)) for each in (query, key, value))
+    of_query, of_key, of_value = (torch.zeros_like(_wide(tensor)) for tensor in (query, key, value))
     starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
     for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
-        d_out, out = (_wide(each[a:b]).transpose(0, 1) for each in (gradient, output))
+        d_out, out = (_wide(tensor[a:b]).transpose(0, 1) for tensor in (gradient, output))
         p = (_scores(q, k, window, scaling) - lse[:, a:b, None]).exp()
         d_scores = p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scaling
         of_query[a:b] = (d_scores @ k).transpose(0, 1)
-        for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
-            total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
-    return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
+        for total, tensor in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
+            total[starts[i] : starts[i + 1]] = tensor.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+    return tuple(tensor.to(query.dtype) for tensor in (of_query, of_key, of_value))
 
 
 def flash_forward(query, key, value, sequences, is_causal, scaling):
-    """A stand-in for `kernels.flash_forward`."""
+    """Stands in for `kernels.flash_forward`."""
     return attend(query, key, value, sequences, (-1, 0 if is_causal else -1), scaling)
 
 
 def flash_backward(*states_and_sequences_and_scaling):
-    """A stand-in for `kernels.flash_backward`."""
+    """Stands in for `kernels.flash_backward`."""
     *states, sequences, is_causal, scaling = states_and_sequences_and_scaling
     return gradients(*states, sequences, (-1, 0 if is_causal else -1), scaling)
 
@@ -82,12 +82,12 @@ def _wide(states):
 
 
 def _sequences(query, key, value, sequences):
-    """Of each sequence the place of its queries, and its states `(heads of queries, n, head_dim)`."""
+    """Yields for each sequence the bounds of its queries, and its states `(heads of queries, n, head_dim)`."""
     groups = query.size(1) // key.size(1)
-    bounds = (itertools.pairwise(each.tolist()) for each in sequences[:2])
+    bounds = (itertools.pairwise(tensor.tolist()) for tensor in sequences[:2])
     for (a, b), (c, d) in zip(*bounds, strict=True):
-        own = (_wide(each[c:d]).transpose(0, 1).repeat_interleave(groups, 0) for each in (key, value))
-        yield a, b, _wide(query[a:b]).transpose(0, 1), *own
+        key_and_value = (_wide(tensor[c:d]).transpose(0, 1).repeat_interleave(groups, 0) for tensor in (key, value))
+        yield a, b, _wide(query[a:b]).transpose(0, 1), *key_and_value
 
 
 def _scores(query, key, window, scaling):
@@ -99,9 +99,9 @@ def _scores(query, key, window, scaling):
 
 class VarlenKernel:
     """
-    A stand-in for `torch.nn.attention.varlen.varlen_attn` that asserts what the kernel on CUDA wants.
+    A stand-in for `torch.nn.attention.varlen.varlen_attn` that asserts what the kernel on CUDA requires.
 
-    `calls` has for each call the sizes of its heads, the window and the number of key positions that it computes.
+    `calls` holds the head size, the window and the number of computed pairs of queries and keys of each call.
     """
 
     def __init__(self):
@@ -117,10 +117,10 @@ class VarlenKernel:
 
 
 def _computed(queries, keys, window) -> int:
-    """Pairs of queries and keys in a window."""
+    """Returns the number of pairs of queries and keys in a window."""
     total, (left, right) = 0, window
     for n, m in zip(queries, keys, strict=True):
-        last = torch.arange(m - n, m)  # the key at each query's own place
+        last = torch.arange(m - n, m)  # the key at the position of each query
         first = torch.zeros_like(last) if left < 0 else (last - left).clamp(min=0)
         end = torch.full_like(last, m - 1) if right < 0 else (last + right).clamp(max=m - 1)
         total += int((end - first + 1).sum())
@@ -145,7 +145,7 @@ def cuda_path(monkeypatch):
 
 
 class Counts(TorchDispatchMode):
-    """Counts the `operations` that are dispatched within the context."""
+    """Mode that counts the `operations` that are dispatched within the context."""
 
     def __init__(self):
         super().__init__()
@@ -158,8 +158,8 @@ class Counts(TorchDispatchMode):
 
 class Attentions(TorchFunctionMode):
     """
-    Records calls of scaled dot product attention: shapes of queries and keys in `calls`, and those where cuDNN may
-    take the call, for which it makes plans, in `planned`.
+    Mode that records calls of scaled dot product attention: shapes of queries and keys in `calls`, and in `planned`
+    the shapes of calls that cuDNN may take, for which it makes plans.
     """
 
     def __init__(self):

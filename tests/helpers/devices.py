@@ -12,7 +12,7 @@ from packaging.version import Version
 # `tests/shims/fake_cuda.py` has neither Triton's kernels nor storages that can be emptied, and one device
 IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == "stand-in"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-# A rehearsal (`gpu/rehearse.sh`) runs on a CPU what else only a GPU does
+# A rehearsal (`gpu/rehearse.sh`) runs tests on a CPU that otherwise only a GPU runs
 IS_REHEARSAL = "REHEARSAL" in os.environ and not torch.cuda.is_available()
 DEVICE = "cpu" if IS_REHEARSAL else "cuda"
 GPU_OR_REHEARSAL = [pytest.mark.gpu, *([] if IS_REHEARSAL else GPU)]
@@ -25,18 +25,18 @@ NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
 
 
 def gated_backward_obstacle() -> str | None:
-    """Why flash-linear-attention refuses the backward pass of gated layers here; `None` where it doesn't."""
-    found = {}
+    """Returns why flash-linear-attention refuses the backward pass of gated layers here, or `None` if it doesn't."""
+    libs = {}
     for name in ("flash-linear-attention", "triton", "tilelang"):
         try:
-            found[name] = version(name)
+            libs[name] = version(name)
         except PackageNotFoundError:
             pass
-    if "flash-linear-attention" not in found or "triton" not in found or "tilelang" in found:
+    if "flash-linear-attention" not in libs or "triton" not in libs or "tilelang" in libs:
         return None
     is_hopper = torch.cuda.get_device_capability()[0] == 9
-    if not is_hopper or not Version("3.4.0") <= Version(found["triton"]) < Version("3.7.1"):
+    if not is_hopper or not Version("3.4.0") <= Version(libs["triton"]) < Version("3.7.1"):
         return None
     return (
-        f"on Hopper, flash-linear-attention needs TileLang or Triton 3.7.1 for gradients, not Triton {found['triton']}"
+        f"on Hopper, flash-linear-attention needs TileLang or Triton 3.7.1 for gradients, not Triton {libs['triton']}"
     )

@@ -39,7 +39,7 @@ def teacher(family: str, distance: float = 0.05):
 
 def distill(trainer_class, family: str, dataset, objects=None, **options):
     """Trains on the rows of a dataset in their order, with 4 completions of each."""
-    if not issubclass(trainer_class, MultimodalDistillationTrainer):  # which knows one completion of a row
+    if not issubclass(trainer_class, MultimodalDistillationTrainer):  # TRL's trainer samples one completion of a row
         dataset = Dataset.from_list([row for row in dataset for _ in range(4)])
     objects = {"teacher_model": teacher(family), **(objects or {})}
     options = {"learning_rate": 0.1, "shuffle_dataset": False, **options}
@@ -48,16 +48,16 @@ def distill(trainer_class, family: str, dataset, objects=None, **options):
 
 def by_hand(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0, top_k=None):
     """
-    Returns the mean divergence of the completions' tokens with its gradients, and the student's mean entropy, by the
-    equations, from the models' own forwards of one completion after the other. `read` holds what the teacher reads.
-    With `top_k`, all but the teacher's most likely tokens count as one.
+    Returns the mean divergence of the completions' tokens with its gradients, and the student's mean entropy. They
+    follow the equations, from the models' plain forward passes of single completions. `read` holds contents for the
+    teacher that differ from the student's. With `top_k`, all but the teacher's most likely tokens count as one token.
     """
     total, entropy, n_tokens = 0.0, 0.0, sum(map(len, completions))
-    for content, own, ids in zip(contents, read or contents, completions, strict=True):
+    for content, teacher_content, ids in zip(contents, read or contents, completions, strict=True):
         log_probs = []
-        for model, each in ((student, content), (teacher, own)):
+        for model, blocks in ((student, content), (teacher, teacher_content)):
             with torch.set_grad_enabled(not log_probs):
-                inputs = encode(processor, [{"role": "user", "content": each}])
+                inputs = encode(processor, [{"role": "user", "content": blocks}])
                 logits = model(**extended(inputs, torch.tensor(ids))).logits[0, -len(ids) - 1 : -1]
                 log_probs.append((logits / temperature).log_softmax(-1))
         entropy -= (log_probs[0].exp() * log_probs[0]).sum().item()
@@ -72,10 +72,10 @@ def by_hand(student, teacher, processor, contents, completions, *, beta, read=No
 
 
 def with_rest(student, teacher, top_k):
-    """Returns log-probabilities of the teacher's most likely tokens, and that of all others together."""
+    """Returns log-probabilities of the teacher's most likely tokens, and of all other tokens as one."""
     ids = teacher.topk(top_k, dim=-1).indices
-    chosen = [each.exp().gather(-1, ids) for each in (student, teacher)]
-    return [torch.cat([each, 1 - each.sum(-1, keepdim=True)], dim=-1).log() for each in chosen]
+    chosen = [log_probs.exp().gather(-1, ids) for log_probs in (student, teacher)]
+    return [torch.cat([log_probs, 1 - log_probs.sum(-1, keepdim=True)], dim=-1).log() for log_probs in chosen]
 
 
 def divergence(student, teacher, beta):

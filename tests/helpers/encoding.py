@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Chats that the package encodes."""
+"""Prompts of chats as the package encodes them, and a plain forward pass of their completions."""
 
 import functools
 
@@ -30,7 +30,7 @@ def build_encoded(name: str) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin, lis
 def encode_chats(
     model: hf.PreTrainedModel, processor: hf.ProcessorMixin, chats: list[list[dict]]
 ) -> list[EncodedPrompt]:
-    """Encodes prompts of chats with one message each."""
+    """Returns the encoded prompts of chats, each with one message."""
     for chat in chats:
         for block in chat[0]["content"]:
             if block["type"] == "audio":
@@ -50,7 +50,7 @@ def assert_same_features(prompt, expected):
 
 
 def extended(inputs, ids: torch.Tensor, **fill) -> dict:
-    """Returns a prompt's inputs with a completion, whose values per token are 0, or those of `fill`."""
+    """Returns a prompt's inputs with a completion appended. Its values per token are 0, or the values in `fill`."""
     shape, fill = inputs["input_ids"].shape, {"attention_mask": 1, **fill}
     per_token = {name: value for name, value in inputs.items() if value.shape == shape}
     padded = {
@@ -60,7 +60,7 @@ def extended(inputs, ids: torch.Tensor, **fill) -> dict:
 
 
 def own_logps(model, inputs, ids: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities of a completion to a prompt's inputs by the model's plain forward."""
+    """Returns log-probabilities of a completion of a prompt by the model's plain forward pass."""
     with torch.no_grad():
         logits = model(**extended(inputs, ids)).logits[0, -len(ids) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]

@@ -11,7 +11,7 @@ from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
 
 class Compared(Wrapped):
-    """Samples like the trainer, and compares the result with the trainer's model."""
+    """Sampler that samples like the trainer's, and compares the result with the trainer's model."""
 
     def __call__(self, model, prompts, **options):
         completions, logps = super().__call__(model, prompts, **options)
@@ -21,8 +21,8 @@ class Compared(Wrapped):
 
 class Recorded(MultimodalGRPOTrainer):
     """
-    Records each draw: `draws` hold ids of prompt and completion, and the differences between the log-probabilities of
-    sampling and those of the model's forward pass at the model's default positions.
+    Trainer that records its draws. `draws` holds ids of prompt and completion, and the largest difference between the
+    log-probabilities of sampling and of the model's forward pass at the model's default positions.
     """
 
     own_positions = True
@@ -59,7 +59,7 @@ class Recorded(MultimodalGRPOTrainer):
 
 
 class RecordedOmni(Recorded):
-    """Compares at the prompt's positions, because the model takes each sampled `<|audio_bos|>` for another sound."""
+    """Trainer that compares at a prompt's positions, as the model takes sampled `<|audio_bos|>` for further sounds."""
 
     own_positions = False
 

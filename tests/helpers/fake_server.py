@@ -32,7 +32,7 @@ from urllib.request import Request, urlopen
 
 
 LENGTH = 6  # tokens of a completion
-SHORTEST, LONGEST = 0.2907, 8.0  # of latencies, whose mean is 1
+SHORTEST, LONGEST = 0.2907, 8.0  # bounds of latencies, whose mean is 1
 
 
 def latency(number: int) -> float:
@@ -57,12 +57,12 @@ class Group:
 
 
 class Engine:
-    """Runs completions at the same time in `slots`, in the order of their arrival. Its clock stops while it pauses."""
+    """Engine that runs up to `slots` completions at once, in order of arrival. Its clock stops while it pauses."""
 
     def __init__(self, slots: int):
         self.slots, self.paused = slots, False
         self.waiting: deque[tuple[Group, float]] = deque()
-        self.running: list[tuple[float, int, Group]] = []  # by when they end
+        self.running: list[tuple[float, int, Group]] = []  # heap by the time of their end
         self._numbers, self._changed = itertools.count(), threading.Condition()
         self._time, self._last = 0.0, time.monotonic()
         threading.Thread(target=self._run, daemon=True).start()
@@ -76,7 +76,7 @@ class Engine:
     def add(self, seconds: list[float]) -> Group:
         with self._changed:
             group = Group(self._now(), len(seconds))
-            self.waiting.extend((group, each) for each in seconds)
+            self.waiting.extend((group, duration) for duration in seconds)
             self._fill(group.arrival)
             self._changed.notify()
         return group
@@ -85,8 +85,8 @@ class Engine:
         """Ends the completions of a client that is gone."""
         with self._changed:
             now = self._now()
-            self.waiting = deque(each for each in self.waiting if each[0] is not group)
-            self.running = [each for each in self.running if each[2] is not group]
+            self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
+            self.running = [entry for entry in self.running if entry[2] is not group]
             heapq.heapify(self.running)
             self._fill(now)
             self._changed.notify()
@@ -110,13 +110,13 @@ class Engine:
                     group.n_left -= 1
                     if group.n_left == 0:
                         group.over.set()
-                    self._fill(end)  # as if this thread had been here at once
+                    self._fill(end)  # the next ones start at that time, however late this thread wakes
                 idle = self.paused or not self.running
                 self._changed.wait(None if idle else max(0.0, self.running[0][0] - self._time))
 
 
 class Server(ThreadingHTTPServer):
-    """The server; `state` outlives it."""
+    """A server, whose `state` outlives it."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -126,7 +126,7 @@ class Server(ThreadingHTTPServer):
         self.state, self.engine = state, Engine(state.config["slots"])
         self.connections: set[socket.socket] = set()
         self.adapters: list[str] = []
-        self.instance = str(time.time_ns())  # when it was started, as vLLM says it
+        self.instance = str(time.time_ns())  # time of its start, as in vLLM
 
     def handle_error(self, request, client_address):
         """Ignores clients that are gone."""
@@ -148,7 +148,7 @@ class Server(ThreadingHTTPServer):
             assert Path(body["lora_path"], "adapter_model.safetensors").is_file()
             self.adapters.append(body["lora_name"])
         elif path == "/v1/unload_lora_adapter":
-            self.adapters = [each for each in self.adapters if each != body["lora_name"]]
+            self.adapters = [adapter for adapter in self.adapters if adapter != body["lora_name"]]
         state.posts.append((path, posted))
         # The cache stays while requests use it; a pause takes it from them
         is_kept = path == "/reset_prefix_cache" and engine.running and not engine.paused
@@ -170,21 +170,21 @@ class Server(ThreadingHTTPServer):
         choices, words = [], state.config["words"]
         for i in range(params["n"]):
             drawn = digest(prompt, first + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
-            ids = [words[each % len(words)] for each in drawn]
+            ids = [words[item % len(words)] for item in drawn]
             logprobs = {"content": [{"logprob": -1.0}] * len(ids)}
             choices.append({"index": i, "token_ids": ids, "logprobs": logprobs, "finish_reason": "length"})
         state.count("answers", 1)
-        state.count("tokens", sum(len(each["token_ids"]) for each in choices))
+        state.count("tokens", sum(len(item["token_ids"]) for item in choices))
         return {"choices": choices}
 
     def die(self, seconds: float) -> None:
-        """Closes all connections, and comes back without weights."""
+        """Ends the server, which comes back after some seconds without weights."""
         self.state.away = seconds
         threading.Thread(target=self.shutdown).start()
 
 
 class State:
-    """What a server that dies keeps: its config and records."""
+    """Config and records, which a server that dies keeps."""
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
@@ -196,13 +196,13 @@ class State:
         self._lock = threading.Lock()
 
     def count(self, name: str, n: int) -> int:
-        """Adds to a counter. Returns what it was."""
+        """Adds to a counter and returns its previous value."""
         with self._lock:
             self.counters[name] += n
             return self.counters[name] - n
 
     def asked(self, request: bytes, n: int) -> int:
-        """Records a request for `n` completions. Returns the number of the first."""
+        """Records a request for `n` completions and returns the number of the first completion."""
         self.count("asked again", request in self._seen)
         self._seen.add(request)
         return self.count("completions", n)
@@ -210,11 +210,11 @@ class State:
     def fault(self) -> dict[str, Any]:
         """Returns the fault that is due at a request, or an empty dictionary."""
         with self._lock:
-            for each in self.faults:
-                each["after"] -= 1
-                if each["after"] < 0 < each["count"]:
-                    each["count"] -= 1
-                    return each
+            for fault in self.faults:
+                fault["after"] -= 1
+                if fault["after"] < 0 < fault["count"]:
+                    fault["count"] -= 1
+                    return fault
             return {}
 
 
@@ -222,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise the body of an answer waits for 40 ms
     server: Server
-    delay = 0.0  # seconds that the completions of a request take longer
+    delay = 0.0  # additional seconds for the completions of a request
 
     def setup(self):
         super().setup()
@@ -238,7 +238,7 @@ class Handler(BaseHTTPRequestHandler):
         answers = {
             "/health": {},
             "/version": {"version": config["version"]},
-            "/v1/models": {"data": [{"id": each} for each in (model, *server.adapters)]},
+            "/v1/models": {"data": [{"id": name} for name in (model, *server.adapters)]},
             "/server_info": {
                 "vllm_config": {
                     "model_config": config["model_config"],
@@ -306,9 +306,9 @@ def serve(config: dict[str, Any]) -> None:
     while True:
         with Server(state) as server:
             server.serve_forever(0.01)
-        for each in [*server.connections]:
+        for connection in [*server.connections]:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         time.sleep(state.away)
 
 
@@ -319,8 +319,8 @@ class FakeServer:
     """
     A running fake server.
 
-    `unit` are the mean seconds of a completion, `slots` those that run at the same time, and `words` the ids that it
-    samples from. It tells versions of the weights by the requests' `cache_salt`.
+    `unit` is the mean time of a completion in seconds, `slots` the number of completions that run at once, and `words`
+    the ids to sample from. The server tells versions of weights apart by `cache_salt` of requests.
     """
 
     def __init__(self, model_config: dict[str, Any], **options):
@@ -334,7 +334,7 @@ class FakeServer:
         self._ask("/health")
 
     def _ask(self, path: str, body: Any = None) -> Any:
-        """Asks again where the server isn't there yet, or is gone for a while."""
+        """Returns the answer to a request, which is repeated while the server starts or is gone for a while."""
         request = Request(self.url + path, None if body is None else json.dumps(body).encode())
         deadline = time.monotonic() + 60
         while True:
@@ -347,22 +347,22 @@ class FakeServer:
 
     def fault(self, kind: str, after: int = 0, count: int = 1, seconds: float = 0.0) -> None:
         """
-        Lets `count` requests for completions fail, after some: `"error"` (status 500), `"drop"` (no
-        answer), `"slow"` (by `seconds`) or `"die"` (with all others that run; the server is gone for `seconds`).
+        Makes `count` requests for completions fail after the first `after`: `"error"` (status 500), `"drop"` (no
+        answer), `"slow"` (by `seconds`) or `"die"` (with all running requests; the server is gone for `seconds`).
         """
         self._ask("/fake/fault", {"kind": kind, "after": after, "count": count, "seconds": seconds})
 
     @property
     def counters(self) -> dict[str, int]:
         """
-        Returns the numbers of `requests` for completions, those that asked for the same as one before (`asked again`),
-        `completions`, `answers`, their `tokens`, and updates of weights while completions ran (`torn`).
+        Numbers of `requests` for completions, of requests that repeat an earlier one (`asked again`), of
+        `completions`, of `answers`, of their `tokens`, and of updates of weights while completions ran (`torn`).
         """
         return Counter(self._ask("/fake/counters"))
 
     @property
     def posts(self) -> list[tuple[str, Any]]:
-        """Returns paths and bodies of all other requests; for weights, their digests."""
+        """Paths and bodies of all other requests; for weights, their digests in place of bodies."""
         return [(path, body) for path, body in self._ask("/fake/posts")]
 
     def end(self) -> None:
@@ -371,7 +371,7 @@ class FakeServer:
 
 
 def model_config(model: Path, seed: int) -> dict[str, Any]:
-    """Returns the part of `/server_info` that clients read, as a server started with these arguments says it."""
+    """Returns the part of `/server_info` that clients read, for a server that starts with these arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
     from trl_multimodal_rft.generation.vllm_server import _OF_MEDIA, _OF_MODEL
@@ -381,9 +381,9 @@ def model_config(model: Path, seed: int) -> dict[str, Any]:
     )
     config = args.create_engine_config().model_config
     names = (*_OF_MODEL, "model", "revision", "trust_remote_code", "logprobs_mode", "seed")
-    found = {name: getattr(config, name) for name in names}
+    settings = {name: getattr(config, name) for name in names}
     media = {name: getattr(config.multimodal_config, name) for name in _OF_MEDIA if name in dir(config)}
-    return {**found, "dtype": str(config.dtype), "multimodal_config": media}
+    return {**settings, "dtype": str(config.dtype), "multimodal_config": media}
 
 
 @contextmanager
@@ -397,8 +397,8 @@ def fake_servers(model: Path, seeds: list[int], **options) -> Iterator[list[Fake
             servers.append(FakeServer(model_config(model, seed), version=vllm.__version__, **options))
         yield servers
     finally:
-        for each in servers:
-            each.end()
+        for server in servers:
+            server.end()
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ CORPUS = [
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture."""
+    """Builder of a tiny model of one architecture."""
 
     name: str
     builder: Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]
     prompts: Callable[[], list[list[dict]]]
     modalities: tuple[str, ...]
-    since: str = "5.16"  # version of transformers
+    since: str = "5.16"  # minimum version of transformers
 
     def build(self) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin]:
         """Returns a fresh `(model, processor)`: float32, in evaluation mode, the same weights at every call."""
@@ -66,7 +66,7 @@ class Family:
         return fresh(self.installed())
 
     def installed(self) -> Callable[[], tuple[hf.PreTrainedModel, hf.ProcessorMixin]]:
-        """Returns the builder, where transformers has the family."""
+        """Returns the builder. Skips the test if transformers doesn't have the family yet."""
         if Version(hf.__version__) < Version(self.since):
             pytest.skip(f"transformers {hf.__version__} has no {self.name}")
         return self.builder
@@ -91,9 +91,9 @@ def _made(make: Callable) -> tuple:
 
 def fresh(make: Callable):
     """Returns a copy of `make()`, which runs once per process. Torch's random state is as after a call."""
-    made, state = _made(make)
+    result, state = _made(make)
     torch.set_rng_state(state)
-    return copy.deepcopy(made)
+    return copy.deepcopy(result)
 
 
 FAMILIES: dict[str, Family] = {}  # packing and trainer tests cover these
@@ -119,7 +119,7 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.
 
 
 def greedy(model, processor, messages, length=6) -> str:
-    """Answers a chat by `generate` alone, without placeholders."""
+    """Returns the answer to a chat by `generate` alone, without placeholders."""
     names = (f"{kind}_token_{name}" for kind in ("image", "audio", "video") for name in ("id", "index"))
     config = hf.GenerationConfig(
         max_new_tokens=length,
@@ -157,8 +157,8 @@ def tokenizer(**named: str) -> hf.PreTrainedTokenizerFast:
 
 def tile_tokens(mark: str, side: int) -> dict[str, str]:
     """Returns the tokens of an image's tiles, by row and column."""
-    places = [(row, column) for row in range(1, side + 1) for column in range(1, side + 1)]
-    return {f"row_{row}_col_{column}": mark.format(row, column) for row, column in places}
+    positions = [(row, column) for row in range(1, side + 1) for column in range(1, side + 1)]
+    return {f"row_{row}_col_{column}": mark.format(row, column) for row, column in positions}
 
 
 def template(**placeholders: str) -> str:
@@ -217,7 +217,7 @@ def decoder(tokenizer: hf.PreTrainedTokenizerFast, **changes) -> dict:
 
 def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = None, text: dict | None = None, **more):
     """
-    `(model, processor)` of the classes whose names start with `name`.
+    Returns `(model, processor)` of the classes whose names start with `name`.
 
     Args:
         tokens:
@@ -226,13 +226,13 @@ def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = No
         parts:
             Image and video processors and feature extractors.
         processor:
-            Further arguments of the processor; `"class"` is its class, if it has another name, `"blocks"` what its
-            template writes for each medium, by default the medium's token.
+            Further arguments of the processor. `"class"` is its class if that has another name. `"blocks"` holds the
+            text of the template for each modality, by default the modality's token.
         text:
             Changes of the text config.
         more:
-            `scale` of the weights, and settings of the config. A function gets the tokenizer; the id of a token is
-            written as the token's name.
+            `scale` of the weights, and settings of the config. A setting may be a function of the tokenizer. A token's
+            name stands for its id.
     """
     words = tokenizer(**{f"{name}_token": token for name, token in tokens.items()})
     model_class = getattr(hf, f"{name}ForConditionalGeneration", None) or getattr(hf, f"{name}ForCausalLM")
@@ -246,25 +246,27 @@ def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = No
         options[f"{kind[1].lower()}_processor" if kind else audio] = part
     if blocks is not None:
         options["chat_template"] = template(**blocks)
-    made = processor_class(**options)
-    if made.chat_template is None:
-        made.chat_template = template(**{kind: tokens[kind] for kind in ("image", "audio", "video") if kind in tokens})
+    instance = processor_class(**options)
+    if instance.chat_template is None:
+        instance.chat_template = template(
+            **{kind: tokens[kind] for kind in ("image", "audio", "video") if kind in tokens}
+        )
     scale = more.pop("scale", 6.0)
-    known = inspect.signature(model_class.config_class).parameters
+    settings = inspect.signature(model_class.config_class).parameters
     ids = {f"{name}_token_{kind}": name for name in tokens for kind in ("id", "index")}
-    more = {**{setting: name for setting, name in ids.items() if setting in known}, **more}
+    more = {**{setting: name for setting, name in ids.items() if setting in settings}, **more}
     decoder_settings = decoder(words, **resolved(text or {}, words))
     if "text_config" in model_class.config_class.sub_configs:
         decoder_settings = {"text_config": decoder_settings}
     # Configs modify their arguments
     config = model_class.config_class(**copy.deepcopy({**decoder_settings, **resolved(more, words)}))
-    return instantiate(model_class, config, made, scale)
+    return instantiate(model_class, config, instance, scale)
 
 
 def resolved(value, words: hf.PreTrainedTokenizerFast, name: str = ""):
     """Resolves a setting: calls functions with the tokenizer, and replaces names of tokens by their ids."""
     if isinstance(value, dict):
-        return {key: resolved(each, words, key) for key, each in value.items()}
+        return {key: resolved(item, words, key) for key, item in value.items()}
     if callable(value):
         return value(words)
     if isinstance(value, str) and name.endswith(("_token_id", "_token_index")):
@@ -302,12 +304,12 @@ SQUARE = square(28)
 CROP = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 
-# No weight of an expert is square, whose layouts nothing could tell apart
+# No weight of an expert is square, because nothing could tell the two layouts of a square weight apart
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-# Of released configs, and read by vLLM, but not written by transformers
+# Settings of released configs that vLLM reads and transformers doesn't write
 RELEASED_ROUTING = {"norm_topk_prob": True}
-RELEASED_VISION = {"image_size": 128, "apply_vit_abs_pos_embed": True}  # 8 x 8 patches, as there are positions
+RELEASED_VISION = {"image_size": 128, "apply_vit_abs_pos_embed": True}  # 8 x 8 patches, as many as positions
 LINEAR_ATTENTION = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 LINEAR_ATTENTION |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
@@ -324,7 +326,7 @@ def qwen2_audio():
     return build(
         "Qwen2Audio",
         QWEN_AUDIO_TOKENS,
-        whisper(),  # the encoder accepts no other length
+        whisper(),  # the encoder accepts only this length
         processor={"blocks": QWEN_AUDIO_BLOCK},
         audio_config=whisper_audio(model_type="qwen2_audio_encoder"),
         text={"model_type": "qwen2"},
@@ -368,9 +370,9 @@ TEKKEN_FOLDER = tempfile.TemporaryDirectory()  # mistral-common reads its vocabu
 @family(FAMILIES, base64_audio_prompts, "audio")
 def voxtral():
     """The processor accepts audio as a path, an address or base64, never as an array."""
-    from mistral_common.tokens.tokenizers.base import SpecialTokens  # only this function needs it
+    from mistral_common.tokens.tokenizers.base import SpecialTokens  # other families don't need this package
 
-    # The processor expects the audio token at id 24, two places after its enumerated place
+    # The processor expects the audio token at id 24, two after its index in the enumeration
     order = list(SpecialTokens)
     special = [*order[:22], "<SPECIAL_22>", "<SPECIAL_23>", *order[22:25]]  # audio, its beginning, transcription
     tokens = [base64.b64encode(bytes([byte])).decode() for byte in range(256)]
@@ -383,7 +385,7 @@ def voxtral():
             "version": "v7",
         },
         "vocab": [{"rank": i, "token_bytes": token, "token_str": None} for i, token in enumerate(tokens)],
-        "special_tokens": [{"rank": i, "token_str": each, "is_control": True} for i, each in enumerate(special)],
+        "special_tokens": [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(special)],
         "audio": {
             "sampling_rate": RATE,
             "frame_rate": 2.5,  # 75 tokens in a window of 30 s, instead of 12.5 Hz and 375
@@ -463,7 +465,7 @@ def granite_speech(logits_scaling: float = 1.0):
 
 @family(SPECIAL, audio_prompts, "audio")
 def granite_speech_scaled():
-    """Scales the logits after the head, like a few families below."""
+    """The model scales its logits after the head, like a few families below."""
     return granite_speech(logits_scaling=8.0)
 
 
@@ -511,7 +513,7 @@ def perception_lm():
 
 @family(SPECIAL, image_prompts, "image")
 def llava_gpt_oss():
-    """Uses attention sinks."""
+    """The text model uses attention sinks."""
     text = {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 16}
     text |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     model, processor = of_llava("Llava", hf.CLIPImageProcessor(**CROP), text, image_seq_length=16)
@@ -724,8 +726,8 @@ def ovis2():
 @family(MORE_FAMILIES, image_prompts, "image")
 def kimi_k25():
     """
-    No video: the model's forward pass fails on any video that it pools over time. Heads of queries are half as long
-    again as those of values, as in the checkpoints.
+    No prompt has a video, because the model's forward pass fails on any video that it pools over time. Heads of
+    queries are 1.5 times as long as heads of values, as in the checkpoints.
     """
     image = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
     tokens = {"image": "<|media_pad|>", "video": "<|kimi_k25_video_placeholder|>"}
@@ -849,7 +851,7 @@ def qwen3_5(layer_types=("linear_attention", "full_attention"), experts: bool = 
 
 @family(SPECIAL, image_video_prompts, "image", "video")
 def qwen3_5_deep(experts: bool = False):
-    """Has states before and after attention. The weights are smaller, because rounding grows with each layer."""
+    """Linear attention comes before and after attention. Weights are smaller, as rounding grows with each layer."""
     layers = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
     return qwen3_5(layers, experts, scale=3.0)
 
@@ -994,7 +996,7 @@ def qwen2_5_omni():
         audio_config=whisper_audio(n_window=20, output_dim=64),
         audio_start_token_id="audio_bos",
         audio_end_token_id="audio_eos",
-        vision_start_token_id="vision_bos",  # the model reads it, but this config class has no such field
+        vision_start_token_id="vision_bos",  # the model reads this setting, but the config class has no such field
     )
 
 
@@ -1036,7 +1038,7 @@ def gemma3n():
     def vocabulary(words) -> int:
         return len(words) - 16  # the last ids use the embeddings of the vision and of the audio tower
 
-    own = {"vocab_size": 8, "vocab_offset": vocabulary}
+    vocabulary_settings = {"vocab_size": 8, "vocab_offset": vocabulary}
     return build(
         "Gemma3n",
         {**GEMMA_IMAGE, **sound},
@@ -1044,9 +1046,9 @@ def gemma3n():
         hf.SiglipImageProcessor(size=square(96)),
         processor={"audio_seq_length": 8, "image_seq_length": 9},
         text={"vocab_size_per_layer_input": vocabulary, "laurel_rank": 8, "altup_num_inputs": 2, **GEMMA_TEXT},
-        vision_config={"architecture": "test_convnext", "hidden_size": 64, **own},
+        vision_config={"architecture": "test_convnext", "hidden_size": 64, **vocabulary_settings},
         audio_config={
-            **{"input_feat_size": 16, "hidden_size": 32, **layers, **own},
+            **{"input_feat_size": 16, "hidden_size": 32, **layers, **vocabulary_settings},
             "vocab_offset": lambda words: vocabulary(words) + 8,
         },
         audio_soft_tokens_per_image=8,
@@ -1116,7 +1118,7 @@ def inkling():
 
 @family(SPECIAL, image_video_prompts, "image", "video", since="5.24")
 def hy_v4_vl():
-    """Its layers attend to the keys that an indexer chooses; with fewer heads many score 0, and ties decide."""
+    """The layers attend to keys that an indexer chooses. If it had fewer heads, many keys would score 0 and tie."""
     ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
     index = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 8, "rope_parameters": QWEN2_ROPE}
     return build(
@@ -1132,7 +1134,7 @@ def hy_v4_vl():
 
 @family(SPECIAL, image_prompts, "image", since="5.24")
 def inkling2_loop():
-    """Its second layer runs three times, with keys and values of its own each time."""
+    """The second layer runs three times, each time with other keys and values."""
     heads = {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
     attention = {"sliding_window_size": 16, "d_rel": 4, "rel_extent": 32, "unpadded_vocab_size": len}
     loop = {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 8}
@@ -1149,7 +1151,7 @@ def inkling2_loop():
 
 @family(MORE_FAMILIES, image_audio_prompts, "image", "audio", since="5.24")
 def apertus1p5():
-    """Images and sounds become codes behind the words, for which the head has no rows."""
+    """Images and sounds become codes with ids after the words. The head has no rows for these codes."""
     tokens = {"image": "<|image|>", "boi": "<|img_start|>", "eoi": "<|img_end|>", "eol": "<|img_end_of_row|>"}
     tokens |= {"image_wrapper": "<|img_token_start|>", "audio": "<|audio|>", "boa": "<|audio_start|>"}
     codec = {"num_filters": 8, "hidden_size": 32, "codebook_dim": 32, "codebook_size": 64, "num_lstm_layers": 1}
@@ -1165,7 +1167,7 @@ def apertus1p5():
         image_token_offset=len,
         audio_token_offset=lambda words: len(words) + 8,
     )
-    model.model.audio_tokenizer.quantizer.codebook.embed.normal_(std=0.03)  # of random models, 0
+    model.model.audio_tokenizer.quantizer.codebook.embed.normal_(std=0.03)  # all codes of a random model are 0
     return model, processor
 
 

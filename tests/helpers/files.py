@@ -51,8 +51,8 @@ def sound_file(samples, rate=RATE, name="WAV", **options) -> bytes:
 
 
 def sound_by_ffmpeg(samples, rate, name, codec, mux=None, **options) -> bytes:
-    """Writes samples of shape (N, 1)."""
-    import av  # which tests on a GPU do without
+    """Returns a sound file that FFmpeg writes from samples of shape (N, 1)."""
+    import av  # tests on a GPU run without PyAV
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=name, options=mux or {}) as container:
@@ -75,8 +75,8 @@ def image_file(picture, name="PNG", **options) -> bytes:
 
 def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None, **settings) -> bytes:
     """
-    Writes a video. `frames` are arrays of one size, `mux` options of the container, some of which need a `path` as
-    output, and `settings` attributes of the stream.
+    Returns the bytes of a video file. `frames` are arrays of one size, `mux` options of the container, some of which
+    need a `path` as output, and `settings` attributes of the stream.
     """
     import av
 
@@ -94,12 +94,12 @@ def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None
 
 
 def write_film(path, frames=20, width=96, height=64, rate=10) -> str:
-    """Writes a video file, and returns its path."""
+    """Writes a video file and returns its path."""
     video_file(video(frames, width, height)["video"], codec="mpeg4", rate=rate, path=path)
     return str(path)
 
 
-# Playlists, which make FFmpeg open SECRET. It reads past ID3 tags, and finds some after any data.
+# Playlists that make FFmpeg open SECRET. FFmpeg skips ID3 tags, and finds some playlists behind other data.
 _TAG = b"ID3\x04\0\0\0\0\0\x02ab"
 _SDP = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=No\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
 _HLS = b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nSECRET\n#EXT-X-ENDLIST\n"

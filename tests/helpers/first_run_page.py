@@ -19,7 +19,7 @@ def write_files(folder: Path) -> None:
 
 
 def typed() -> list[tuple[str, str]]:
-    """Returns the commands of the page, and what it shows of their output."""
+    """Returns the commands of the page, each with the output that the page shows."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     commands = []
     for (language, text), (following, shown) in zip(fences, [*fences[1:], ("text", "")], strict=True):
@@ -29,20 +29,20 @@ def typed() -> list[tuple[str, str]]:
 
 
 def masked(console: str, folder: Path) -> list[str]:
-    """Masks what differs between runs and machines: numbers, times, folders, and a completion."""
+    """Returns lines of output without numbers, times, folders and completions, which differ between runs."""
     text = console.replace(str(folder), "FOLDER").split("\r")[-1]
     text = re.sub(r"(?m)^completion \(.*", "completion", text)
     return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
 
 
 def play(command: Callable[..., CompletedProcess], folder: Path) -> dict[str, CompletedProcess]:
-    """Runs the commands, which print the lines that the page shows, in their order. Returns what they printed."""
+    """Runs the commands and asserts that they print the lines of the page in order. Returns results by command."""
     runs = {}
     for line, shown in typed():
         runs[line] = command(*shlex.split(line)[1:])
         printed = masked(runs[line].stdout, folder)
-        rest = iter(printed)
-        missing = [each for each in masked(shown, folder) if each not in rest]
+        remaining = iter(printed)
+        missing = [text for text in masked(shown, folder) if text not in remaining]
         assert not missing, "\n".join([line, *missing, "isn't in", *printed])
         assert not line.endswith("digits.yaml --dry_run") or not (folder / "digits").exists()
     return runs

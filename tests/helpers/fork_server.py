@@ -3,7 +3,8 @@
 The process from which `forked.py` forks: it imports everything, starts no thread, and runs nothing itself.
 
 A request comes with the three standard streams. The answers are two lines: the child's process id and, when it has
-ended, its exit status and the CPU seconds of it and of what it forked. A child whose client disconnects is killed.
+ended, its exit status and the CPU seconds of the child and of its own children. A child whose client disconnects is
+killed.
 """
 
 import atexit
@@ -38,7 +39,7 @@ transformers.models.qwen2_audio.modeling_qwen2_audio transformers.models.qwen2_a
 transformers.models.qwen2_vl.video_processing_qwen2_vl transformers.models.qwen3_vl.processing_qwen3_vl
 transformers.models.whisper.feature_extraction_whisper transformers.tokenization_mistral_common
 trl_multimodal_rft.cli trl_multimodal_rft.evaluation trl_multimodal_rft.lightrft.trainer.experience_maker
-trl_multimodal_rft.scripts.evaluate trl_multimodal_rft.scripts.training
+trl_multimodal_rft.cli.evaluate trl_multimodal_rft.cli.training
 trl_multimodal_rft.trainers.distillation_trainer trl_multimodal_rft.trainers.dpo_trainer
 trl_multimodal_rft.trainers.grpo_trainer
 trl_multimodal_rft.trainers.ppo_trainer trl_multimodal_rft.trainers.rloo_trainer
@@ -51,11 +52,11 @@ FORKABLE = "jemalloc_bg_thd"  # a thread of Arrow, which starts again in a child
 class Child:
     connection: socket.socket
     client: int  # process id
-    seconds: float = 0.0  # of CPU
+    seconds: float = 0.0  # CPU seconds
 
 
 class Forks:
-    """Forks a child for each connection."""
+    """Server that forks a child for each connection."""
 
     def __init__(self, address: str):
         self._children: dict[int, Child] = {}
@@ -71,7 +72,7 @@ class Forks:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def request(self) -> dict:
-        """Serves for ever. Returns only in a child, what it is to run."""
+        """Serves forever. Returns only in a child: the request that the child is to perform."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
@@ -80,7 +81,7 @@ class Forks:
                         return request
                 elif key.fileobj is self._wakes:
                     self._wakes.recv(4096)
-                else:  # clients send nothing more, so this one has gone
+                else:  # clients send nothing more, so this client has gone
                     self._selector.unregister(key.fileobj)
                     for pid, child in self._children.items():
                         if child.connection is key.fileobj:
@@ -103,22 +104,22 @@ class Forks:
         if pid == 0:
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for finalizer in weakref.finalize._registry:  # of temporary folders that others still use
+            for finalizer in weakref.finalize._registry:  # deletes a folder that other processes still use
                 finalizer.atexit = False
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._selector.close()
             connections = [child.connection for child in self._children.values()]
-            for each in (self._listener, self._wakes, self._wakened, connection, *connections):
-                each.close()
+            for handle in (self._listener, self._wakes, self._wakened, connection, *connections):
+                handle.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            for each in (*streams, ready, is_ready):
-                os.close(each)
+            for handle in (*streams, ready, is_ready):
+                os.close(handle)
             return request
-        for each in (*streams, is_ready):
-            os.close(each)
+        for handle in (*streams, is_ready):
+            os.close(handle)
         os.read(ready, 1)  # until the child has a session and closes its end
         os.close(ready)
         client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -148,7 +149,7 @@ class Forks:
 
 
 def perform(words: list[str], cwd: str, environment: dict[str, str]) -> None:
-    """Runs what follows `python` on a command line."""
+    """Runs the words that follow `python` on a command line."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -176,7 +177,7 @@ def perform(words: list[str], cwd: str, environment: dict[str, str]) -> None:
 
 
 def end_as_python_does(error: BaseException | None) -> None:
-    """Ends the process, without taking apart its modules."""
+    """Ends the process as Python does, but without clearing its modules."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -185,7 +186,7 @@ def end_as_python_does(error: BaseException | None) -> None:
     elif error is not None:
         code = 1
         sys.excepthook(type(error), error, error.__traceback__)
-    threading._shutdown()  # waits for other threads
+    threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -201,23 +202,23 @@ def end_as_python_does(error: BaseException | None) -> None:
 def main() -> None:
     address = os.environ["TESTS_FORK_SERVER"]
     gc.disable()
-    own = {os.path.realpath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    python_path = {os.path.realpath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [str(TESTS), str(TESTS.parent), *sys.path[1:]]
     from helpers import forked
 
-    subprocess.Popen = forked.Popen  # also for what a child starts
+    subprocess.Popen = forked.Popen  # children fork their own commands, too
     import torch.multiprocessing
 
     modules = sys.argv[1:]
     for name in modules or IMPORTED:
         if importlib.util.find_spec(
             name.partition(".")[0]
-        ):  # a machine with a GPU may lack some that no test needs there
+        ):  # a machine with a GPU may lack packages that no test needs there
             importlib.import_module(name)
-    if "deepspeed" in sys.modules:  # it would compile a reduction of inference, which takes 90 CPU seconds
+    if "deepspeed" in sys.modules:  # DeepSpeed would compile an operation for inference, which takes 90 CPU seconds
         sys.modules["deepspeed"].ops.__compatible_ops__ = {}
-    sys.path[:] = [each for each in sys.path[2:] if os.path.realpath(each) not in own]
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # ends with the tests, however they end
+    sys.path[:] = [folder for folder in sys.path[2:] if os.path.realpath(folder) not in python_path]
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # the server ends with the tests in any case
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -229,14 +230,14 @@ def main() -> None:
     except BaseException:
         forks.end()
         raise
-    if modules:  # such as vLLM's, whose native code frees shared memory at the very end
+    if modules:  # native code, such as vLLM's, frees shared memory at the very end
         perform(**request)
         return
     try:
         perform(**request)
         error = None
-    except BaseException as caught:
-        error = caught
+    except BaseException as exception:
+        error = exception
     end_as_python_does(error)
 
 

@@ -2,13 +2,13 @@
 """
 Runs Python commands in children of one process that has imported everything.
 
-Importing the trainers costs 10 CPU seconds, a short training less than one. `Popen` and `run` are those of
+Importing the trainers costs 10 CPU seconds, a short training less than a second. `Popen` and `run` are those of
 `subprocess`, but a command of this interpreter (a script, `-m` or `-c`) is forked from the server of the test run,
-with arguments, environment, working directory, standard streams and session of its own. What the child starts in this
-way, such as the ranks of `torch.distributed.run`, is forked, too. Everything else is executed as usual.
+with arguments, environment, working directory, standard streams and session of its own. Commands that the child
+starts in this way, such as the ranks of `torch.distributed.run`, are forked, too. Other commands run as usual.
 
-What Python reads before the first line of a script is read only once: use `subprocess` itself for tests of imports and
-of their environment (`HF_HUB_OFFLINE`), and of signals to a process group or from a dying parent.
+Python starts and imports only once, in the server: use `subprocess` itself for tests of imports and of the environment
+that these read (`HF_HUB_OFFLINE`), and of signals to a process group or from a dying parent.
 """
 
 import json
@@ -35,10 +35,10 @@ ADDRESS = "TESTS_FORK_SERVER"  # environment variable with the path of the serve
 
 
 class Popen(subprocess.Popen):
-    """Starts a command as `subprocess.Popen` does, but forks Python from the server."""
+    """Command as of `subprocess.Popen`, but with Python forked from the server."""
 
-    seconds = 0.0  # of CPU, once it has ended
-    _connection: socket.socket | None = None  # of a forked command
+    seconds = 0.0  # CPU seconds of a forked command that has ended
+    _connection: socket.socket | None = None  # connection of a forked command to the server
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
         words = [args] if isinstance(args, str | os.PathLike) else [*map(os.fspath, args)]
@@ -62,7 +62,8 @@ class Popen(subprocess.Popen):
             return super()._try_wait(wait_flags)
         if wait_flags == os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
             return 0, 0
-        status, seconds = (self._answers.readline() or f"{signal.SIGKILL:d} 0").split()  # the server has ended
+        # Without an answer, the server has ended
+        status, seconds = (self._answers.readline() or f"{signal.SIGKILL:d} 0").split()
         self.seconds = float(seconds)
         cpu_seconds.forked += self.seconds
         self._answers.close()
@@ -83,7 +84,7 @@ class Popen(subprocess.Popen):
 
 
 def run(command, *, timeout: float = PATIENCE, check: bool = False, **options) -> subprocess.CompletedProcess:
-    """Runs a command as `subprocess.run` does, with its output as text where it is captured."""
+    """Runs a command as `subprocess.run` does. Captured output is text."""
     if options.pop("capture_output", False):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(command, text=True, **options) as process:
@@ -114,10 +115,10 @@ def _connected() -> socket.socket:
 
 
 class _Server:
-    """Belongs to the process that distributes or runs the tests. It starts when the first command needs it."""
+    """Server of the process that distributes or runs the tests. It starts when the first command needs it."""
 
     def __init__(self, modules: Sequence[str] = ()):
-        self._modules = modules  # to import, by default what most tests need
+        self._modules = modules  # modules to import, by default those that most tests need
         self._folder = tempfile.TemporaryDirectory(prefix="forked-")
         self._process: subprocess.Popen | None = None
         os.environ[ADDRESS] = str(Path(self._folder.name, "socket"))
@@ -131,7 +132,7 @@ class _Server:
         return self._process is not None and self._process.poll() is not None
 
     def end(self) -> None:
-        """Waits for it, so that its CPU time and that of its children count as this process's."""
+        """Ends the server and waits for it, so that its CPU time and that of its children count as this process's."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -144,7 +145,7 @@ _server: _Server | None = None
 
 @contextmanager
 def serving(modules: Sequence[str] = (), at_once: bool = True):
-    """Has a server within the context, for this process and for those that it starts."""
+    """Provides a server within the context for this process and for the processes that it starts."""
     global _server
     _server = _Server(modules)
     try:
@@ -157,7 +158,7 @@ def serving(modules: Sequence[str] = (), at_once: bool = True):
 
 
 def pytest_configure(config):
-    if ADDRESS not in os.environ:  # as in the processes that run the tests where another distributes them
+    if ADDRESS not in os.environ:  # workers inherit the server of the process that distributes the tests
         context = serving(at_once=bool(config.getoption("numprocesses", None)))
         context.__enter__()
         config.add_cleanup(lambda: context.__exit__(None, None, None))

@@ -18,14 +18,14 @@ TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "lear
 
 @functools.cache
 def dataset():
-    """Every fourth prompt is too hard: all its completions get the same reward."""
+    """Returns rows of which every fourth is too hard: all its completions get the same reward."""
     return image_rows().add_column("hard", [i % 4 == 1 for i in range(8)])
 
 
 def rough(completion_ids, hard, **kwargs):
     """Returns equal rewards for a hard prompt, and no reward for some other completions."""
     rewards = zip(completion_ids, length_and_sum(completion_ids), hard, strict=True)
-    return [0.1 if h else None if sum(ids) % 6 == 0 else reward for ids, reward, h in rewards]
+    return [0.1 if is_hard else None if sum(ids) % 6 == 0 else reward for ids, reward, is_hard in rewards]
 
 
 def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
@@ -34,7 +34,7 @@ def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
 
 def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
     """
-    Compares the advantages in the loss with the estimator's, from the rewards of one draw of completions.
+    Asserts that the loss had the advantages that the estimator makes of the rewards of one draw of completions.
 
     Returns the rewards, `None` for completions without one.
     """

@@ -25,8 +25,8 @@ class Token:
 
     user: str
     write: bool = True
-    n_commits: int | None = None
-    held: bool = False
+    n_commits: int | None = None  # commits until the token is revoked
+    held: bool = False  # whether commits wait for `/release`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Repo:
 
     @property
     def paths(self) -> set[str]:
-        """Returns their paths, except those of a new repository."""
+        """Paths of the files, except for the file of a new repository."""
         return set(self.files) - {".gitattributes"}
 
     def commit(self, message: str, files: dict[str, Blob]) -> Commit:
@@ -76,7 +76,7 @@ class Repo:
 
 
 class HubServer:
-    """Serves within its context."""
+    """A Hub that serves within its context."""
 
     def __init__(self, tokens: dict[str, Token]):
         self.tokens = tokens
@@ -137,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
                 if match and self.command in methods:
                     with self.hub.lock:
                         parts = {name: unquote(part) for name, part in match.groupdict().items() if part}
-                        answered = answer(self, **parts)
+                        response = answer(self, **parts)
                     break
             else:
                 raise _Refused(404, f"{self.command} {self.path} isn't served")
-            self._answer(*answered)
+            self._answer(*response)
         except _Refused as refusal:
             commit = refusal.commit and refusal.commit.sha
             headers = {"X-Error-Message": refusal.message, "X-Error-Code": refusal.code, "X-Repo-Commit": commit}
@@ -183,10 +183,10 @@ class _Handler(BaseHTTPRequestHandler):
         return token
 
     def _repo(self, kind: str, repo: str) -> Repo:
-        found, token = self.hub.repos.get((kind, repo)), self._token()
-        if found is None or found.private and (token is None or token.user != repo.split("/")[0]):
+        repository, token = self.hub.repos.get((kind, repo)), self._token()
+        if repository is None or repository.private and (token is None or token.user != repo.split("/")[0]):
             raise _Refused(404 if token else 401, "Repository not found", "RepoNotFound")
-        return found
+        return repository
 
     def _at(self, kind: str, repo: str, revision: str) -> Commit:
         commit = self._repo(kind, repo).at(revision)
@@ -207,14 +207,14 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"type": "user", "name": token.user, "orgs": [], "auth": {}})
 
     def create(self):
-        asked = json.loads(self.body)
-        owner = asked["organization"] or self._writer().user
+        request = json.loads(self.body)
+        owner = request["organization"] or self._writer().user
         self._writer(owner)
-        kind, repo = f"{asked.get('type') or 'model'}s", f"{owner}/{asked['name']}"
+        kind, repo = f"{request.get('type') or 'model'}s", f"{owner}/{request['name']}"
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{repo}"
         if (kind, repo) in self.hub.repos:
             return self._json({"error": "You already created this repo", "url": url}, 409)
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        private = request.get("visibility") == "private" or bool(request.get("private"))
         created = self.hub.repos[kind, repo] = Repo(private)
         created.commit("initial commit", {".gitattributes": Blob(b"")})
         return self._json({"url": url, "name": repo, "id": repo})
@@ -223,9 +223,9 @@ class _Handler(BaseHTTPRequestHandler):
         commit = self._at(kind, repo, revision)
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
         private = self.hub.repos[kind, repo].private
-        found = {"_id": "0" * 24, "id": repo, "modelId": repo, "author": repo.split("/")[0], "sha": commit.sha}
-        found |= {"private": private, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
-        return self._json({**found, "siblings": siblings})
+        details = {"_id": "0" * 24, "id": repo, "modelId": repo, "author": repo.split("/")[0], "sha": commit.sha}
+        details |= {"private": private, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
+        return self._json({**details, "siblings": siblings})
 
     def history(self, kind: str, repo: str, revision: str):
         self._at(kind, repo, revision)
@@ -242,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
         entries = [
             {"type": "file", "path": path, "oid": blob.sha, "size": len(blob.content)} for path, blob in below.items()
         ]
-        return self._json(entries)  # directories don't count
+        return self._json(entries)  # a tree of the Hub also has folders, which nothing reads here
 
     def validate_yaml(self):
         parts = json.loads(self.body)["content"].split("---\n")
@@ -276,13 +276,13 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
             else:
                 raise _Refused(400, f"{line['key']} isn't served")
-        made = self.hub.repos[kind, repo].commit(lines[0]["value"]["summary"], files)
+        created = self.hub.repos[kind, repo].commit(lines[0]["value"]["summary"], files)
         if token.n_commits is not None:
             token.n_commits -= 1
             if token.n_commits == 0:
                 self.hub.tokens = {name: other for name, other in self.hub.tokens.items() if other is not token}
-        url = f"{self.hub.url}/{repo}/commit/{made.sha}"
-        return self._json({"success": True, "commitOid": made.sha, "commitUrl": url, "hookOutput": ""})
+        url = f"{self.hub.url}/{repo}/commit/{created.sha}"
+        return self._json({"success": True, "commitOid": created.sha, "commitUrl": url, "hookOutput": ""})
 
     def resolve(self, repo: str, revision: str, path: str, kind: str = "models"):
         commit = self._at(kind, repo, revision)

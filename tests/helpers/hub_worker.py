@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs of test_hub.py that publish, and read back what they published: `helpers/hub_worker.py <folder> <scenario> ...`,
-with the Hub in the environment. A scenario writes its results to `<folder>/<scenario>.json`.
+Runs of test_hub.py that publish models and load them again: `helpers/hub_worker.py <folder> <scenario> ...`, with the
+Hub in the environment. A scenario writes its results to `<folder>/<scenario>.json`.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def same(loaded, trained) -> bool:
 
 
 def media_files(folder: Path) -> None:
-    """Returns media for quick starts: stereo at a rate that no model accepts, a rotated image, a video."""
+    """Writes media for quick starts: stereo at a rate that no model accepts, a rotated image and a video."""
     waveform = np.random.default_rng(0).uniform(-0.1, 0.1, (11025, 2)).astype("float32")
     soundfile.write(folder / "audio.wav", waveform, 22050, subtype="FLOAT")
     pixels = np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8)
@@ -55,7 +55,7 @@ def media_files(folder: Path) -> None:
 
 
 def ask(repo: str) -> dict:
-    """Returns the card of a repository, and runs its quick start verbatim."""
+    """Runs the quick start of a repository's card verbatim. Returns parts of the card and the results."""
     card = ModelCard.load(repo)
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", card.text, re.DOTALL)
     namespace, printed = {"__name__": "__main__"}, io.StringIO()
@@ -72,7 +72,7 @@ def ask(repo: str) -> dict:
 
 
 def refusal(call) -> dict:
-    """Returns the error of a call."""
+    """Returns the error of a call, which must fail."""
     try:
         call()
     except Exception as error:
@@ -95,12 +95,12 @@ def warnings():
 
 
 def without_token():
-    """Removes the token from the environment."""
+    """Returns a context whose environment has no token."""
     return patch.dict(os.environ, {name: os.environ[name] for name in {*os.environ} - {"HF_TOKEN"}}, clear=True)
 
 
 class Release(TrainerCallback):
-    """Unblocks the Hub at the end of training."""
+    """Callback that unblocks the Hub at the end of training."""
 
     def on_train_end(self, args, state, control, **kwargs):
         urllib.request.urlopen(urllib.request.Request(f"{os.environ['HF_ENDPOINT']}/release", method="POST"))
@@ -110,7 +110,7 @@ class Release(TrainerCallback):
 
 
 def grpo_audio(folder: Path) -> dict:
-    """All that could leak exists: tables with media, files of TensorBoard, checkpoints, a token."""
+    """Publishes where all that could leak exists: tables with media, files of TensorBoard, checkpoints, a token."""
     options = {"log_completions": True, "num_completions_to_print": 0, "report_to": ["tensorboard"], "max_steps": 1}
     options |= {"hub_model_id": "someone/digits", "hub_token": os.environ["HF_TOKEN"], "save_strategy": "steps"}
     trainer = make_trainer(
@@ -132,7 +132,7 @@ def grpo_audio(folder: Path) -> dict:
 
 
 def lora_image(folder: Path) -> dict:
-    """The adapter's policy is on the Hub, too."""
+    """Publishes an adapter whose base model is on the Hub, too."""
     for part in load("qwen2_5_vl"):
         part.push_to_hub("someone/base")
     objects = {"model": "someone/base", "peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights=False)}
@@ -152,7 +152,7 @@ def lora_image(folder: Path) -> dict:
 
 
 def ppo_image(folder: Path) -> dict:
-    """Checks the last checkpoint of each save, and the complete upload at the end."""
+    """Publishes the last checkpoint at each save, and everything at the end. Compares the models and resumes."""
     common = {"hub_model_id": "someone/ppo", "ema_decay": 0.5, "num_ppo_epochs": 1, "beta": 0.05}
     options = {**PUSHED, **common, "hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 2}
     with warnings() as warned:
@@ -176,7 +176,7 @@ def ppo_image(folder: Path) -> dict:
         "warned": warned,
         **ask("someone/ppo"),
     }
-    # The checkpoint of the first step, before that of the second replaced it
+    # The checkpoint of the first step, before the checkpoint of the second step replaced it
     history = HfApi().list_repo_commits("someone/ppo")
     revision = next(commit.commit_id for commit in history if commit.title.endswith("step 1, checkpoint"))
     downloaded = snapshot_download("someone/ppo", revision=revision, allow_patterns="last-checkpoint/*")
@@ -191,7 +191,7 @@ def ppo_image(folder: Path) -> dict:
 
 
 def strategies(folder: Path) -> dict:
-    """Runs consecutive steps with each strategy."""
+    """Publishes in consecutive steps with each strategy."""
     result = {}
     for strategy in ("end", "every_save", "all_checkpoints"):
         options = {**PUSHED, "hub_strategy": strategy, "hub_model_id": f"someone/{strategy}", "max_steps": 2}
@@ -212,7 +212,7 @@ def strategies(folder: Path) -> dict:
 
 
 def refused(folder: Path) -> dict:
-    """Covers missing, wrong, revoked and read-only tokens, and an unreachable Hub."""
+    """Tries missing, wrong, revoked and read-only tokens, and an unreachable Hub."""
 
     def trainer(name, **options):
         options = {"max_steps": 1, **options}
@@ -253,8 +253,8 @@ def refused(folder: Path) -> dict:
 
 
 def mixed(folder: Path) -> dict:
-    """Images and audio in one policy, whose tables of completions go to a separate dataset."""
-    from helpers.media_logs_worker import dataset  # it imports what the other scenarios don't need
+    """Publishes a policy of images and audio, and its tables of completions to a separate dataset."""
+    from helpers.media_logs_worker import dataset  # it imports modules that the other scenarios don't need
 
     options = {"hub_model_id": "someone/omni", "max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
     options |= {"log_completions_hub_repo": "someone/omni-logs", "hub_private_repo": True}

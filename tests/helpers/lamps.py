@@ -32,7 +32,7 @@ class Lamp(vf.Toolset[vf.ToolsetConfig, Lit]):
 
 
 class Sun(Lamp):
-    """One lamp of all tasks."""
+    """A lamp that all tasks share."""
 
 
 class Task(vf.Task[Data, Lit]):
@@ -46,7 +46,7 @@ class Task(vf.Task[Data, Lit]):
 
     @vf.reward
     async def replies(self, trace):
-        calls = [each.id for message in trace.assistant_messages for each in message.tool_calls or ()]
+        calls = [call.id for message in trace.assistant_messages for call in message.tool_calls or ()]
         assert calls == [message.tool_call_id for message in trace.tool_messages]
         seen = [text in str(trace.messages) for text in ("green after 2 of 2", "any after 2 of 3")]
         return trace.num_turns / 8 + any(seen) / 16
@@ -64,8 +64,8 @@ class Lamps(vf.Taskset[Task]):
     def load(self):
         for wanted in ("green", "red", "blue"):
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png('red')}"}}
-            asked = vf.UserMessage(content=[image, {"type": "text", "text": f"Make it {wanted}."}])
-            yield Task(Data(prompt=[asked], wanted=wanted), self.config.task)
+            question = vf.UserMessage(content=[image, {"type": "text", "text": f"Make it {wanted}."}])
+            yield Task(Data(prompt=[question], wanted=wanted), self.config.task)
 
 
 __all__ = ["Lamps"]

@@ -17,7 +17,7 @@ def slow_but(values: Iterable, *kept) -> list:
 
 
 def by_turns(cases: Iterable, others: Sequence) -> list:
-    """Combines each case with each other value; all but one combination of a case are slow, another one by turns."""
+    """Combines cases with other values. One combination of each case, by turns with each value, isn't slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)), other, marks=[pytest.mark.slow] * (j != i % len(others))

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Damaged media, each through the loader of its modality: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
+Loaders of damaged media, by modality: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
 
-Prints failures only. An input is a function of seed and number, so that one can run alone.
+It prints only failures. An input is a function of seed and number, so that one input can run alone.
 """
 
 import contextlib
@@ -92,8 +92,8 @@ def videos():
 
 
 def damaged(data, others, texts, chance):
-    """Damages a file in one of several ways."""
-    place, end = sorted(chance.choices(range(len(data) + 1), k=2))
+    """Returns the name of one of several ways to damage a file, and the damaged file."""
+    start, end = sorted(chance.choices(range(len(data) + 1), k=2))
     early = chance.randrange(min(len(data), 256) + 1)
     other = chance.choice(others)
     size = chance.choice([0, 1, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1])
@@ -102,16 +102,16 @@ def damaged(data, others, texts, chance):
     for i in chance.choices(range(len(data)), k=chance.choice([1, 3, 30])):
         bits[i if chance.random() < 0.5 else i % 256 % len(data)] ^= 1 << chance.randrange(8)
     ways = {
-        "cut": lambda: data[:place],
+        "cut": lambda: data[:start],
         "cut early": lambda: data[:early],
         "without its start": lambda: data[early:],
         "bits": lambda: bytes(bits),
         "number": lambda: data[:early] + number + data[early + 4 :],
-        "zeros": lambda: data[:place] + bytes(end - place) + data[end:],
-        "hole": lambda: data[:place] + data[end:],
-        "twice": lambda: data[:end] + data[place:],
+        "zeros": lambda: data[:start] + bytes(end - start) + data[end:],
+        "hole": lambda: data[:start] + data[end:],
+        "twice": lambda: data[:end] + data[start:],
         "start of another": lambda: other[:early] + data[early:],
-        "end of another": lambda: data[:place] + other[place:],
+        "end of another": lambda: data[:start] + other[start:],
         "followed by another": lambda: data + other,
         "text behind its start": lambda: data[: early % 16] + chance.choice(texts) + data,
         "text behind a tag": lambda: b"ID3\x04\0\0\0\0\0\0" + chance.choice(texts),
@@ -137,7 +137,7 @@ def check_video(loaded):
 
 
 def loads(ref, chance):
-    """Loads a medium in one of several ways. Returns whether it loaded."""
+    """Loads a medium in one of several ways. Returns whether the result is valid."""
     decoding.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda: False])
     if ref.modality == "image":
         return check_image(decoding.load_image(ref))
@@ -158,12 +158,13 @@ def listen(event, args):
         heard.append((event, str(args)))
     elif event == "open" and not isinstance(args[0], int):
         path = os.fsdecode(args[0])
-        if not path.endswith((".py", ".pyc", ".so")) and not path.startswith("<"):  # opened by imports and tracebacks
+        # Imports and tracebacks open files of Python
+        if not path.endswith((".py", ".pyc", ".so")) and not path.startswith("<"):
             heard.append((event, path))
 
 
 def opened_of(watch):
-    """Returns whether any process opened anything in the watched folder."""
+    """Returns whether any process opened a file in the watched folder."""
     with contextlib.suppress(BlockingIOError):
         return bool(os.read(watch, 4096))
     return False
@@ -176,13 +177,13 @@ def main(folder, seed, seconds, only=None):
     decoy = secrets / "decoy.mp4"
     decoy.write_bytes(seeds["video"]["mp4"])
     texts = [data.replace(b"SECRET", os.fsencode(decoy)) for data in LISTS.values()]
-    others = [data for each in seeds.values() for data in each.values()]
+    all_files = [data for entry in seeds.values() for data in entry.values()]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
     # At least one decoder loads each intact file. This also imports the decoders.
-    for kind, each in seeds.items():
-        for name, data in each.items():
+    for kind, entry in seeds.items():
+        for name, data in entry.items():
             ref, loaded = MediaRef(kind, data, {}, kind, 0, rules=RULES), False
             for number in range(6):
                 with contextlib.suppress(MediaError):
@@ -200,35 +201,35 @@ def main(folder, seed, seconds, only=None):
         chance = random.Random(f"{seed} {number if only is None else only}")
         kind = chance.choice(list(seeds))
         name, data = chance.choice(list(seeds[chance.choice([kind, kind, kind, *seeds])].items()))
-        way, data = damaged(data, others, texts, chance)
+        way, data = damaged(data, all_files, texts, chance)
         source, allowed = data, []
         if chance.random() < 0.5:
             source = str(files / f"{number}{chance.choice(['.mp4', '.wav', '.png', '.m3u8', '.sdp', '.eps', ''])}")
             Path(source).write_bytes(data)
             allowed = [source]
-        what = f"{number} as {kind}: {name}, {way}, {len(data)} bytes"
-        (folder / "last.txt").write_text(what)
+        label = f"{number} as {kind}: {name}, {way}, {len(data)} bytes"
+        (folder / "last.txt").write_text(label)
         heard.clear()
-        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
         try:
             loaded = loads(MediaRef(kind, source, {}, kind, 7, rules=RULES), chance)
             good += 1
             if not loaded:
-                say(f"{what}: neither a medium nor an error")
+                say(f"{label}: neither a medium nor an error")
         except MediaError as error:
             bad += 1
             if not str(error).startswith("row 7, column"):
-                say(f"{what}: {error}")
+                say(f"{label}: {error}")
         except Exception:
-            say(f"{what}: {traceback.format_exc()}")
+            say(f"{label}: {traceback.format_exc()}")
         faulthandler.cancel_dump_traceback_later()
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         if grown > MOST_MEGABYTES:
-            say(f"{what}: {grown:.0f} MB in {time.monotonic() - started:.1f} s")
-        stray = [each for each in heard if each[0] != "open" or each[1] not in allowed]
+            say(f"{label}: {grown:.0f} MB in {time.monotonic() - start:.1f} s")
+        stray = [entry for entry in heard if entry[0] != "open" or entry[1] not in allowed]
         if stray or opened_of(watch):
-            say(f"{what}: opened or started {stray or decoy}")
+            say(f"{label}: opened or started {stray or decoy}")
         if only is not None:
             break
     sys.stderr.write(f"{number + 1} inputs, {good} loaded, {bad} named\n")

@@ -17,7 +17,7 @@ from helpers.trainer_utils import InjectedOurs, make_trainer, sound
 
 
 def mixed_rows(n: int = 8) -> list[dict]:
-    """Returns a sound, one to three images, a video, or text alone, each with the same prompt."""
+    """Returns rows of one prompt, in turn with a sound, one or more images, a video, or text alone."""
     rows = []
     for i in range(n):
         row = {"prompt": [{"role": "user", "content": "What is it?"}], "audio": None, "images": None, "video": None}
@@ -55,7 +55,7 @@ def boards(folder: Path) -> None:
 
 
 class LogsAlone(TrainerCallback):
-    """Logs on the main process only, as a callback may do between logs of all ranks."""
+    """Callback that logs on the main process only, as callbacks may do between logs of all ranks."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1 and self.trainer.accelerator.is_main_process:
@@ -64,8 +64,8 @@ class LogsAlone(TrainerCallback):
 
 def processes(folder: Path) -> None:
     """
-    Runs three steps of three prompts, of which two ranks share the second. A callback logs the first, all ranks log
-    the second, an evaluation logs the third. Then runs one step with a limit.
+    Runs three steps of three prompts, of which two ranks share the second prompt. A callback logs the first step, all
+    ranks log the second, and an evaluation logs the third. Then runs one step with a limit of logged media.
     """
     size = 12 // int(os.environ.get("WORLD_SIZE", 1))
     alone = LogsAlone()

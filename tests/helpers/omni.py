@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Omni models as released: a thinker, which trains, and the speech modules."""
+"""Omni models as released, with a thinker, which trains, and speech modules."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def save_released(family: str, source: str | Path, folder: str | Path) -> hf.Pre
     settings = json.loads((folder / "config.json").read_text())
     if family == OMNI:
         settings["architectures"] = ["Qwen2_5OmniModel"]  # transformers has no such class
-    settings["thinker_config"]["text_config"]["tie_word_embeddings"] = False  # which vLLM reads
+    settings["thinker_config"]["text_config"]["tie_word_embeddings"] = False  # vLLM reads this setting
     (folder / "config.json").write_text(json.dumps(settings))
     assert settings["model_type"] == family and settings["talker_config"]
     return model.thinker

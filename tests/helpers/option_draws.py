@@ -18,14 +18,14 @@ from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, Multim
 TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}
 RUN = {name: value for name, value in PLAIN.items() if name != "learning_rate"} | {"adam_epsilon": 1e-3}
 _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
-OWN = {name for each in (*_SHARED, *CONFIGS.values()) for name in get_annotations(each)}
-OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # of TRL's configs for other trainers
-OWN -= {"teacher_columns"}  # a fact of the class
+OWN = {name for config in (*_SHARED, *CONFIGS.values()) for name in get_annotations(config)}
+OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # TRL's configs have these, too
+OWN -= {"teacher_columns"}  # an attribute of the class, no option
 # Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
 AS_TRL |= {"entropy_source"}
 
-# Drawn options, as far as a config has them. The first value is the default.
+# Values of drawn options, as far as a config has the options. The first value is the default.
 SWITCHES = [
     *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling"),
     *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
@@ -145,7 +145,7 @@ NOT_DRAWN = {
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }
 
-# Options that are refused, or have no effect, unless another has one of these values
+# Options that a config refuses, or that have no effect, unless another option has one of these values
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
 CRITIC += ["value_learning_rate", "value_lr_scheduler_type"]
 KL = ["kl_estimator", "kl_target", "kl_horizon", "sync_ref_model"]
@@ -181,7 +181,7 @@ FAMILIES = {
     "image": ["qwen2_5_vl", "gemma3"],
     "images": ["qwen2_5_vl", "gemma3"],
     "video": ["qwen2_5_vl"],
-    "clips": ["qwen2_5_vl"],  # questions about one clip, whose prompts share what they start with
+    "clips": ["qwen2_5_vl"],  # questions about one clip, whose prompts have a common start
     "audio": ["qwen2_audio"],
 }
 TRANSFORMED = ("audio", "video", "clips")  # rows by `with_media`
@@ -191,40 +191,40 @@ TRANSFORMED = ("audio", "video", "clips")  # rows by `with_media`
 class Draw:
     """A combination of options."""
 
-    seed: int  # determines the rest
+    seed: int  # determines all other fields
     kind: str  # trainer: "grpo", "rloo", "ppo", "sft" or "distillation"
     rows: str  # media of the prompts
     family: str
     reward: str
     lora_dropout: float | None  # `None` trains all weights without an adapter
-    lora_targets: str | list[str]  # of an adapter that isn't 0
+    lora_targets: str | list[str]  # modules of the adapter, whose weights aren't 0
     completions: str  # "sampled", "random" tokens, or "fixed" ones, which depend on prompt and step
     options: dict  # the non-default options
 
     def config(self, folder: str | Path, config_class: type | None = None, **changes):
         """Returns the config of a run of two updates, limited to the class's fields."""
         config_class = config_class or CONFIGS[self.kind]
-        names = {each.name for each in fields(config_class)}
+        names = {entry.name for entry in fields(config_class)}
         options = {**RUN, **self.options, **changes}
         options.setdefault("learning_rate", 0.003 if "optim" in self.options else 0.03)
         return config_class(str(folder), **{name: value for name, value in options.items() if name in names})
 
 
 def values_of(kind: str) -> dict[str, list]:
-    names = {each.name for each in fields(CONFIGS[kind])}
+    names = {entry.name for entry in fields(CONFIGS[kind])}
     return {name: OWN_VALUES.get(kind, {}).get(name, values) for name, values in VALUES.items() if name in names}
 
 
 def neutral(draw: Draw, run: str) -> dict:
     """Returns options of a run that must not affect its updates."""
     generator = random.Random(f"{draw.seed} {run}")
-    names = {each.name for each in fields(CONFIGS[draw.kind])}
+    names = {entry.name for entry in fields(CONFIGS[draw.kind])}
     if not draw.options.get("keep_groups_together", True):
         names -= {"balance_ranks"}
     if draw.rows in TRANSFORMED:
         names -= {"remove_unused_columns"}  # `with_media` needs it
     if "difficulty_sampling" in draw.options:
-        names -= {"media_prefetch"}  # rows that are drawn ahead depend on fewer measurements
+        names -= {"media_prefetch"}  # rows that are drawn early depend on fewer measurements
     return {name: generator.choice(values) for name, values in NEUTRAL.items() if name in names}
 
 
@@ -255,20 +255,20 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
     for_trl = kind in ("grpo", "rloo") and generator.random() < 0.4
     if for_trl:  # TRL's trainer must support it, too
         rows, options["keep_groups_together"] = generator.choice(["text", "image", "images"]), False
-        values = {name: each for name, each in values.items() if name not in OWN or name in AS_TRL}
+        values = {name: value for name, value in values.items() if name not in OWN or name in AS_TRL}
         if kind == "grpo":
-            values["loss_type"] = ["dapo", *(name for name, each in LOSSES.items() if each.sequence_level)]
+            values["loss_type"] = ["dapo", *(name for name, value in LOSSES.items() if value.sequence_level)]
     if rows != "text":
         values.pop("max_length", None)  # so that no truncation cuts a medium
-    elif kind == "distillation":  # a teacher that reads the same
-        others = {"self_teacher", "student_view", "teacher_view"}
-        values = {name: each for name, each in values.items() if name not in others}
+    elif kind == "distillation":  # without media, teacher and student read the same
+        views = {"self_teacher", "student_view", "teacher_view"}
+        values = {name: value for name, value in values.items() if name not in views}
     if "freeze" in values:
         other = "vision_tower" if rows == "audio" else "audio_tower"
-        values["freeze"] = [each for each in values["freeze"] if other not in (each or ())]
+        values["freeze"] = [value for value in values["freeze"] if other not in (value or ())]
     for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):
-        wanted, among = NEEDS.get(name, (name, values[name]))
-        if name in options or (wanted in values and options.get(wanted, values[wanted][0]) not in among):
+        needed, needed_values = NEEDS.get(name, (name, values[name]))
+        if name in options or (needed in values and options.get(needed, values[needed][0]) not in needed_values):
             continue
         if values[name][1:] and generator.random() < (0.4 if name in OFTEN else 0.12):
             options[name] = generator.choice(values[name][1:])

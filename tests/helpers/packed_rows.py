@@ -16,12 +16,12 @@ from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
-# Before, `create_masks_for_generate` fails for layers with chunked attention
+# In older versions of transformers, `create_masks_for_generate` fails for layers with chunked attention
 LLAMA4_PACKS = "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
 
 
 def skip_linear_attention(model):
-    """Skips tests of packed rows where transformers can't pack them; see `test_obstacles.py` for the fallback."""
+    """Skips tests of packed rows if transformers can't pack rows; see `test_obstacles.py` for the fallback."""
     if "before transformers 5.21" in (sharing_obstacle(model) or ""):
         pytest.skip(sharing_obstacle(model))
 

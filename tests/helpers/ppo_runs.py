@@ -16,7 +16,7 @@ FAMILY = "qwen2_5_vl"
 
 
 class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
-    """Records the values of each micro-batch and the weights before each update, in addition to [`Recording`]."""
+    """Trainer that adds the values of each micro-batch and the weights before each update to [`Recording`]."""
 
     def __init__(self, *args, **kwargs):
         self.values, self.weights = [], []
@@ -34,7 +34,7 @@ class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
 
 
 class RemembersSupervised:
-    """Records the completions of the supervised rows of each micro-batch, and their masks."""
+    """Mixin that records the completions of the supervised rows of each micro-batch, and their masks."""
 
     def __init__(self, *args, **kwargs):
         self.supervised = []
@@ -53,7 +53,7 @@ class Ours(Injected, Sampled):
 
 @functools.cache
 def dataset():
-    """Every other prompt is too hard: all its completions get the same reward."""
+    """Returns rows of which every other one is too hard: all its completions get the same reward."""
     return image_rows().add_column("hard", [i % 2 == 1 for i in range(8)])
 
 
@@ -62,7 +62,7 @@ def weights_of(model):
 
 
 def rough(completion_ids, **kwargs):
-    """Returns no reward for some completions."""
+    """Returns rewards, and `None` for some completions."""
     rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
     return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
 
@@ -76,8 +76,8 @@ def critic_of(family, distance=0.03):
     """Returns a critic whose weights differ from the policy's and whose values aren't 0."""
     critic = Critic(moved(family, distance)["model"])
     with torch.no_grad():
-        for own, value in zip(critic.head.parameters(), head_weights(), strict=True):
-            own.copy_(value)
+        for parameter, value in zip(critic.head.parameters(), head_weights(), strict=True):
+            parameter.copy_(value)
     return critic
 
 

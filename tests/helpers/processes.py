@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 TESTS = Path(__file__).parent.parent
-# Seconds that tests wait for a process, and ranks for each other: far more than any needs on a busy machine, so that
-# only what hangs fails
+# Seconds that tests wait for a process, and that ranks wait for each other: far more than a busy machine needs, so
+# that only a process that hangs fails
 PATIENCE, COLLECTIVE = 1800, 600
 
 
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def python_command(script: Sequence[str | Path], processes: int = 1, is_group: bool = False) -> list[str]:
-    """Returns a command that runs a script with its arguments. Several processes form a group, and so does one."""
+    """Returns a command for a script with its arguments. Several processes form a group, as does one if `is_group`."""
     launcher = []
     if processes > 1 or is_group:
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
@@ -31,13 +31,13 @@ def python_command(script: Sequence[str | Path], processes: int = 1, is_group: b
 
 
 def python_environment(**more: str) -> dict[str, str]:
-    """Returns the environment of such processes, which find the modules of the tests."""
+    """Returns an environment in which processes find the modules of the tests."""
     folders = [str(TESTS), str(TESTS / "distributed"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # ninja, for DeepSpeed
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # DeepSpeed needs ninja
         "PYTHONPATH": os.pathsep.join(folders),
         **more,
     }

@@ -1,34 +1,34 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where the values of a recipe were read, by the comments of its file."""
+"""Sources of the values of a recipe, as the comments of its file name them."""
 
 import re
 
 import yaml
 
 
-# A file at a commit, whose lines don't move, or a paper
+# A file at a commit, whose lines don't move
 _PINNED = re.compile(r"https://(?:github\.com|huggingface\.co)/\S+/blob/[0-9a-f]{40}/\S+")
-# Between the origins of a value, and not in a note
+# The separator of a value's origins, which is no part of a note
 _SEVERAL = re.compile(r"; (?=\w+(?: L\d|:|$))")
 _PAPER = re.compile(r"https://huggingface\.co/papers/([\d.]+)")
 
 
 def sources(text: str) -> dict[str, str]:
-    """URLs in the field `Sources:` of a recipe's comments, by the names that its keys use."""
-    urls, inside = {}, False
+    """Returns URLs in the field `Sources:` of a recipe's comments, by the names that comments on keys use."""
+    urls, in_sources = {}, False
     for line in text.splitlines():
         field = re.match(r"# (\w+): ", line)
-        inside = field[1] == "Sources" if field else inside
-        if inside and (entry := re.fullmatch(r"#(?: Sources:)?\s+(\w+) (https://\S+)", line)):
+        in_sources = field[1] == "Sources" if field else in_sources
+        if in_sources and (entry := re.fullmatch(r"#(?: Sources:)?\s+(\w+) (https://\S+)", line)):
             urls[entry[1]] = entry[2]
     return urls
 
 
 def origins(text: str) -> dict[str, tuple[str, ...]]:
     """
-    Names of the sources of each key of a recipe, such as `beta: 0.01  # easyr1 L38: kl_coef`.
+    Returns names of the sources of each key of a recipe, such as `beta: 0.01  # easyr1 L38: kl_coef`.
 
-    The comment names a source with its lines, or a paper with a note, or is `ours`; several are separated by `; `.
+    The comment names a source with its lines, or a paper with a note, or is `ours`; `; ` separates several sources.
     """
     urls, names = sources(text), {}
     for name, url in urls.items():
@@ -37,8 +37,8 @@ def origins(text: str) -> dict[str, tuple[str, ...]]:
     for line in text.splitlines():
         if not (parts := re.match(r"(\w+): +(.+)", line)):
             continue
-        key, rest = parts.groups()
-        value, mark, comment = rest.partition("  # ")
+        key, value_and_comment = parts.groups()
+        value, mark, comment = value_and_comment.partition("  # ")
         if not mark:
             raise ValueError(f"{key}: no comment says where {value} was read; name a source and its line, or `ours`.")
         names[key] = tuple(_origin(key, origin, urls) for origin in _SEVERAL.split(comment))

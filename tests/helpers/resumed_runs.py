@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Options of runs that stop and resume, and comparisons of what must be equal."""
+"""Options of runs that stop and resume, and comparisons of states that must be equal."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ from helpers.trainer_utils import make_trainer, sound, text_rows, with_media
 
 
 class Recording:
-    """Records the inputs of each micro-batch."""
+    """Mixin that records the inputs of each micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -49,11 +49,11 @@ REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": 2}
 
 
 def few_live(prompts, trainer_state, **kwargs) -> list[float]:
-    """Gives one of five prompts equal rewards in the first epoch, and four of five afterwards."""
+    """Returns rewards that are equal for one of five prompts in the first epoch, and for four of five afterwards."""
     step = trainer_state.global_step
-    dead = 1 if step < STEPS_PER_EPOCH else 4
+    n_equal = 1 if step < STEPS_PER_EPOCH else 4
     numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
-    return [float(i % 2) if (number + step) % 5 >= dead else 1.0 for i, number in enumerate(numbers)]
+    return [float(i % 2) if (number + step) % 5 >= n_equal else 1.0 for i, number in enumerate(numbers)]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Case:
     family: str
     rows: Callable
     options: dict
-    stops: list[int]  # steps to resume from, and a random one
+    stops: list[int]  # steps to resume from, in addition to a random step
     moving: Collection[str] = ()  # metrics that must not stay 0
     not_logged: Collection[str] = ()  # metrics that `Trainer` resets
     n_rows: int = 5
@@ -92,17 +92,17 @@ class Case:
 
 
 def stops_of(cases: dict[str, Case], quick: Collection[str]) -> list:
-    """Pairs of case and step: those of a case and a random one, of which the last one of `quick` cases isn't slow."""
+    """Returns pairs of a case and a stop or a random step. All are slow but the last stop of `quick` cases."""
     steps = {name: {*case.stops, random.Random(name).randrange(1, case.n_steps)} for name, case in cases.items()}
     return [
         pytest.param(name, step, marks=[] if name in quick and step == cases[name].stops[-1] else pytest.mark.slow)
-        for name, each in steps.items()
-        for step in sorted(each)
+        for name, numbers in steps.items()
+        for step in sorted(numbers)
     ]
 
 
 def straight_runs(cases: dict[str, Case], tmp_path_factory) -> Callable:
-    """Uninterrupted trainers by case, each with a checkpoint of every step."""
+    """Returns a function that makes the uninterrupted trainer of a case, with a checkpoint of every step."""
 
     @functools.cache
     def run(name: str):
@@ -142,7 +142,7 @@ def same_weights(a, b) -> bool:
 
 
 # A generation batch has four prompts and trains in two epochs of two optimizer steps each. The dataset has five
-# prompts, so that the omitted one depends on the order. Three supervised rows need two steps and thus straddle.
+# prompts, so that the omitted one depends on the order. Steps of two rows straddle epochs of three supervised rows.
 EVERYTHING = {
     "media_prefetch": 1,
     "per_device_train_batch_size": 4,

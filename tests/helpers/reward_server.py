@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Local reward servers, and one that answers too slowly."""
+"""Local reward servers, and a server that answers too slowly."""
 
 import contextlib
 import json
@@ -76,11 +76,13 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Starts servers that return a given answer, by default the length of each completion."""
+    """Yields a function that starts a server with an answer, by default the length of each completion."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     servers = []
 
-    def start(answer=lambda request: {"rewards": [len(each) for each in request["completions"]]}) -> Server:
+    def start(
+        answer=lambda request: {"rewards": [len(completion) for completion in request["completions"]]},
+    ) -> Server:
         servers.append(Server(answer))
         threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return servers[-1]
@@ -93,7 +95,7 @@ def serve(monkeypatch):
 
 @contextlib.contextmanager
 def dripping(start: bytes, drop: bytes = b"0"):
-    """Returns the address of a server that starts its answer like this, and then sends a few bytes at a time."""
+    """Yields the address of a server that starts its answer with `start`, and then sends `drop` again and again."""
     over = threading.Event()
 
     def drip():

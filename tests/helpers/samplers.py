@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Samplers for trainers of tests, `trainer.sampler = PseudoRandom(trainer)`."""
+"""Samplers for trainers of tests, such as `trainer.sampler = PseudoRandom(trainer)`."""
 
 import numpy as np
 
 
 class Wrapped:
-    """Wraps a trainer's sampler, and calls it unless a subclass has completions."""
+    """Sampler that wraps a trainer's sampler, and calls it unless a subclass has completions."""
 
     samples_policy = False
 
@@ -17,7 +17,7 @@ class Wrapped:
         return getattr(self.__dict__["inner"], name)
 
     def __call__(self, model, prompts, **options):
-        """After tool results, `room` is given, and `branches.continuations` holds the indices of the completions."""
+        """Samples. After tool results, `options` has `room`, and `branches.continuations` has completions' indices."""
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:
@@ -25,7 +25,7 @@ class Wrapped:
 
 
 class Remembers(Wrapped):
-    """Records `calls`: prompts and samples."""
+    """Sampler that records `calls`: prompts, completions and log-probabilities."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
@@ -38,20 +38,20 @@ class Remembers(Wrapped):
 
 
 def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokenizer) -> list[list[int]]:
-    """Completions that depend only on prompts, step and mode."""
+    """Returns completions that depend only on prompts, step and mode."""
     generator = np.random.default_rng([step, int(training), sum(map(sum, prompt_ids))])
     vocabulary = len(tokenizer)
     completions = []
     for _ in prompt_ids:
         # Special tokens, and so placeholders, come first in the vocabulary
         ids = generator.integers(50, vocabulary, generator.integers(2, 9)).tolist()
-        ended = generator.random() < 0.6
-        completions.append([*ids[:-1], tokenizer.eos_token_id] if ended else ids)
+        is_complete = generator.random() < 0.6
+        completions.append([*ids[:-1], tokenizer.eos_token_id] if is_complete else ids)
     return completions
 
 
 class PseudoRandom(Wrapped):
-    """Returns pseudo-random completions, but samples for evaluators with separate configs."""
+    """Sampler of pseudo-random completions. For evaluators with separate configs, the model samples."""
 
     def __call__(self, model, prompts, *, step, config=None, **options):
         if config is not None:
@@ -61,7 +61,7 @@ class PseudoRandom(Wrapped):
 
 
 class FromEngine(PseudoRandom):
-    """With log-probabilities of an engine that rounds, one of which is missing."""
+    """Sampler with log-probabilities as of an engine that rounds. One log-probability is missing."""
 
     def __call__(self, model, prompts, **options):
         completions, _ = super().__call__(model, prompts, **options)

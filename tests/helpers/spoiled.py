@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Answers of a vLLM server that aren't what was asked for, and a proxy that gives them."""
+"""Wrong answers of a vLLM server, and a proxy that gives such answers."""
 
 import json
 import math
@@ -18,7 +18,7 @@ GENERATE = "/inference/v1/generate"
 
 
 class Spoiled(NamedTuple):
-    """What becomes of an answer, and of a run that gets it: `says` is in the error where it stays so."""
+    """Change of an answer, and the outcome of a run that gets it. If all answers are so, `says` is in the error."""
 
     change: Callable[[dict], Any]  # returns the new answer, or its status and body
     outcome: str  # "again": the same run after another request; "ends"; "taken"
@@ -70,15 +70,15 @@ KINDS = {
     "an error": Spoiled(lambda answer: {"error": {"message": "engine dead"}}, "again", "it holds no completions"),
     "null choices": Spoiled(lambda answer: {"choices": None}, "again", "it holds no completions"),
     "no token_ids": Spoiled(
-        choices(lambda given: [{k: v for k, v in choice.items() if k != "token_ids"} for choice in given]),
+        choices(lambda items: [{k: v for k, v in choice.items() if k != "token_ids"} for choice in items]),
         "again",
         NO_TOKENS,
     ),
     "null token_ids": Spoiled(tokens(lambda ids: None), "again", NO_TOKENS),
     "null logprobs": Spoiled(each(lambda choice: {"logprobs": None}), "again", "0 has no log-probabilities"),
-    "too few logprobs": Spoiled(logps(lambda given: given[:-2]), "again", "has 4 log-probabilities for 6 tokens"),
-    "too many logprobs": Spoiled(logps(lambda given: given * 2), "again", "has 12 log-probabilities for 6 tokens"),
-    "NaN logprobs": Spoiled(logps(lambda given: [{"logprob": math.nan}] * len(given)), "taken"),
+    "too few logprobs": Spoiled(logps(lambda content: content[:-2]), "again", "has 4 log-probabilities for 6 tokens"),
+    "too many logprobs": Spoiled(logps(lambda content: content * 2), "again", "has 12 log-probabilities for 6 tokens"),
+    "NaN logprobs": Spoiled(logps(lambda content: [{"logprob": math.nan}] * len(content)), "taken"),
     "one NaN": Spoiled(second_logp(math.nan), "taken"),
     "null logprob": Spoiled(second_logp(None), "taken"),
     "-inf": Spoiled(second_logp(-math.inf), "taken"),
@@ -88,17 +88,17 @@ KINDS = {
     "too many tokens": Spoiled(each(twenty_times), "again", "has 120 tokens, where 1 to 6 are possible"),
     "no tokens": Spoiled(each(nothing), "again", "has 0 tokens, where 1 to 6 are possible"),
     "one of no tokens": Spoiled(
-        choices(lambda given: [{**given[0], **nothing(given[0])}, *given[1:]]), "again", "completion 0 has 0 tokens"
+        choices(lambda items: [{**items[0], **nothing(items[0])}, *items[1:]]), "again", "completion 0 has 0 tokens"
     ),
     "unknown token": Spoiled(second(VOCABULARY), "again", f"has the token {VOCABULARY}, and the vocabulary "),
     "negative token": Spoiled(second(-1), "again", "has the token -1, and the vocabulary "),
     "fraction of a token": Spoiled(second(60.5), "again", "has the token 60.5, and the vocabulary "),
     "placeholder": Spoiled(second(PLACEHOLDER), "again", "7, which stands for media that don't exist"),
-    "a choice less": Spoiled(choices(lambda given: given[:-1]), "again", "holds the completions [0, 1, 2], not 4"),
-    "a choice more": Spoiled(choices(lambda given: given + given[:1]), "again", "completions [0, 1, 2, 3, 0], not 4"),
-    "another order": Spoiled(choices(lambda given: given[::-1]), "taken"),
+    "a choice less": Spoiled(choices(lambda items: items[:-1]), "again", "holds the completions [0, 1, 2], not 4"),
+    "a choice more": Spoiled(choices(lambda items: items + items[:1]), "again", "completions [0, 1, 2, 3, 0], not 4"),
+    "another order": Spoiled(choices(lambda items: items[::-1]), "taken"),
     "another's logprob": Spoiled(
-        logps(lambda given: [given[0], {**given[1], "token": "token_id:1"}, *given[2:]]),
+        logps(lambda content: [content[0], {**content[1], "token": "token_id:1"}, *content[2:]]),
         "again",
         "has the log-probability of token_id:1 for the token",
     ),
@@ -121,8 +121,8 @@ KINDS = {
 
 class Proxy(ThreadingHTTPServer):
     """
-    Passes requests on to a server. It spoils so many answers with completions (`n_spoiled`), gives no answer at the
-    paths that `hang`, an error at those that `fail`, and closes the connection at those of `drops`, so many times.
+    Proxy that passes requests on to a server. It spoils `n_spoiled` answers with completions, gives no answer at paths
+    in `hang` and an error at paths in `fail`, and closes a path's connection as many times as `drops` says.
     """
 
     daemon_threads = True
@@ -171,10 +171,10 @@ class Handler(BaseHTTPRequestHandler):
             proxy.n_spoiled -= is_spoiled
             proxy.asked[path] += 1
             proxy.body = body if path == GENERATE else proxy.body
-        found = requests.request(method, proxy.target + self.path, data=body)
+        response = requests.request(method, proxy.target + self.path, data=body)
         if not is_spoiled:
-            return self.answer(found.status_code, found.content)
-        spoiled = proxy.change(json.loads(found.content))
+            return self.answer(response.status_code, response.content)
+        spoiled = proxy.change(json.loads(response.content))
         if spoiled == "never":
             return self.end(proxy.over.wait())
         if spoiled == "cut":

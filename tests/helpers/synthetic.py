@@ -17,7 +17,7 @@ from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 
 
 def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.PreTrainedModel, list[EncodedPrompt]]:
-    """Returns a model, with `changes` of its config, and prompts with media of these kinds and sizes."""
+    """Returns a model with `changes` of its config, and prompts with media of the modalities and sizes in `chats`."""
     class_name = classes_with_media().get(model_type)
     if class_name is None and Version(hf.__version__) < Version("5.24"):
         pytest.skip(f"this transformers has no {model_type}")
@@ -32,7 +32,7 @@ def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.Pre
 
 
 def of(kind: str) -> list[list[Medium]]:
-    """Returns prompts with a medium, with two of other sizes, and without."""
+    """Returns chats with one medium, with two media of two sizes, and without media."""
     return [[(kind, 0)], [(kind, 1), (kind, 0)], []]
 
 
@@ -42,7 +42,7 @@ IMAGES += ("minimax_m3_vl", "mistral_large4", "hy_v4_vl", "inkling2_loop", "exao
 FAMILIES: dict[str, Callable[..., tuple[hf.PreTrainedModel, list[EncodedPrompt]]]] = {
     **{name: partial(build, name, of("image")) for name in IMAGES},
     **{name: partial(build, name, of("audio")) for name in ("fun_asr_nano", "glmasr")},
-    **{name: partial(build, name, of("image")[:2]) for name in ("blip-2", "instructblip")},  # none without an image
+    **{name: partial(build, name, of("image")[:2]) for name in ("blip-2", "instructblip")},  # prompts need images
     # The scale of queries grows within a prompt
     "llama4": partial(build, "llama4", of("image"), text_config={"floor_scale": 4}),
     "minicpm_ocr": partial(build, "minicpm_ocr", of("image"), downsample_mode="16x"),
@@ -61,8 +61,8 @@ def own_logps(model, prompts, ids, mask, temperature=1.0):
     """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
     logps = torch.zeros(ids.shape)
     for row, length in enumerate(mask.sum(1).tolist()):
-        own = ids[row, :length]
+        completion = ids[row, :length]
         if length:
-            scores = (plain_logits(model, prompts[row], own) / temperature).log_softmax(-1)
-            logps[row, :length] = scores.gather(-1, own[:, None])[:, 0]
+            scores = (plain_logits(model, prompts[row], completion) / temperature).log_softmax(-1)
+            logps[row, :length] = scores.gather(-1, completion[:, None])[:, 0]
     return logps

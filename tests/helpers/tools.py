@@ -44,7 +44,7 @@ def first_calls(n: int, tokenizer, tool: str = "look_up") -> list[list[int]]:
 
 
 class Calling(Wrapped):
-    """Calls a tool in half of the first turns, and samples later turns."""
+    """Sampler that calls a tool in half of the first turns, and samples later turns."""
 
     tool = "look_up"
     continued = 0
@@ -79,8 +79,8 @@ def with_turns_of_tools(processor):
 
 class Saying(Wrapped):
     """
-    Returns the texts of a script for each completion, one at each turn, and then a final answer. `unanswered` are the
-    turns whose calls end completions.
+    Sampler that returns the texts of a script for each completion, one per turn, and then a final answer. `unanswered`
+    has the turn whose call ends a completion, by completion.
     """
 
     def __init__(self, trainer, script: dict[int, list[str]], unanswered: dict[int, int] | None = None):
@@ -89,15 +89,15 @@ class Saying(Wrapped):
 
     def __call__(self, model, prompts, *, room=None, branches=None, **options):
         if room is None:
-            self.turn, places = 0, range(len(prompts))
+            self.turn, indices = 0, range(len(prompts))
             self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
         else:
-            self.turn, places = self.turn + 1, [place for place, _ in branches.continuations]
-            # Only those that called a tool continue
+            self.turn, indices = self.turn + 1, [index for index, _ in branches.continuations]
+            # Only completions that called a tool continue
             called = [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
-            assert places == [i for i in called if self.unanswered.get(i) != self.turn - 1]
-        self.calling = places
-        return [self.encoded(self.text(i, self.turn)) for i in places], None
+            assert indices == [i for i in called if self.unanswered.get(i) != self.turn - 1]
+        self.calling = indices
+        return [self.encoded(self.text(i, self.turn)) for i in indices], None
 
     def text(self, i: int, turn: int) -> str:
         texts = self.script.get(i, [])
@@ -106,9 +106,9 @@ class Saying(Wrapped):
 
 class Scripted(Wrapped):
     """
-    Completion `i` calls the tool `show` `turns[i]` times, then answers.
+    Sampler whose completion `i` calls the tool `show` `turns[i]` times, then answers.
 
-    `show` returns its `shown` media by number, as content blocks. `scripts` hold the ids by turn and completion.
+    The argument of `show` is the number of the turn, see [`shows`]. `scripts` has ids by turn and completion.
     """
 
     turns = (0, 1, 2, 3, 4, 0, 1, 2)
@@ -116,19 +116,19 @@ class Scripted(Wrapped):
     def __call__(self, model, prompts, *, room=None, branches=None, **options):
         if room is None:
             self.turn, self.scripts, self.n = 0, {}, len(prompts)
-        places = [*range(self.n)] if room is None else [place for place, _ in branches.continuations]
+        indices = [*range(self.n)] if room is None else [index for index, _ in branches.continuations]
         first = self.trainer.accelerator.process_index * self.n
-        for i in places:
+        for i in indices:
             n_turns = self.turns[(first + i) % len(self.turns)]
             text = call(number=self.turn) if n_turns > self.turn else f"The answer is {first + i} cat"
             self.scripts[self.turn, i] = self.encoded(text)
-        ids = [self.scripts[self.turn, i] for i in places]
+        ids = [self.scripts[self.turn, i] for i in indices]
         self.turn += 1
         return ids or [self.encoded("Nothing")], None  # a rank may have no completion to continue
 
 
 class KeepsInputs:
-    """Keeps the last micro-batch."""
+    """Mixin that keeps the last micro-batch."""
 
     def _compute_loss(self, model, inputs):
         self.inputs = inputs
@@ -159,7 +159,7 @@ def shows(*media):
 
 
 def play(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, **options):
-    """Returns a run of one step in environments, in which completions say what a script has."""
+    """Returns a run of one step in environments, with the completions of a script."""
     sampler = functools.partial(sampler, script=script, unanswered=unanswered)
     options["objects"] = {**talking("qwen3_vl"), "environment_factory": factory}
     options = {"shuffle_dataset": False, "max_steps": 1, "reward": None, "max_completion_length": 1200, **options}
@@ -167,7 +167,7 @@ def play(factory, rows, script, trainer=GRPO, sampler=Saying, unanswered=None, *
 
 
 def check_rewards(result, name, rewards):
-    """Compares advantages and the mean reward with the rewards of groups."""
+    """Asserts that advantages and the mean reward are those of the rewards of groups."""
     rewards = np.array(rewards)
     advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     assert result.trainer.inputs["advantages"].tolist() == pytest.approx(advantages.flatten().tolist(), abs=1e-4)

@@ -28,6 +28,8 @@ from trl_multimodal_rft import (
     MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
+    MultimodalKTOConfig,
+    MultimodalKTOTrainer,
     MultimodalPPOConfig,
     MultimodalPPOTrainer,
     MultimodalRewardConfig,
@@ -42,10 +44,10 @@ from trl_multimodal_rft.trainers.multimodal_config import SamplingArguments
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
-# Costs a fifth of a run of 0.2 s
+# Clearing the cache costs a fifth of a run of 0.2 s
 if not torch.cuda.is_available():
     accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
-# A quarter of `from_pretrained`, which formats configs for logs that nobody reads
+# Formatting configs for logs that nobody reads takes a quarter of `from_pretrained`
 PreTrainedConfig.__repr__ = object.__repr__
 accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
 
@@ -60,7 +62,7 @@ def saved(family: str) -> Path:
 
 @functools.cache
 def checkpoint(family: str, side: str | None = None) -> str:
-    """Returns a folder of a family whose tokenizer pads on a given side, or, like most, has no setting."""
+    """Returns a folder of a family whose tokenizer pads on a side or, like most, has no such setting."""
     folder = Path(_MODELS.name, f"{family}-{side}")
     shutil.copytree(saved(family), folder)
     path = folder / "tokenizer_config.json"
@@ -75,7 +77,7 @@ def checkpoint(family: str, side: str | None = None) -> str:
 def _loader(family: str):
     def load():
         folder = saved(family)
-        ALL_FAMILIES[family].build()  # leaves one random state, whoever wrote the folder
+        ALL_FAMILIES[family].build()  # leaves the same random state in all processes, whichever wrote the folder
         return ALL_FAMILIES[family].model_class.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
 
     return load
@@ -96,7 +98,7 @@ def text_rows(n: int = 8) -> Dataset:
 
 @functools.cache
 def image_rows(n: int = 8) -> Dataset:
-    """One image of 4 to 12 tokens in each row, after prompts of different lengths."""
+    """Returns rows with one image of 4 to 12 tokens and prompts of different lengths."""
     sizes = [(84, 56), (56, 56), (112, 84), (56, 112)]
     rows = [
         {
@@ -110,7 +112,7 @@ def image_rows(n: int = 8) -> Dataset:
 
 @functools.cache
 def images_rows(n: int = 8) -> Dataset:
-    """One, two or three images in each row."""
+    """Returns rows with one, two or three images."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"Compare them. Is there a bird? {i}"}],
@@ -123,7 +125,7 @@ def images_rows(n: int = 8) -> Dataset:
 
 @functools.cache
 def audio_rows(n: int = 8) -> Dataset:
-    """One chirp of 0.3 to 0.9 s in each row."""
+    """Returns rows with one chirp of 0.3 to 0.9 s."""
     prompts = [f"What do you hear in the audio?{' Is there a cat?' * (i % 3)} {i}" for i in range(n)]
     rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
     return with_media(Dataset.from_list(rows), "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(n)])
@@ -131,19 +133,19 @@ def audio_rows(n: int = 8) -> Dataset:
 
 @functools.cache
 def video_rows(n: int = 8) -> Dataset:
-    """A video of 4 or 6 frames in each row."""
+    """Returns rows with a video of 4 or 6 frames."""
     rows = [{"prompt": [{"role": "user", "content": f"Describe the video. Is there a dog? {i}"}]} for i in range(n)]
     videos = [video(4 + 2 * (i % 2), 84, 56, seed=i)["video"] for i in range(n)]
     return with_media(Dataset.from_list(rows), "video", videos)
 
 
-# Of which some start alike
+# Questions of which some start alike
 QUESTIONS = ["Is there a bird?", "Is there a cat? Yes", "Is there a bird? No", "Describe the image."]
 
 
 @functools.cache
 def clip_rows(order=range(8)) -> Dataset:
-    """Four questions about each of two clips."""
+    """Returns rows with four questions about each of two clips."""
     clips = [video(6, 112, 112, seed=i // 4)["video"] for i in order]
     contents = [f"Describe the video. {QUESTIONS[i % 4]}" for i in order]
     rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
@@ -151,13 +153,13 @@ def clip_rows(order=range(8)) -> Dataset:
 
 
 def with_media(rows: Dataset, column: str, media: list) -> Dataset:
-    """Adds a column when rows are read, because Arrow would turn arrays into lists of numbers."""
+    """Returns rows that get a column of media on reading, because Arrow would turn arrays into lists of numbers."""
     rows = rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
     return rows.with_transform(lambda batch: {**batch, column: [media[i] for i in batch["index"]]})
 
 
 def forget_isolation(monkeypatch) -> None:
-    """Stops isolating prompts and media of all families."""
+    """Lets families share batches of prompts and media that they isolate otherwise."""
     rows = tuple(replace(family, isolate=None) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", rows)
 
@@ -175,7 +177,7 @@ def length_and_sum(completion_ids, **kwargs) -> list[float]:
 
 
 class Injected:
-    """A trainer with pseudo-random completions."""
+    """Mixin of trainers with pseudo-random completions."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -190,7 +192,7 @@ class InjectedTRL(GRPOTrainer):
 
 
 class RemembersPacking:
-    """Records how the trainer scored each micro-batch."""
+    """Mixin that records whether the trainer packed each micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -211,7 +213,7 @@ class InjectedPPO(Injected, MultimodalPPOTrainer):
 
 class Recording:
     """
-    Records every draw of completions and every micro-batch.
+    Mixin that records every draw of completions and every micro-batch.
 
     `draws` hold the rows, the `batch` before the split, the results of the reward functions, and the optimizer step.
     `micro_batches` hold the `batch`, the log-probabilities and entropies of its forward pass, the loss, its gradient
@@ -224,7 +226,7 @@ class Recording:
 
     def _reward(self, rollout):
         super()._reward(rollout)
-        # Later code writes other fields, and copies before it changes these
+        # Later code writes other fields of the rollout, and copies these tensors before it changes them
         rewards = rollout.rewards.per_func.clone()
         self.draws.append(self._moment(rows=rollout.source.rows, batch=ByName(rollout), rewards=rewards))
 
@@ -250,14 +252,14 @@ class Recording:
 
 
 class Weights(TrainerCallback, dict):
-    """Keeps a model's weights as they are before each optimizer step, by its number."""
+    """Callback that keeps a model's weights before each optimizer step, by the number of the step."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         self[state.global_step] = copy.deepcopy(model.state_dict())
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradients of each update."""
+    """Callback that keeps the gradients of each update."""
 
     def __init__(self):
         self.seen = []
@@ -267,7 +269,7 @@ class Gradients(TrainerCallback):
 
 
 class ByName:
-    """A rollout whose tensors, and with a dot those of its parts, are read by name, too."""
+    """Wrapper of a rollout that also reads tensors by name, and tensors of the rollout's parts by dotted names."""
 
     def __init__(self, rollout):
         self.rollout = rollout
@@ -340,6 +342,7 @@ TRAINERS = {
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
     "dpo": MultimodalDPOTrainer,
+    "kto": MultimodalKTOTrainer,
     "reward": MultimodalRewardTrainer,
     "distillation": MultimodalDistillationTrainer,
 }
@@ -349,6 +352,7 @@ CONFIGS = {
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
     "dpo": MultimodalDPOConfig,
+    "kto": MultimodalKTOConfig,
     "reward": MultimodalRewardConfig,
     "distillation": MultimodalDistillationConfig,
 }
@@ -379,7 +383,7 @@ PLAIN = {
     "gradient_checkpointing": False,
 }
 
-# Runs of this package's trainers, where a test covers neither, and where it covers one
+# Options of this package's trainers for tests that cover neither of these features, and for tests that cover one
 QUICK = {"media_prefetch": 0, "self_check": False}
 AS_SHIPPED = {"media_prefetch": 1, "self_check": True}
 
@@ -397,14 +401,14 @@ def make_trainer(
     """
     Returns a trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
 
-    `objects` are further arguments of the trainer, `options` arguments of its config; `sampler` makes one from its
-    trainer.
+    `objects` are further arguments of the trainer, `options` arguments of its config; `sampler` makes a sampler from
+    the trainer.
     """
     config_class = config_of(trainer_class)
-    drawn = {"num_generations": 4, "max_completion_length": 8}
+    sampling = {"num_generations": 4, "max_completion_length": 8}
     arguments = {
         "per_device_train_batch_size": 8,
-        **{name: value for name, value in drawn.items() if name in config_class.__dataclass_fields__},
+        **{name: value for name, value in sampling.items() if name in config_class.__dataclass_fields__},
         **PLAIN,
         **(QUICK if issubclass(config_class, SamplingArguments) else {}),
         **options,
@@ -422,14 +426,14 @@ def make_trainer(
 
 
 def update_of(trainer, checkpoint: str | None = None) -> dict[str, torch.Tensor]:
-    """Trains, from a checkpoint if one is given, and returns how much each parameter moves."""
+    """Trains, by default not from a checkpoint, and returns the change of each parameter."""
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train(resume_from_checkpoint=checkpoint)
     return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
 
 
 def run(trainer_class, family: str, dataset, **options) -> Run:
-    """Trains in a temporary folder with the arguments of [`make_trainer`]."""
+    """Trains in a temporary folder with the arguments of [`make_trainer`] and returns the results."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(trainer_class, family, dataset, folder, **options)
         update = update_of(trainer)
@@ -456,7 +460,7 @@ def logged(result: Run, name: str) -> list[float]:
 
 def metrics(history: list[dict]) -> list[dict[str, float]]:
     """Returns the floats of a log history, without durations and metrics that only this package logs."""
-    mine = (
+    excluded = (
         "time",
         "per_second",
         "packing/",
@@ -466,7 +470,11 @@ def metrics(history: list[dict]) -> list[dict[str, float]]:
         "media/",
     )
     return [
-        {key: value for key, value in entry.items() if isinstance(value, float) and not any(m in key for m in mine)}
+        {
+            key: value
+            for key, value in entry.items()
+            if isinstance(value, float) and not any(part in key for part in excluded)
+        }
         for entry in history
     ]
 
@@ -474,7 +482,7 @@ def metrics(history: list[dict]) -> list[dict[str, float]]:
 def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
     """
     Returns the largest difference of two histories' metrics, relative to 1 or the metric, and its name. Entropies are
-    compared where no update left out completions.
+    compared only if no update left out completions.
     """
     skips = any(entry.get("packing/skipped_frac") for entry in [*a, *b])
     a, b = metrics(a), metrics(b)

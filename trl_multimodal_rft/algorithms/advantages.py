@@ -28,17 +28,17 @@ _EPS = 1e-4
 
 @dataclass(frozen=True)
 class Estimator:
-    """A value of `advantage_estimator`, and what it implies."""
+    """A value of `advantage_estimator`, with its function and properties."""
 
     name: str
     paper: Paper | None
-    function: Callable  # takes those arguments of `estimate_advantages` that it names
+    function: Callable  # takes the arguments of `estimate_advantages` in its signature
     alias: str | None = None
-    needs: Literal["group", "critic"] | None = None  # several completions per prompt, or values, besides the rewards
+    needs: Literal["group", "critic"] | None = None  # besides rewards: several completions per prompt, or values
     per_token: bool = False  # one advantage, and KL penalty, per token instead of one per completion
     kl_in_reward: bool = False  # default of the option
     kl_in_loss: Literal["k2", "k3"] = "k3"  # default estimator of a KL term in the loss
-    reads: Literal["steps", "states"] | None = None  # rewards along completions, and also what turns answer
+    reads: Literal["steps", "states"] | None = None  # rewards of steps, or also what turns answer (their states)
     settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(weight='std')"`
 
     @property
@@ -52,7 +52,7 @@ ALIASES: dict[str, str] = {}
 
 
 def estimator(name: str, **facts) -> Callable:
-    """Decorator that registers a function as the estimator of that name, with these fields of its [`Estimator`]."""
+    """Returns a decorator that registers a function as the estimator `name`, with `facts` for its [`Estimator`]."""
 
     def register(function):
         check_unused([name, *([facts["alias"]] if "alias" in facts else [])], {*ESTIMATORS, *ALIASES}, "estimator")
@@ -64,30 +64,34 @@ def estimator(name: str, **facts) -> Callable:
     return register
 
 
-# Keyword arguments of estimators that trainers have options for
+# Keyword arguments of estimators that come from options of trainers, not from settings
 _OF_TRAINERS = ("kl_coef", "scale", "bootstrap")
 
 
 def as_estimator(text: str) -> Estimator:
     """
-    Looks up an estimator by its name or alias, with settings behind it (`"cpgd(weight='std')"`). Raises `KeyError` if
-    there is none, and `ValueError` if it has no such setting or value.
+    Returns the estimator with a name or alias, and with settings behind it (`"cpgd(weight='std')"`). Raises `KeyError`
+    for an unknown name, and `ValueError` for a setting or value that the estimator doesn't have.
     """
     name, settings = split_settings(text)
     chosen, settings = ESTIMATORS[ALIASES.get(name, name)], settings or {}
     parameters = inspect.signature(chosen.function).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in _OF_TRAINERS]
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _OF_TRAINERS
+    ]
     check_settings(chosen.function, name, settings, names)
     return replace(chosen, settings=settings)
 
 
 def described(*needs: str | None) -> str:
-    """Names and papers of the estimators that need one of these, for the help of an option."""
+    """Returns names and papers of the estimators with one of these `needs`, for the help of an option."""
     parts = []
-    for each in ESTIMATORS.values():
-        if each.needs in needs:
-            names = " or ".join(repr(name) for name in (each.name, each.alias) if name)
-            parts.append(names if each.paper is None else f"{names} ({each.paper.title})")
+    for entry in ESTIMATORS.values():
+        if entry.needs in needs:
+            names = " or ".join(repr(name) for name in (entry.name, entry.alias) if name)
+            parts.append(names if entry.paper is None else f"{names} ({entry.paper.title})")
     return ", ".join(parts)
 
 
@@ -102,7 +106,7 @@ class GroupStatistics:
     live: torch.Tensor  # at least two scorable completions with different rewards, `(G,)`
 
     def std(self, correction: int) -> torch.Tensor:
-        """Standard deviation within each group, `(G,)`; 0 without signal."""
+        """Returns the standard deviation within each group, `(G,)`; 0 without signal."""
         return (self.squares / (self.count - correction).clamp(min=1)).sqrt()
 
 
@@ -110,9 +114,9 @@ def group_statistics(
     rewards: torch.Tensor, group_ids: torch.Tensor, weights: torch.Tensor | float = 1.0
 ) -> GroupStatistics:
     """
-    Centres rewards `(N,)` within groups `(N,)`, on the CPU. `weights` `(N,)` say how often each counts.
+    Centres rewards `(N,)` within groups `(N,)`, on the CPU. `weights` `(N,)` say how often each reward counts.
 
-    A group whose rewards are equal has no signal, whatever the constant: rounding must not turn it into an advantage.
+    A group with equal rewards has no signal, whatever their value: rounding must not turn them into advantages.
     """
     # Not every device has float64
     rewards = rewards.cpu()
@@ -160,7 +164,7 @@ def group_norm(
 @estimator("rloo", needs="group", kl_in_reward=True)
 def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     r"""
-    Reward minus the mean of the *other* completions of the group, see
+    RLOO's advantage, the reward minus the mean of the *other* completions of the group, see
     [Back to Basics](https://huggingface.co/papers/2402.14740), where the reward contains the KL penalty of the whole
     completion.
 
@@ -181,9 +185,9 @@ def reinforce(
     kl_coef: float = 0.0,
 ) -> torch.Tensor:
     r"""
-    REINFORCE++: the KL penalty of every token and the reward at the last one, summed from each token on ($\gamma = 1$)
-    and whitened over all tokens of the batch, see [REINFORCE++](https://huggingface.co/papers/2501.03262). One
-    completion per prompt is enough.
+    REINFORCE++'s advantage: the KL penalty of every token and the reward at the last token, summed from each token on
+    ($\gamma = 1$) and whitened over all tokens of the batch, see
+    [REINFORCE++](https://huggingface.co/papers/2501.03262). One completion per prompt is enough.
 
     See [`estimate_advantages`] for the arguments.
     """
@@ -201,7 +205,7 @@ def reinforce_baseline(
     norm_level: Literal["token", "sequence"] = "token",
 ) -> torch.Tensor:
     r"""
-    REINFORCE++-baseline: reward minus the mean of its group, then whitened over the batch, see
+    REINFORCE++-baseline's advantage: the reward minus the mean of its group, whitened over the batch, see
     [REINFORCE++](https://huggingface.co/papers/2501.03262). Groups without signal stay at exactly 0, although
     whitening shifts by the mean of the batch.
 
@@ -209,8 +213,8 @@ def reinforce_baseline(
 
     Args:
         norm_level (`str`, *optional*, defaults to `"token"`):
-            In mean and standard deviation, every `"token"` counts once, so that long completions count more, or every
-            `"sequence"`.
+            Unit that counts once in mean and standard deviation: every `"token"`, so that long completions count
+            more, or every `"sequence"`.
     """
     groups = group_statistics(rewards, group_ids)
     weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
@@ -251,9 +255,8 @@ def clip_filter_like_weights(
     live: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
 ) -> torch.Tensor:
     """
-    Weights `(G,)` that let groups with signal count for those without, as if other prompts had replaced these.
-
-    Shapes: `live` `(G,)`, whether a group has signal; returns float64, 1 everywhere if no group has signal.
+    Returns weights `(G,)` by which groups with signal make up for groups without, as if other prompts had replaced
+    the latter. They are float64, and 1 everywhere if no group has signal. `live` `(G,)` says which groups have signal.
     """
     n_live = live.sum().double()
     if n_live == 0:
@@ -283,7 +286,7 @@ def turn_norm(
     norm: Literal["turn", "trajectory"] = "turn",
 ) -> torch.Tensor:
     r"""
-    Advantage of each token by what is rewarded from its step on,
+    Advantage of each token by the return of its step,
     $G_k = \sum_{j \ge k} \gamma^{j - k} r_j$ with the outcome in the last $r_j$, normalized in its group. The process
     supervision of [DeepSeekMath](https://huggingface.co/papers/2402.03300) normalizes before the sum.
 
@@ -291,10 +294,11 @@ def turn_norm(
 
     Args:
         turn_discount (`float`, *optional*, defaults to `1.0`):
-            $\gamma$, per step. A step is a turn, or what a reward function makes one.
+            $\gamma$, per step. A step is a turn, or a part of one that a reward function rewards.
         norm (`str`, *optional*, defaults to `"turn"`):
-            Mean and unbiased standard deviation are those of the steps of the same number (`"turn"`), or of all steps
-            of the group, where every `"trajectory"` counts once, but 0 where no step makes a difference.
+            Mean and unbiased standard deviation are those of the group's steps with the same index (`"turn"`), or of
+            all its steps, where every `"trajectory"` counts once; a group without an index at which returns differ
+            has the advantage 0.
     """
     rows, numbers = steps.indices()
     returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, steps.returns(turn_discount))
@@ -319,17 +323,17 @@ def ps_grpo(
     rho: Annotated[float, "(0, inf)"] = 0.3,
 ) -> torch.Tensor:
     r"""
-    PS-GRPO: GRPO's advantage of the outcome, which is $1 - \gamma$ of itself where the rewards of steps have a drop,
-    $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see Equation 6 of [URSA](https://huggingface.co/papers/2501.04686).
+    PS-GRPO's advantage: GRPO's advantage of outcomes, which are multiplied by $1 - \gamma$ where the rewards of steps
+    drop, $\max_k (p_k - p_{k+1}) / p_k \ge \rho$, see Equation 6 of [URSA](https://huggingface.co/papers/2501.04686).
     Rewards of steps count in no other way.
 
     See [`estimate_advantages`] for the other arguments.
 
     Args:
         gamma (`float`, *optional*, defaults to `0.5`):
-            Share that a drop takes of an outcome above 0.
+            Share of an outcome above 0 that a drop removes.
         rho (`float`, *optional*, defaults to `0.3`):
-            Relative drop from a step to the next rewarded one that counts.
+            Smallest relative drop, from a rewarded step to the next rewarded step, that counts.
 
     Raises:
         `ValueError`: If no function gives a reward of whole completions.
@@ -337,8 +341,8 @@ def ps_grpo(
     outcomes = steps.outcomes
     if outcomes.isnan().all() and not rewards.isnan().all():
         raise ValueError("`advantage_estimator='ps_grpo'` needs a reward function of whole completions, too; add one.")
-    given = [[step.reward for step in own if step.reward is not None] for own in steps.steps]
-    dropped = torch.tensor([any(a > 0 and a - b >= rho * a for a, b in pairwise(own)) for own in given])
+    step_rewards = [[step.reward for step in row if step.reward is not None] for row in steps.steps]
+    dropped = torch.tensor([any(a > 0 and a - b >= rho * a for a, b in pairwise(row)) for row in step_rewards])
     outcomes = torch.where(dropped & (outcomes > 0), (1 - gamma) * outcomes, outcomes)
     return group_norm(outcomes, group_ids).to(rewards)
 
@@ -355,10 +359,10 @@ def gigpo(
     norm: Literal["std", "none"] = "std",
 ) -> torch.Tensor:
     r"""
-    GiGPO: advantage of the completion in its group, plus $\omega$ times that of the discounted return
+    GiGPO's advantage: the completion's in its group, plus $\omega$ times the advantage of the discounted return
     $\sum_{j \ge k} \gamma^{j - k} r_j$ of each turn among all turns of the group that answer the same prompt or
-    results, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn that shares them with none has the first
-    term alone.
+    results, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn without such other turns has only the first
+    term.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -371,7 +375,7 @@ def gigpo(
             Whether both terms are divided by the unbiased standard deviation of their group.
     """
     turns, scale = steps.of_turns(), "group" if norm == "std" else "none"
-    rows, states = turns.indices()[0], torch.tensor([step.state for own in turns.steps for step in own])
+    rows, states = turns.indices()[0], torch.tensor([step.state for row in turns.steps for step in row])
     returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, turns.returns(turn_discount))
     of_turns = group_norm(returns, group_ids.cpu()[rows] * (states.amax() + 1) + states, scale=scale)
     of_completions = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
@@ -392,7 +396,7 @@ def gae(
     Generalized advantage estimation, $\delta_t = r_t + \gamma V_{t+1} - V_t$ and
     $A_t = \delta_t + \gamma \lambda A_{t+1}$, see
     [Generalized Advantage Estimation](https://huggingface.co/papers/1506.02438). Tokens outside the mask are no steps:
-    what precedes a gap continues after it.
+    the token before a gap continues with the token after the gap.
 
     Args:
         rewards (`torch.Tensor`):
@@ -414,7 +418,7 @@ def gae(
     """
     mask, width = mask.bool(), mask.size(1)
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
-    # The first valid token after each one; the width stands for what comes after the last
+    # Index of the next valid token after each token; `width` stands for the state after the last token
     following = torch.where(mask, torch.arange(width, device=mask.device), width)
     following = F.pad(following[:, 1:], (0, 1), value=width).flip(1).cummin(1).values.flip(1)
     after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
@@ -437,7 +441,7 @@ def estimate_advantages(
     steps: Steps | None = None,
 ) -> torch.Tensor:
     r"""
-    Advantages of a whole batch, by the name of an estimator or by a user's function.
+    Computes the advantages of a whole batch, by the name of an estimator or by a user's function.
 
     Args:
         name (`str` or `Callable`):
@@ -446,7 +450,7 @@ def estimate_advantages(
         rewards (`torch.Tensor`):
             Weighted and shaped rewards, `NaN` where unscorable, shape `(N,)`.
         rewards_per_func (`torch.Tensor`):
-            What each reward function returned, shape `(N, F)`.
+            Rewards by each reward function, shape `(N, F)`.
         group_ids (`torch.Tensor`):
             Group of each completion, any integers in any order, shape `(N,)`.
         mask (`torch.Tensor`):
@@ -456,7 +460,7 @@ def estimate_advantages(
         ref_logps (`torch.Tensor`, *optional*):
             Log-probabilities under the reference, shape `(N, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the k1 penalty in the reward: per token for estimators that are, else of the whole
+            Coefficient of the k1 penalty in the reward: per token for estimators that are per token, else of the whole
             completion.
         scale (`str`, *optional*, defaults to `"group"`):
             [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
@@ -489,9 +493,9 @@ def estimate_advantages(
     if kl_coef and not chosen.per_token:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
-    known = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
-    named = inspect.signature(chosen.function).parameters
-    return chosen.function(**{name: value for name, value in known.items() if name in named}, **chosen.settings)
+    options = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
+    names = inspect.signature(chosen.function).parameters
+    return chosen.function(**{name: value for name, value in options.items() if name in names}, **chosen.settings)
 
 
 def check_estimator(function: Callable) -> None:
@@ -499,7 +503,7 @@ def check_estimator(function: Callable) -> None:
     names = ("rewards", "rewards_per_func", "group_ids", "mask", "old_logps", "ref_logps")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some callables written in C
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return
     try:
         signature.bind(**dict.fromkeys(names))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where completions end."""
+"""Ends of completions."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 
 
 def up_to_first_end(completions: torch.Tensor, eos_token_ids: Sequence[int]) -> torch.Tensor:
-    """Mask `(B, N)` of completions up to their first end-of-sequence token, inclusive."""
+    """Returns the mask `(B, N)` of completions up to their first end-of-sequence token, inclusive."""
     is_eos = _is_any(completions, eos_token_ids).long()
     return is_eos.cumsum(1) - is_eos == 0
 
@@ -20,7 +20,7 @@ def mask_completions(
     prompt_attention_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Masks of sampled sequences: a completion ends with its first end-of-sequence token.
+    Returns masks of sampled sequences, in which a completion ends with its first end-of-sequence token.
 
     Args:
         sequences (`torch.Tensor`):
@@ -30,8 +30,8 @@ def mask_completions(
         eos_token_id (`int` or `Sequence[int]`, *optional*):
             Tokens that end a completion.
         pad_token_id (`int`):
-            Token written after the end. Where it ends no completion, those at the end of a row are padding: the
-            completion was stopped otherwise.
+            Token written after the end. If this token isn't an end-of-sequence token, padding at the end of a row
+            means that the completion was stopped otherwise.
         prompt_attention_mask (`torch.Tensor`, *optional*):
             1 on the tokens of the prompts, shape `(B, input_len)`. By default only leading padding is recognized.
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses that PPO adds to the policy loss: of its critic, and of supervised completions."""
+"""Losses that PPO adds to the policy loss: of the critic, and of supervised completions."""
 
 import torch
 
@@ -15,13 +15,13 @@ def value_loss(
     clip: float | None = None,
 ) -> LossOutput:
     r"""
-    Half the squared error of the critic, clipped around its old values as in
+    Computes half the squared error of the critic, clipped around its old values as in
     [PPO](https://huggingface.co/papers/1707.06347):
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
     Args:
         values, old_values, returns (`torch.Tensor`):
-            Current values, those when the completions were sampled, and returns, shape `(B, T)`.
+            Current values, values when the completions were sampled, and returns, shape `(B, T)`.
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         clip (`float`, *optional*):
@@ -42,14 +42,14 @@ def value_loss(
 
 
 def ptx_loss(logps: torch.Tensor, mask: torch.Tensor) -> LossOutput:
-    """The mean negative log-likelihood of supervised completions' tokens. Shapes: `logps`, `mask` `(B, T)`."""
+    """Computes the mean negative log-likelihood of tokens of supervised completions. Shapes: both `(B, T)`."""
     loss = -(logps * mask).sum() / mask.sum()
     return LossOutput(loss, {"ptx_loss": rank_mean(loss)})
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     r"""
-    Share of the returns' variance that the critic predicts: $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
+    Computes the share of the returns' variance that the critic predicts, $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
 
     Args:
         values, returns, mask (`torch.Tensor`):

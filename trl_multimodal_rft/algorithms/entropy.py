@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights of tokens by the entropy of the policy, and by how far it depends on media; the entropy bonus."""
+"""Weights of tokens by the policy's entropy and its dependency on media, and the coefficient of the entropy bonus."""
 
 import math
 from typing import Literal
@@ -10,7 +10,7 @@ import torch
 # Largest weight of a token in `relevance_weights`, before they are scaled to a mean of 1
 _LARGEST_WEIGHT = 5.0
 
-# Entropies are equal up to this, relative to their size or 1: of the same tokens in forwards of another layout
+# Tolerance of equal entropies, relative to their size or 1: forwards of another layout round them otherwise
 _ROUNDING = 1e-5
 
 # Spread of dependencies, in nats, below which completions weigh the same
@@ -26,10 +26,10 @@ def high_entropy_mask(
     renormalize: bool = False,
 ) -> torch.Tensor:
     r"""
-    Keeps the share of tokens with the highest entropy, see
+    Returns weights that keep the share of tokens with the highest entropy, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal ones, the first.
+    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal tokens, the first.
 
     Args:
         entropies (`torch.Tensor`):
@@ -41,8 +41,8 @@ def high_entropy_mask(
         scope (`str`, *optional*, defaults to `"batch"`):
             Whether tokens compete within the whole `"batch"`, as in the paper, or within their `"sequence"`.
         renormalize (`bool`, *optional*, defaults to `False`):
-            Whether kept tokens weigh valid over kept tokens instead of 1, so that a mean over valid tokens becomes one
-            over kept tokens.
+            Whether the weight of kept tokens is the number of valid tokens over that of kept tokens instead of 1, so
+            that a mean over valid tokens becomes a mean over kept tokens.
 
     Returns:
         `torch.Tensor`: Weight of each token, float32, shape `(N, T)`; 0 on tokens that aren't kept.
@@ -52,7 +52,7 @@ def high_entropy_mask(
     valid = mask.reshape(rows)
     ranked = torch.where(valid, entropies.detach().float().reshape(rows), -torch.inf)
     counts = valid.sum(1).tolist()
-    # `round` undoes what a float adds to a product that is whole, such as 0.7 * 10
+    # `round` removes the rounding error of a product that is whole, such as 0.7 * 10
     kept = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
     n_kept = torch.tensor(kept, device=mask.device)[:, None]
     lowest = ranked.sort(dim=1, descending=True).values.gather(1, (n_kept - 1).clamp(min=0))
@@ -70,23 +70,23 @@ def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, step: float, smallest: float, largest: float
 ) -> float:
     """
-    TRL's rule for the coefficient of the entropy bonus: it rises while the mean entropy of the tokens of an optimizer
-    step, in nats, is at most its target, and falls otherwise.
+    Returns the next coefficient of the entropy bonus by TRL's rule: the coefficient rises while the mean entropy of
+    the tokens of an optimizer step, in nats, is at most its target, and falls otherwise.
     """
     return min(coef + step, largest) if entropy <= target else max(coef - step, smallest)
 
 
 def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: float) -> torch.Tensor:
     r"""
-    Weights of advantages by how far completions depend on their media: $\beta_\mathrm{min}$ for the least dependent
-    one of a batch, and linear in the dependency, so that their mean is 1, see
+    Returns weights of advantages by how far completions depend on their media: $\beta_\mathrm{min}$ for the least
+    dependent completion of a batch, and linear in the dependency, so that the mean weight is 1, see
     [VPPO](https://huggingface.co/papers/2510.09285).
 
     Args:
         dependency (`torch.Tensor`):
             Mean dependency of the tokens of each completion, shape `(N,)`.
         counts (`torch.Tensor`):
-            Whether a completion is weighed, shape `(N,)`. The others, such as those without media, weigh 1.
+            Whether a completion is weighted, shape `(N,)`. Others, such as completions without media, have weight 1.
         smallest (`float`):
             $\beta_\mathrm{min}$, between 0 and 1.
 
@@ -94,22 +94,22 @@ def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: 
         `torch.Tensor`: The weights, shape `(N,)`.
     """
     weights = torch.ones_like(dependency)
-    among = dependency[counts]
-    if among.numel() and (spread := among.max() - among.min()) > _SMALLEST_SPREAD:
-        normalized = (among - among.min()) / spread
+    counted = dependency[counts]
+    if counted.numel() and (spread := counted.max() - counted.min()) > _SMALLEST_SPREAD:
+        normalized = (counted - counted.min()) / spread
         weights[counts] = smallest + (1 - smallest) * normalized / normalized.mean()
     return weights
 
 
 def relevance_weights(differences: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
     r"""
-    Weights of tokens by how far their entropy depends on the media, the modality relevance mask of
+    Returns weights of tokens by how far their entropy depends on the media, the modality relevance mask of
     [MAPO](https://huggingface.co/papers/2605.27741): $T \mathrm{softmax}_t(|\Delta h_t| / (\tau \log T))$ over the $T$
     tokens of a completion, at most 5, and scaled to a mean of 1.
 
     Args:
         differences (`torch.Tensor`):
-            $\Delta h_t$, the entropy without the media minus the one with them, shape `(B, T)`.
+            $\Delta h_t$, the entropy without the media minus the entropy with the media, shape `(B, T)`.
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         temperature (`float`):

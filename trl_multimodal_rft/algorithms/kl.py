@@ -9,7 +9,7 @@ import torch
 # Upper bound of log(reference / policy) in k3, in nats
 _LARGEST_LOG_RATIO = 20.0
 
-# An update multiplies the coefficient by no less than the first, and never takes it below the second
+# Smallest factor by which an update multiplies the coefficient, and smallest coefficient
 _SMALLEST_FACTOR = 0.1
 _SMALLEST_VALUE = 1e-8
 
@@ -45,7 +45,7 @@ def approx_kl(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, 
         logps, ref_logps (`torch.Tensor`):
             Log-probabilities under the policy and under the reference, shape `(B, T)`.
         mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`. Others may hold anything, infinities too.
+            1 on the tokens that count, shape `(B, T)`. Other tokens may hold anything, infinities too.
         estimator (`str`):
             `"k1"` is $d$, `"k2"` is $d^2 / 2$, `"k3"` is $e^{-d} - 1 + d$.
 
@@ -70,7 +70,7 @@ class FixedKLController:
 
     def update(self, kl: float, n_samples: int) -> None:
         """
-        Called after each optimizer step. Does nothing here.
+        Does nothing. Trainers call this method after each optimizer step.
 
         Args:
             kl (`float`):
@@ -80,23 +80,23 @@ class FixedKLController:
         """
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds."""
+        """Returns the state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict) -> None:
         """
-        Restores what [`state_dict`] returned.
+        Restores a state that [`state_dict`] returned.
 
         Args:
             state (`dict`):
-                That dictionary.
+                The state.
         """
         self.value = state["value"]
 
 
 class AdaptiveKLController(FixedKLController):
     r"""
-    Raises the KL coefficient while the divergence is above its target and lowers it below, see
+    A KL coefficient that rises while the divergence is above its target and falls while it is below, see
     [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593):
     $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with the
     horizon $h$, where the factor stays positive.
@@ -110,7 +110,7 @@ class AdaptiveKLController(FixedKLController):
             Completions over which the coefficient adapts, above 0.
 
     Raises:
-        `ValueError`: If one of them isn't above 0.
+        `ValueError`: If `value`, `target` or `horizon` isn't above 0.
     """
 
     def __init__(self, value: float, target: float, horizon: int):

@@ -19,7 +19,7 @@ from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, 
 from .papers import Paper, paper_of
 
 
-# Beyond this, an exponential may overflow, and its gradient become NaN
+# Largest log-ratio; beyond it, the exponential may overflow, and its gradient become NaN
 _LARGEST_LOG_RATIO = 20.0
 
 
@@ -35,23 +35,23 @@ class LossInputs:
     """Tensors of a micro-batch: `B` completions of up to `T` tokens."""
 
     logps: torch.Tensor  # current log-probabilities, `(B, T)`
-    old_logps: torch.Tensor  # those under the policy that sampled, without gradient, `(B, T)`
+    old_logps: torch.Tensor  # log-probabilities under the policy that sampled, without gradient, `(B, T)`
     advantages: torch.Tensor  # `(B,)` or `(B, T)`
     mask: torch.Tensor  # 1 on the tokens that count, `(B, T)`
     weights: torch.Tensor | float = 1.0  # of tokens in the policy gradient, `(B, T)`
     # Log-probabilities under the engine that sampled, NaN where it has none, `(B, T)`; by default the old ones
     sampling_logps: torch.Tensor | None = None
-    sampling_ratio: torch.Tensor | None = None  # importance ratio of the old policy to that engine, `(B, T or 1)`
+    sampling_ratio: torch.Tensor | None = None  # importance ratio of old policy to engine, `(B, T or 1)`
     ref_logps: torch.Tensor | None = None  # under the reference, for a KL term in the loss, `(B, T)`
     entropies: Any = None  # of the policy, `(B, T)`
     aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
-    scored: torch.Tensor | None = None  # 1 on tokens that have scores, by default the mask's, `(B, T)`
+    scored: torch.Tensor | None = None  # 1 on tokens that have scores, by default the mask, `(B, T)`
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """
-    Options of TRL that several policy losses read, or that TRL has for one; defaults are TRL's. Further ones of a loss
+    Options of policy losses that TRL has, for several losses or for one, with TRL's defaults. Other settings of a loss
     are keyword arguments of its function.
     """
 
@@ -60,10 +60,10 @@ class LossOptions:
     epsilon_high: float
     delta: float = math.inf  # upper bound of the ratio, above `1 + epsilon_high`, for negative advantages
     importance_sampling_level: str = "token"  # "sequence": the geometric mean of a completion's ratios
-    # Divergence from the engine that sampled, in nats per token, from which on `off_policy_mask` drops completions
+    # Divergence from the engine that sampled, in nats per token, above which `off_policy_mask` drops completions
     off_policy_threshold: float | None = None
     kl_estimator: str = "k3"  # of the KL term
-    kl_bias_correction: bool = True  # multiplies k3 by the ratio
+    kl_bias_correction: bool = True  # whether k3 is multiplied by the ratio
     # Temperatures for advantages above 0, and for the others
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
@@ -76,7 +76,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """What sums over a micro-batch may be divided by, see [`LossType.average`]."""
+    """Denominators of sums over a micro-batch, see [`LossType.average`]."""
 
     accumulation: int  # micro-batches of the optimizer step on this rank
     length_limit: int  # tokens that a completion may have
@@ -85,7 +85,7 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class LossType:
-    """A value of `loss_type`."""
+    """A value of `loss_type`, with its function and properties."""
 
     name: str
     paper: Paper | None
@@ -94,10 +94,10 @@ class LossType:
     # Denominator of the sum: completions of the optimizer step, the length limit of all of them, tokens of the
     # micro-batch times the accumulation steps, or tokens of the optimizer step
     over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
-    per_completion: bool = False  # it has one ratio, and takes one advantage, per completion
-    sequence_level: bool = False  # it supports `importance_sampling_level="sequence"`
-    clips: bool = True  # it clips ratios; others soften them
-    needs_advantage: bool = False  # without one, a token has no gradient, and a completion needn't be forwarded
+    per_completion: bool = False  # the loss has one ratio, and takes one advantage, per completion
+    sequence_level: bool = False  # the loss supports `importance_sampling_level="sequence"`
+    clips: bool = True  # the loss clips ratios; other losses soften them
+    needs_advantage: bool = False  # with advantage 0, completions have no gradient, and needn't be forwarded
     settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(drift_coef=0.1)"`
 
     @property
@@ -107,7 +107,7 @@ class LossType:
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is a mean over a micro-batch, divided by the accumulation steps."""
+        """`True` if the loss is a mean over a micro-batch, divided by the accumulation steps."""
         return self.over != "batch_tokens"
 
     def __call__(self, inputs: LossInputs, options: LossOptions) -> LossOutput:
@@ -116,20 +116,20 @@ class LossType:
 
         Args:
             inputs ([`LossInputs`]):
-                Its tensors.
+                Tensors of the micro-batch.
             options ([`LossOptions`]):
                 Options of the loss.
 
         Returns:
-            [`LossOutput`]: Loss of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` where it counts
-            for all its tokens or `(B,)`, and metrics.
+            [`LossOutput`]: Loss of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` if it counts for
+            every token of the completion, else `(B,)`, and metrics.
         """
         return self.function(inputs, options, **self.settings)
 
     def average(self, values: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
         """
-        A micro-batch's part of the loss of an optimizer step, a scalar, with TRL's denominator for the loss type, from
-        values of each token, `(B, T)`, or of each completion, `(B, 1)` or `(B,)`.
+        Returns a micro-batch's part of the loss of an optimizer step, a scalar, with TRL's denominator for the loss
+        type. The `values` are of tokens, `(B, T)`, or of completions, `(B, 1)` or `(B,)`.
         """
         completions = len(mask) * normalizer.accumulation
         if values.dim() == 1:
@@ -149,9 +149,9 @@ LOSSES: dict[str, LossType] = {}
 
 def policy_loss(name: str, **facts) -> Callable:
     """
-    Decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss of that name, with these
-    fields of its [`LossType`]; the paper is by default that of the docstring. Keyword arguments of the function are
-    settings behind the name.
+    Returns a decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss `name`. The `facts`
+    are fields of its [`LossType`]; `paper` is by default the paper of the docstring. Keyword arguments of the function
+    are settings behind the name.
     """
 
     def register(function):
@@ -164,13 +164,13 @@ def policy_loss(name: str, **facts) -> Callable:
 
 def as_loss(text: str) -> LossType:
     """
-    Looks up a loss by its name, with settings behind it (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` if there is
-    none, and `ValueError` if it has no such setting or value.
+    Returns the loss with a name, and with settings behind it (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` for an
+    unknown name, and `ValueError` for a setting or value that the loss doesn't have.
     """
     name, settings = split_settings(text)
     chosen, settings = LOSSES[name], settings or {}
     parameters = inspect.signature(chosen.function).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     check_settings(chosen.function, name, settings, names)
     return replace(chosen, settings=settings)
 
@@ -186,9 +186,9 @@ def grpo_loss(
     aux_coef: float = 0.0,
 ) -> LossOutput:
     """
-    A micro-batch's part of the loss of an optimizer step, a scalar: the policy loss with a KL term (where `inputs`
-    have `ref_logps`), an entropy bonus (unless `entropy_coef` is `None`), and load balancing (where they have an
-    `aux_loss`).
+    Computes a micro-batch's part of the loss of an optimizer step, a scalar: the policy loss with a KL term (if
+    `inputs` have `ref_logps`), an entropy bonus (unless `entropy_coef` is `None`), and load balancing (if `inputs`
+    have an `aux_loss`).
     """
     mask, accumulation = inputs.mask, normalizer.accumulation
     losses, metrics = kind(inputs, options)
@@ -200,7 +200,7 @@ def grpo_loss(
         loss = loss + kl_coef * kind.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
-        # Like TRL, before the division by accumulation steps where the loss type has it
+        # Like TRL, without the division by accumulation steps if the loss type divides by them
         metrics["policy_loss"] = rank_mean(loss * accumulation if kind.is_mean else loss)
         total, count = entropy_sums(inputs)
         loss = loss - entropy_coef * total / count.clamp(min=1) / accumulation
@@ -212,18 +212,18 @@ def grpo_loss(
 
 
 def entropy_sums(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the entropies of the tokens that are trained on, and of their weights."""
+    """Returns the weighted sum of entropies of the tokens that are trained on, and the sum of their weights."""
     weights = inputs.mask * inputs.weights
     return (inputs.entropies * weights).sum(), weights.sum()
 
 
 def log_ratios(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Current minus old log-probability of each token, `(B, T)`, 0 outside the mask."""
+    """Returns current minus old log-probability of each token, `(B, T)`, 0 outside the mask."""
     return torch.where(mask.bool(), logps - old_logps, 0)
 
 
 def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
-    """Ratios of the current to the old policy, `(B, T)`, or `(B, 1)` with `importance_sampling_level="sequence"`."""
+    """Returns ratios of current to old policy, `(B, T)`, or `(B, 1)` with `importance_sampling_level="sequence"`."""
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     if options.importance_sampling_level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
@@ -232,8 +232,8 @@ def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
 
 def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
     """
-    0 for completions with a negative advantage that the policy has moved away from, else 1, `(B, 1)` or `(B, T)`, see
-    [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556); 1 without a threshold.
+    Returns 0 for completions with a negative advantage that the policy has moved away from, else 1, `(B, 1)` or
+    `(B, T)`, see [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556); 1 without a threshold.
     """
     if options.off_policy_threshold is None:
         return 1.0
@@ -248,13 +248,13 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
 
 
 def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
-    """Off-policy mask times importance ratio to the engine that sampled."""
+    """Returns the off-policy mask times the importance ratio to the engine that sampled."""
     ratio = 1.0 if inputs.sampling_ratio is None else inputs.sampling_ratio
     return off_policy_mask(inputs, options) * ratio
 
 
 def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    """Shares of tokens or completions that are clipped. Shapes: `low`, `high` `(B, T)` or `(B, 1)`."""
+    """Returns shares of tokens or completions that are clipped. Shapes: `low`, `high` `(B, T)` or `(B, 1)`."""
     shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
     return {
         **{f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()},
@@ -311,7 +311,7 @@ def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 @policy_loss("sapo", **_MEAN, sequence_level=True, clips=False)
 def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    A soft gate instead of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
+    Policy loss with a soft gate instead of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
     [Soft Adaptive Policy Optimization](https://huggingface.co/papers/2511.20347).
 
     See [`LossType.__call__`] for the arguments.
@@ -366,7 +366,7 @@ def cpgd_loss(
         drift_coef (`float`, *optional*, defaults to `0.01`):
             Coefficient of the drift.
         drift_clamp (`float`, *optional*, defaults to `2.0`):
-            Largest weight of a token in it.
+            Largest weight of a token in the drift.
     """
     advantages = _per_token(inputs.advantages)
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
@@ -381,10 +381,10 @@ def cpgd_loss(
 
 def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> torch.Tensor:
     r"""
-    CPGD's pull back to the policy that sampled, see [CPGD](https://huggingface.co/papers/2505.12504).
+    Computes [CPGD](https://huggingface.co/papers/2505.12504)'s drift, a pull back to the policy that sampled.
 
     Its gradient is that of the k3 estimate of $\mathrm{KL}(\pi_\mathrm{old} \| \pi)$, $(r - 1) \nabla \log \pi$, with
-    a clamped weight so that no token dominates; its value means nothing.
+    a clamped weight so that no token dominates; the value of the drift means nothing.
 
     Args:
         logps, old_logps (`torch.Tensor`):
@@ -405,7 +405,7 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673). Log-ratios are clipped at
     `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the paper uses 0.4.
 
-    See [`LossType.__call__`] for the arguments: one advantage per completion, and the `weights` in the geometric mean.
+    See [`LossType.__call__`] for the arguments. Advantages are per completion; `weights` count in the geometric mean.
     """
     advantages, log_ratio = inputs.advantages, log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     clipped = torch.where(
@@ -462,10 +462,11 @@ def view_term(
     entropy_coefs: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""
-    The Implicit Perception Loss and the Double Entropy Loss of [PAPO](https://huggingface.co/papers/2507.06448),
+    Computes the Implicit Perception Loss and the Double Entropy Loss of
+    [PAPO](https://huggingface.co/papers/2507.06448),
     $-\gamma \min(k_3, c) - \eta_1 \log \pi - \eta_2 \log \tilde\pi$, where $k_3$ estimates
-    $\mathrm{KL}(\pi \| \tilde\pi)$ of the policy on the clean prompt from the policy under the view. Both have
-    gradients. Entropies are estimated from sampled tokens, as in the paper.
+    $\mathrm{KL}(\pi \| \tilde\pi)$ of the policy on the clean prompt from the policy under the view. Both policies
+    have gradients. Entropies are estimated from sampled tokens, as in the paper.
 
     Args:
         logps, view_logps (`torch.Tensor`):
@@ -475,7 +476,7 @@ def view_term(
         kl_coef (`float`, *optional*, defaults to `0.0`):
             $\gamma$.
         kl_clip (`float`, *optional*):
-            $c$, the divergence of a token in nats from which on it isn't raised further.
+            $c$, the divergence of a token, in nats, above which the loss doesn't raise it further.
         entropy_coefs (`tuple[float, float]`, *optional*, defaults to `(0.0, 0.0)`):
             $\eta_1$ and $\eta_2$.
 
@@ -488,7 +489,7 @@ def view_term(
 
 
 def ratio_metrics(inputs: LossInputs) -> dict[str, Metric]:
-    """Mean and largest ratio, and the k3 estimate of the divergence from the policy that sampled."""
+    """Returns mean and largest ratio, and the k3 estimate of the divergence from the policy that sampled."""
     log_ratio = log_ratios(inputs.logps.detach(), inputs.old_logps, inputs.mask)
     ratio = log_ratio.exp()
     return {
@@ -506,7 +507,7 @@ def aggregate(
 ) -> torch.Tensor:
     r"""
     Sums the losses of a micro-batch so that the sum over micro-batches and processes is the loss of the whole batch,
-    however it is split.
+    however the batch is split.
 
     Args:
         values (`torch.Tensor`):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of a micro-batch: numbers of each rank and how to combine them, so that one gather serves all metrics."""
+"""Metrics of a micro-batch: numbers of each rank, which functions combine, so that one gather serves all metrics."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Metric:
-    """One number over all ranks."""
+    """A metric over all ranks: numbers of each rank, and the function that combines them."""
 
     numbers: torch.Tensor  # of this rank, `(K,)`
     combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
@@ -20,7 +20,7 @@ class Metric:
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """A mean over the tokens that count, `(B, T)`; or over completions, of values `(B,)` or `(B, 1)`."""
+    """Returns the mean of `(B, T)` over the tokens that count, or of `(B,)` or `(B, 1)` over completions."""
     if values.shape != mask.shape:
         mask = torch.ones_like(values)
     total = torch.where(mask.bool(), values.detach(), 0).sum()
@@ -28,47 +28,47 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
 
 
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    """A mean over tokens `(B, T)`, which isn't logged where none counts."""
+    """Returns a mean over tokens `(B, T)`, which isn't logged if no token counts."""
     metric = token_mean(values, mask)
     return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], optional=True)
 
 
 def rank_mean(value: torch.Tensor) -> Metric:
-    """The mean over ranks of a scalar, without those where it is NaN."""
+    """Returns the mean of a scalar over the ranks where it isn't NaN."""
     return Metric(value.detach().reshape(1), torch.nanmean)
 
 
 def largest(values: torch.Tensor, merge: Callable[[list[float]], float] | None = None) -> Metric:
-    """The largest value that isn't NaN, or NaN if all are."""
+    """Returns the largest value that isn't NaN, or NaN if all values are."""
     return Metric(_nanmax(values.detach()).reshape(1), _nanmax, merge)
 
 
 def smallest(values: torch.Tensor) -> Metric:
-    """The smallest value that isn't NaN, or NaN if all are."""
+    """Returns the smallest value that isn't NaN, or NaN if all values are."""
     return Metric(_nanmax(-values.detach()).reshape(1), lambda numbers: -_nanmax(numbers))
 
 
 def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of each completion's tokens, `(B,)`, NaN where none counts; values `(B, 1)` are means already."""
+    """Returns means over each completion's tokens, `(B,)`, NaN if no token counts; `(B, 1)` are means already."""
     if values.shape != mask.shape:
         return values.squeeze(1).float()
     return (values * mask).sum(1) / mask.sum(1)
 
 
 class PendingMetrics:
-    """Metrics on the device: reading them between forward and backward pass would make the host wait."""
+    """Metrics kept on the device, as reading them between forward and backward pass would make the host wait."""
 
     def __init__(self):
         self._pending: list[tuple[dict[str, Metric], torch.Tensor, dict[str, list[float]]]] = []
 
     def add(self, metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
-        """Gathers metrics at once, for `logged`, those of the next log. All ranks must pass the same names."""
+        """Gathers metrics in one call, for the next log, `logged`. All ranks must pass the same names."""
         if metrics:
             numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
             self._pending.append((metrics, gather(numbers[None]), logged))
 
     def read(self) -> None:
-        """Appends all metrics to those of the next log."""
+        """Appends the pending metrics to the next log."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -87,7 +87,7 @@ class PendingMetrics:
 
 
 def log_metrics(metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
-    """Gathers metrics at once and appends them to those of the next log. All ranks must pass the same names."""
+    """Gathers metrics in one call and appends them to the next log, `logged`. All ranks must pass the same names."""
     pending = PendingMetrics()
     pending.add(metrics, gather, logged)
     pending.read()
@@ -101,8 +101,10 @@ class Window:
 
     def add(self, *numbers: torch.Tensor | float) -> None:
         """Adds the numbers of a micro-batch."""
-        tensors = [each for each in numbers if isinstance(each, torch.Tensor)]
-        values = torch.stack([torch.as_tensor(each, device=tensors[0].device).detach().float() for each in numbers])
+        tensors = [number for number in numbers if isinstance(number, torch.Tensor)]
+        values = torch.stack(
+            [torch.as_tensor(number, device=tensors[0].device).detach().float() for number in numbers]
+        )
         self._sums = values if self._sums is None else self._sums + values
 
     def close(self, reduce: Callable) -> list[float]:
@@ -117,6 +119,6 @@ def _ratio(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _nanmax(values: torch.Tensor) -> torch.Tensor:
-    # TRL's functions would wait for the device here
+    # TRL's functions would make the host wait for the device
     nan = values.isnan()
     return torch.where(nan.all(), torch.nan, torch.where(nan, -torch.inf, values).max())

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, or the method that is known by it."""
+    """A paper, by its title or by the name of its method."""
 
     title: str
     number: str  # on arXiv
 
     @property
     def link(self) -> str:
-        """In Markdown."""
+        """The paper as a link in Markdown."""
         return f"[{self.title}](https://huggingface.co/papers/{self.number})"
 
 
 def paper_of(function: Callable) -> Paper | None:
-    """The first paper that a docstring links; `None` without one, as when Python strips docstrings (`-OO`)."""
-    found = re.search(r"\[([^\]]+)\]\(https://huggingface\.co/papers/([\d.]+)\)", function.__doc__ or "")
-    return None if found is None else Paper(*found.groups())
+    """Returns the first paper that a docstring links, or `None`, as when Python strips docstrings (`-OO`)."""
+    match = re.search(r"\[([^\]]+)\]\(https://huggingface\.co/papers/([\d.]+)\)", function.__doc__ or "")
+    return None if match is None else Paper(*match.groups())

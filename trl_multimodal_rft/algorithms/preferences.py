@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses of preferences between media: functions of the log-probabilities of completions over their reference."""
+"""Losses of preferences between media: functions of log-probabilities of completions minus the reference's."""
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 
 def conditional_preference(chosen: torch.Tensor, view: torch.Tensor, beta: float) -> torch.Tensor:
     r"""
-    The conditional preference of [mDPO](https://huggingface.co/papers/2406.11839),
+    Computes the conditional preference loss of [mDPO](https://huggingface.co/papers/2406.11839),
 
     $$-\log \sigma\left(\beta \log \frac{\pi(y \mid m, x)}{\pi_\mathrm{ref}(y \mid m, x)}
     - \beta \log \frac{\pi(y \mid \tilde{m}, x)}{\pi_\mathrm{ref}(y \mid \tilde{m}, x)}\right),$$
@@ -29,8 +29,8 @@ def conditional_preference(chosen: torch.Tensor, view: torch.Tensor, beta: float
 
 def anchored_preference(chosen: torch.Tensor, beta: float, anchor: float = 0.0) -> torch.Tensor:
     r"""
-    The anchored preference of [mDPO](https://huggingface.co/papers/2406.11839), which keeps the reward of a chosen
-    completion above an anchor $\delta$:
+    Computes the anchored preference loss of [mDPO](https://huggingface.co/papers/2406.11839), which keeps the reward
+    of a chosen completion above an anchor $\delta$:
 
     $$-\log \sigma\left(\beta \log \frac{\pi(y \mid m, x)}{\pi_\mathrm{ref}(y \mid m, x)} - \delta\right).$$
 

@@ -15,7 +15,7 @@ import torch
 from .kl import approx_kl
 
 
-# Numbers are equal up to this, relative to their mean or 1: float32 sums of the same rewards in another order
+# Tolerance of equal numbers, relative to their mean or 1: float32 sums of the same rewards in another order
 TOLERANCE = 1e-6
 
 
@@ -30,11 +30,11 @@ def token_rewards(
     rewards: torch.Tensor, mask: torch.Tensor, old_logps: Any = None, ref_logps: Any = None, *, kl_coef: float = 0.0
 ) -> torch.Tensor:
     """
-    Reward of each token: that of its completion on the last one, minus the KL penalty (k1) of every token.
+    Returns token rewards: the completion's reward on its last token, minus the KL penalty (k1) of each token.
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`; `NaN` where unscorable, which leaves the penalty alone.
+            Rewards, shape `(N,)`; `NaN` where unscorable, which leaves only the penalty.
         mask (`torch.Tensor`):
             1 on valid tokens, shape `(N, T)`.
         old_logps, ref_logps (`torch.Tensor`, *optional*):
@@ -51,7 +51,7 @@ def token_rewards(
 
 def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
     r"""
-    Discounted sum of the rewards from each token on, $G_t = r_t + \gamma G_{t+1}$, over valid tokens only.
+    Returns the discounted sum of the rewards from each token on, $G_t = r_t + \gamma G_{t+1}$, over valid tokens only.
 
     Args:
         rewards (`torch.Tensor`):
@@ -65,23 +65,23 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
         `torch.Tensor`: Returns, shape `(N, T)`, 0 outside the mask.
     """
     mask, width = mask.bool(), mask.size(1)
-    # Moves valid tokens to the front, the others to a spare column
-    place = torch.where(mask, mask.cumsum(1) - 1, width)
-    sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, place, torch.where(mask, rewards, 0))[:, :width]
+    # Moves valid tokens to the front, and other tokens to a spare column
+    column = torch.where(mask, mask.cumsum(1) - 1, width)
+    sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, column, torch.where(mask, rewards, 0))[:, :width]
     window = 1
-    while window < width:  # sums over a window from each token on, whose size doubles
+    while window < width:  # `sums` are over a window from each token on, and the window doubles
         sums[:, :-window] += gamma**window * sums[:, window:]
         window *= 2
-    return torch.where(mask, sums.gather(1, place.clamp(max=width - 1)), 0)
+    return torch.where(mask, sums.gather(1, column.clamp(max=width - 1)), 0)
 
 
 class Step(NamedTuple):
-    """Tokens of a completion behind those of the step before, with a reward: a turn, or a part of one."""
+    """Tokens of a completion after the previous step, with a reward: a turn, or a part of a turn."""
 
-    end: int  # index of its last token
-    turn: int  # number of its turn in the completion
+    end: int  # index of the step's last token
+    turn: int  # index of its turn in the completion
     reward: float | None  # weighted, `None` where no function rewards it
-    state: int  # equal for turns that answer the same, if the estimator reads it
+    state: int  # equal for turns that answer the same prompt or results, if the estimator reads it
 
 
 @dataclass(eq=False)
@@ -92,32 +92,32 @@ class Steps:
     outcomes: torch.Tensor  # weighted rewards of whole completions, NaN where no function gives one, (N,), float64
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch index of each step's completion and its number in it, `(S,)`."""
-        pairs = torch.tensor([(i, number) for i, own in enumerate(self.steps) for number in range(len(own))])
+        """Returns the batch index of each step's completion, and the index of the step in it, `(S,)`."""
+        pairs = torch.tensor([(i, number) for i, steps in enumerate(self.steps) for number in range(len(steps))])
         return pairs[:, 0], pairs[:, 1]
 
     def of_turns(self) -> "Steps":
-        """Whole turns, with the sums of the rewards of their steps."""
-        turns = [[[*each] for _, each in groupby(own, lambda step: step.turn)] for own in self.steps]
-        whole = [[part[-1]._replace(reward=sum(step.reward or 0 for step in part)) for part in own] for own in turns]
+        """Returns whole turns as steps, with the sums of the rewards of their steps."""
+        turns = [[[*turn] for _, turn in groupby(row, lambda step: step.turn)] for row in self.steps]
+        whole = [[part[-1]._replace(reward=sum(step.reward or 0 for step in part)) for part in row] for row in turns]
         return Steps(whole, self.outcomes)
 
     def returns(self, discount: float) -> torch.Tensor:
-        """Reward of each step and of what follows it, discounted per step; the outcome is one of the last, `(S,)`."""
-        found: list[float] = []
-        for own, outcome in zip(self.steps, self.outcomes.nan_to_num(0.0).tolist(), strict=True):
-            rewards = [step.reward or 0.0 for step in reversed(own)]
+        """Returns the rewards from each step on, `(S,)`, discounted per step, with the outcome in the last step."""
+        totals: list[float] = []
+        for steps, outcome in zip(self.steps, self.outcomes.nan_to_num(0.0).tolist(), strict=True):
+            rewards = [step.reward or 0.0 for step in reversed(steps)]
             rewards[0] += outcome
-            found += [*accumulate(rewards, lambda later, reward: reward + discount * later)][::-1]
-        return torch.tensor(found, dtype=torch.float64)
+            totals += [*accumulate(rewards, lambda later, reward: reward + discount * later)][::-1]
+        return torch.tensor(totals, dtype=torch.float64)
 
     def on_tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The value `(S,)` of each token's step, 0 outside the mask. Shapes: `mask` `(N, T)`; returns `(N, T)`."""
-        found, left = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
-        for row, own in zip(found, self.steps, strict=True):
-            for start, step in zip([0, *(step.end + 1 for step in own)], own, strict=False):
-                row[start : step.end + 1] = next(left)
-        return torch.where(mask.cpu().bool(), found, 0)
+        """Returns the value `(S,)` of each token's step, `(N, T)`, 0 outside the mask `(N, T)`."""
+        by_token, remaining = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
+        for row, steps in zip(by_token, self.steps, strict=True):
+            for start, step in zip([0, *(step.end + 1 for step in steps)], steps, strict=False):
+                row[start : step.end + 1] = next(remaining)
+        return torch.where(mask.cpu().bool(), by_token, 0)
 
 
 def whiten(
@@ -147,7 +147,7 @@ def whiten(
         total, count = reduce(torch.stack([(x * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]))
         return total / count.clamp(min=1)
 
-    # Two passes: centred by the mean first, the variance doesn't cancel for means far from 0
+    # Two passes: the variance of centred values keeps its precision for means far from 0
     shift = mean(values)
     centred = values - shift.to(values.dtype)
     offset = mean(centred)

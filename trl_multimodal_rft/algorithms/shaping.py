@@ -1,12 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What is done with rewards before the advantage estimator."""
+"""Shaping of rewards before the advantage estimator."""
 
 import torch
 
 from .returns import TOLERANCE
 
 
-# Reward above which an answer counts as right, as in the code of Video-R1
+# Reward above which a completion counts as right, as in the code of Video-R1
 _RIGHT = 0.1
 
 
@@ -14,14 +14,14 @@ def contrast_bonus(
     rewards: torch.Tensor, contrast: torch.Tensor, group_size: int, *, ratio: float, bonus: float
 ) -> torch.Tensor:
     r"""
-    The temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions get it
-    where the mean reward of their group is at least $\mu$ times that of completions from a view.
+    Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions
+    get a bonus where the mean reward of their group is at least $\mu$ times that of completions from a view.
 
     Args:
         rewards (`torch.Tensor`):
             Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
         contrast (`torch.Tensor`):
-            Rewards of completions from the view, each at the place of one of its group, `NaN` elsewhere, shape `(N,)`.
+            Rewards of completions from the view, at batch indices of their group, `NaN` elsewhere, shape `(N,)`.
         group_size (`int`):
             Completions per prompt.
         ratio (`float`):
@@ -32,16 +32,16 @@ def contrast_bonus(
     Returns:
         `torch.Tensor`: The bonus, 0 in groups without a contrast, shape `(N,)`.
     """
-    means, contrast_means = (each.view(-1, group_size).nanmean(1) for each in (rewards, contrast))
-    passed = (means >= ratio * contrast_means).repeat_interleave(group_size)  # NaN isn't
+    means, contrast_means = (values.view(-1, group_size).nanmean(1) for values in (rewards, contrast))
+    passed = (means >= ratio * contrast_means).repeat_interleave(group_size)  # comparisons with NaN are false
     return torch.where(passed & (rewards > _RIGHT), bonus, 0.0)
 
 
 class RunningScale:
     """
-    Divides rewards by their standard deviation over the run so far, see
-    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729), however they are split
-    into updates.
+    The standard deviation of rewards over the run so far, by which rewards are divided, see
+    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729). The result doesn't
+    depend on how rewards are split into updates.
     """
 
     def __init__(self):
@@ -68,20 +68,20 @@ class RunningScale:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 1 as long as rewards have been equal."""
+        """Unbiased standard deviation; 1 as long as all rewards have been equal."""
         std = (self.squares / max(self.count - 1, 1)) ** 0.5
         return std if std > TOLERANCE * max(abs(self.mean), 1) else 1.0
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds."""
+        """Returns the state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict) -> None:
         """
-        Restores what [`state_dict`] returned.
+        Restores a state that [`state_dict`] returned.
 
         Args:
             state (`dict`):
-                That dictionary.
+                The state.
         """
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]

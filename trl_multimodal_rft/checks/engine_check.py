@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Log-probabilities of an engine that samples, such as vLLM, against those of the policy."""
+"""Comparison of the log-probabilities of an engine that samples, such as vLLM, with the policy's."""
 
 import math
 from collections import Counter
@@ -19,22 +19,22 @@ from .rounding import STRICT, measure_noise, tolerance_of
 from .self_check import SelfCheck
 
 
-# Completions of each rank that are compared
+# Number of completions that each rank compares
 _PROBES = 4
 
-# After an update, an engine's log-probabilities may differ from the policy's by the first factor more than before.
-# Weights that don't reach the engine show once the policy's log-probabilities have moved by the second times that.
+# After an update, an engine may differ from the policy by the first factor times the difference before. An engine that
+# doesn't get the weights shows once the policy's log-probabilities have moved by the second factor times this limit.
 _GROWS, _SHOWS = 4, 2
 
 
 class EngineCheck:
     """
-    Compares an engine on the first batch, on the first one after the weights have moved so far that an engine without
-    them would show, and on the first media that tools return.
+    Comparison of an engine with the policy on three batches: the first one, the first one after the weights have moved
+    so far that an engine without them would show, and the first one with media that tools return.
 
-    A few completions of each rank are scored one by one. In half precision, where they differ by more than the
-    constant, the noise of the policy's own scores is measured, see [`rounding`]. `check` gets the results; `dtype` is
-    the engine's, `logit_bias` what it adds to logits.
+    The policy scores a few completions of each rank one by one. In half precision, if scores differ by more than the
+    constant limit, the noise of the policy's own scores is measured, see [`rounding`]. `check` gets the results;
+    `dtype` is the engine's, and the engine adds `logit_bias` to its logits.
     """
 
     def __init__(self, policy: PolicyForward, check: SelfCheck, dtype: torch.dtype, logit_bias: dict[int, float]):
@@ -44,11 +44,12 @@ class EngineCheck:
         check.engine = check.engine_updated = check.engine_conversation = None
         self.dtype = dtype
         self.tolerance = max(check.tolerance, tolerance_of(dtype))
-        self.noise = 0.0  # on average
+        self.noise = 0.0  # the largest mean over tokens so far
         self.logit_bias = logit_bias
         self.accelerator = policy.accelerator
-        self.step = -1  # the last one that was considered
-        self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None  # with log-probabilities and mask
+        self.step = -1  # number of updates before the last batch that was considered
+        # Completions of the first batch, their log-probabilities and mask
+        self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None
 
     def run(
         self, model: nn.Module, step: int, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
@@ -56,7 +57,7 @@ class EngineCheck:
         """
         Measures a batch after `step` updates; returns whether there is a new result.
 
-        Shapes: `mask` of the sampled tokens and their log-probabilities `sampled`, `(B, C)`.
+        `mask` of the sampled tokens and `sampled`, their log-probabilities, have the shape `(B, C)`.
         """
         check = self.check
         if check.engine_updated is not None or step == self.step:
@@ -65,7 +66,7 @@ class EngineCheck:
         moved = math.inf if self.first is None else self._moved(model)
         if not moved > _SHOWS * self._limit():
             return False
-        mask = mask * ~sampled.isnan()  # an engine may not return all
+        mask = mask * ~sampled.isnan()  # an engine may leave out log-probabilities
         rows = _diverse(completions[0], mask)
         probes = _select(completions, rows)
         logps, mask = self._score(model, probes), mask[rows]
@@ -93,7 +94,7 @@ class EngineCheck:
     def run_after_tools(
         self, model: nn.Module, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
-        """Measures the first tokens that were sampled after media of a tool; returns whether there were any."""
+        """Measures the first tokens that the engine samples after media of a tool; returns whether there are any."""
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
@@ -122,7 +123,7 @@ class EngineCheck:
             )
 
     def _limit(self) -> float:
-        """Bound of the mean difference: after an update, not much more than before it."""
+        """Returns the limit of the mean difference, which after an update depends on the difference before it."""
         limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit
@@ -132,17 +133,17 @@ class EngineCheck:
     def _allow_noise(
         self, model: nn.Module, measured: tuple[float, float], completions: Completions, mask: torch.Tensor
     ) -> None:
-        """Measures the noise of completions where their difference is more than the limit."""
+        """Measures the noise of completions if their difference is more than the limit."""
         if self.tolerance <= STRICT or measured[0] <= self._limit():
             return
         policy = self.policy.unwrapped(model)
         dtype = max(self.dtype, computing_dtype(self.accelerator, policy), key=tolerance_of)
         noise = measure_noise(policy, dtype, lambda: self._score(model, completions), mask)
-        found = self._difference(noise, torch.zeros_like(noise), mask)
-        self.noise = max(self.noise, found[0] if found else 0.0)
+        mean_and_largest = self._difference(noise, torch.zeros_like(noise), mask)
+        self.noise = max(self.noise, mean_and_largest[0] if mean_and_largest else 0.0)
 
     def _moved(self, model: nn.Module) -> float:
-        """Mean change of the policy's log-probabilities of the first batch."""
+        """Returns the mean change of the policy's log-probabilities of the first batch since it was measured."""
         assert self.first is not None
         completions, before, mask = self.first
         moved = self._difference(self._score(model, completions), before, mask)
@@ -150,14 +151,14 @@ class EngineCheck:
         return moved[0]
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
-        """The policy's log-probabilities `(N, C)`, one by one, since a bias keeps all logits in memory."""
+        """Returns the policy's log-probabilities `(N, C)`, row by row, since a bias keeps all logits in memory."""
         options = {"packed": False, "logit_bias": self.logit_bias}
         rows = (_select(completions, [i]) for i in range(len(completions[0])))
         with measuring(model, completions[1].device):
             return torch.cat([self.policy.score(model, *row, **options).logps for row in rows])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
-        """Mean and largest over all ranks; `None` without tokens."""
+        """Returns the mean and the largest difference over all ranks, or `None` without tokens."""
         difference = torch.where(mask.bool(), (a - b).abs(), 0.0).nan_to_num(nan=math.inf)
         sums = torch.stack([difference.sum(), mask.sum().float()])
         total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -171,12 +172,12 @@ def _select(completions: Completions, rows: list[int]) -> Completions:
 
 
 def _diverse(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
-    """Rows of a few completions with tokens: of different kinds of media first, then of different prompts."""
+    """Returns batch indices of a few completions with tokens, of different modalities and prompts before others."""
     order: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()
     for prompt, rows in group_by_prompt(prompts).items():
-        place = n_of_kinds[prompt.modalities]
+        n_before = n_of_kinds[prompt.modalities]
         n_of_kinds[prompt.modalities] += 1
         empty = {i: not mask[i].any() for i in rows}
-        order |= {i: (empty[i], nth, place) for nth, i in enumerate(sorted(rows, key=empty.__getitem__))}
+        order |= {i: (empty[i], nth, n_before) for nth, i in enumerate(sorted(rows, key=empty.__getitem__))}
     return sorted(order, key=order.__getitem__)[:_PROBES]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How much the policy's completions depend on its media."""
+"""Metric of how much the policy's completions depend on the media of their prompts."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,12 +18,12 @@ from ..views import View, as_view
 
 logger = get_logger(__name__)
 
-# Per rank. Few are enough: a completion has many tokens, a run many batches.
+# Prompts per rank. Few are enough: a completion has many tokens, a run many batches.
 _PROMPTS = 2
 
 
 def is_due(every: int, step: int, n_steps: int) -> bool:
-    """Whether one of `n_steps` updates from `step` on is a multiple of `every`."""
+    """Returns whether one of the `n_steps` updates after `step` is a multiple of `every`."""
     return (step + n_steps) // every > step // every
 
 
@@ -35,18 +35,19 @@ def media_contribution(
     encode: Callable[[int, View], EncodedPrompt],
 ) -> dict[str, float]:
     r"""
-    Measures how far log-probabilities of completions are from those without a medium of their prompt.
+    Returns metrics of how far log-probabilities of completions move without the media of their prompts.
 
-    It is the mean over tokens $y_t$ of a few completions of
+    The metric is the mean over tokens $y_t$ of a few completions of
 
     $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
 
-    in nats, where $m$ are the media of one kind in the prompt, and $\tilde{m}$ silence or grey of the same duration
-    and size: 0 for a policy that ignores them. Forwards of the same shape score both. All ranks must call this. `mask`
-    `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a completion under a view.
+    in nats, where $m$ are the media of one modality in the prompt, and $\tilde{m}$ silence or grey of the same
+    duration and size. A policy that ignores media has 0. Forwards of the same shape score $m$ and $\tilde{m}$. All
+    ranks must call this function. `mask` `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a
+    completion under a view.
     """
     prompts, ids, completion_mask = completions
-    # Completions, a kind of media, and their prompts without it
+    # Index of a completion, a modality of its prompt, and the prompt without media of this modality
     cases = [(row, kind, _without(encode, row, kind)) for row, kind in _chosen(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
     accelerator = policy.accelerator
@@ -54,18 +55,18 @@ def media_contribution(
     if not accelerator.gather(torch.tensor([bool(cases)], device=accelerator.device)).any():
         return {}
     # Ranks without anything to measure take part in the forwards, which may have collectives
-    rows, kinds, without = (list(each) for each in zip(*(cases or [(0, None, prompts[0])]), strict=True))
+    rows, kinds, without = (list(entries) for entries in zip(*(cases or [(0, None, prompts[0])]), strict=True))
     mask = mask[rows]
     with measuring(model, accelerator.device):
         logps = [
-            policy.score(model, each, ids[rows], completion_mask[rows], packed=False).logps
-            for each in ([prompts[row] for row in rows], without)
+            policy.score(model, entries, ids[rows], completion_mask[rows], packed=False).logps
+            for entries in ([prompts[row] for row in rows], without)
         ]
-    moved = ((logps[0] - logps[1]).abs() * mask).sum(1)
-    sums = torch.zeros(len(MODALITIES), 2, dtype=moved.dtype, device=moved.device)
+    change = ((logps[0] - logps[1]).abs() * mask).sum(1)
+    sums = torch.zeros(len(MODALITIES), 2, dtype=change.dtype, device=change.device)
     for i, kind in enumerate(kinds):
         if kind is not None:
-            sums[MODALITIES.index(kind)] += torch.stack([moved[i], mask[i].sum().to(moved.dtype)])
+            sums[MODALITIES.index(kind)] += torch.stack([change[i], mask[i].sum().to(change.dtype)])
     sums = accelerator.reduce(sums, reduction="sum").cpu()
     means = {kind: (total / count).item() for kind, (total, count) in zip(MODALITIES, sums, strict=True) if count}
     metrics = {}
@@ -77,10 +78,10 @@ def media_contribution(
 
 
 def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
-    """Completions of a few prompts, one of each, with each kind of their media."""
+    """Returns pairs of a completion's index and a modality of its prompt, for one completion of a few prompts."""
     chosen: list[tuple[int, str]] = []
     for rows in group_by_prompt(prompts).values():
-        # Others have media of tools
+        # Prompts of several parts hold media of tools
         plain = [row for row in rows if mask[row].any() and len(prompts[row].parts) == 1]
         chosen += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
         if len({row for row, _ in chosen}) == _PROMPTS:
@@ -89,7 +90,7 @@ def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[
 
 
 def _without(encode: Callable[[int, View], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
-    """The prompt of a completion without its media of a kind; `None` if they have become unreadable."""
+    """Returns a completion's prompt without media of a modality, or `None` if its media have become unreadable."""
     try:
         return encode(row, as_view("blank").only(kind))
     except MediaError as error:

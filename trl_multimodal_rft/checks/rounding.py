@@ -1,20 +1,21 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Which differences of log-probabilities rounding explains.
+Limits of the differences of log-probabilities that rounding explains.
 
-In float32 a constant says so. In half precision it depends on the model: between 16 and 32, logits are multiples of
-0.125 in bfloat16, and each kernel leaves its own noise in hidden states. So the noise is measured: one forward is
+In float32, the limit is a constant. In half precision, it depends on the model: logits between 16 and 32 are multiples
+of 0.125 in bfloat16, and each kernel leaves its own noise in hidden states. So the noise is measured: one forward is
 repeated while token embeddings and the inputs of encoders are each rounded up or down at random, which changes all
 roundings that follow. A token's noise is the standard deviation of the difference of two repeats.
 
-The repeats run the reference itself, such as the model's own forward on one prompt, so no padding, packing or other
-prompt is in them. Wrong media or positions shift all repeats alike, and dropout draws the same numbers in each. No
-defect that the self-check looks for adds to the noise behind which it could hide.
+The repeats run the truth itself, such as the model's own forward on one prompt, so they hold no padding, packing or
+other prompts. Wrong media or positions shift all repeats alike, and dropout draws the same numbers in each repeat. So
+no defect that the self-check looks for increases the noise behind which the defect could hide.
 
-A token's limit is the constant, or two steps of the largest logit, and several times its noise: logits near the middle
-of two steps are rounded away from each other too rarely for the repeats to show it. A comparison fails if one token is
-off by twice its limit, two by more than their limits, or all together, in root mean square, by more than half as many
-times their noise. A single one may be an outlier, such as a token near the border between two experts.
+A token's limit is the constant, or two steps of the largest logit if they are more, plus several times the token's
+noise. Two steps, since logits near the middle of two steps are rounded away from each other too rarely for the repeats
+to show it. A comparison fails if one token is off by twice its limit, if two tokens are off by more than their limits,
+or if the root mean square over all tokens exceeds the constant plus half as many times the noise. A single token may
+be an outlier, for instance near the border between two experts.
 """
 
 import math
@@ -28,47 +29,47 @@ from transformers import PreTrainedModel
 from ..models.towers import find_towers
 
 
-# Forwards that the noise is measured by
+# Number of forwards that measure the noise
 _REPEATS = 10
 
-# Rounding alone then fails fewer than 1 of 10,000 checks, even where completions are equal, so that their tokens have
-# equal noise
+# With this factor, rounding alone fails fewer than 1 of 10,000 checks, even if completions are equal, so that their
+# tokens have equal noise
 NOISE_FACTOR = 4
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Least limit of a difference of log-probabilities, and the only one in float32."""
+    """Returns the least limit of a difference of log-probabilities, which is the only limit in float32."""
     # Scores are computed in float32 at best, even for a model in float64
-    return 2 * max(torch.finfo(each).eps for each in (dtype, torch.float32)) ** 0.5
+    return 2 * max(torch.finfo(precision).eps for precision in (dtype, torch.float32)) ** 0.5
 
 
 STRICT = tolerance_of(torch.float32)
 
 
 def two_steps(dtype: torch.dtype, logit: float) -> float:
-    """Twice the distance between numbers of a dtype around a logit."""
+    """Returns twice the distance between neighboring numbers of a dtype around a logit."""
     return 2 * torch.finfo(dtype).eps * 2 ** math.floor(math.log2(max(logit, 1.0)))
 
 
 def exceeds(differences: torch.Tensor, noise: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Whether differences of tokens `(..., N)` are more than rounding explains, `(...)`."""
+    """Returns whether the differences of tokens `(..., N)` are more than rounding explains, of shape `(...)`."""
     excess = differences.abs() / (tolerance + NOISE_FACTOR * noise)
     largest, second = nn.functional.pad(excess, (0, 2)).topk(2).values.unbind(-1)
-    together, expected = (each.square().mean(-1).sqrt() for each in (differences, noise))
-    return (largest > 2) | (second > 1) | (together > tolerance + NOISE_FACTOR / 2 * expected)
+    rms_difference, rms_noise = (values.square().mean(-1).sqrt() for values in (differences, noise))
+    return (largest > 2) | (second > 1) | (rms_difference > tolerance + NOISE_FACTOR / 2 * rms_noise)
 
 
 def noise_of(repeats: torch.Tensor) -> torch.Tensor:
-    """Noise of a difference of log-probabilities, `(..., N)`, from repeats `(R, ..., N)`."""
+    """Returns the noise of a difference of log-probabilities, `(..., N)`, from repeats `(R, ..., N)`."""
     variance = 2 * repeats.var(0)
-    # A few repeats may underestimate that of a token, but not that of all
+    # A few repeats may underestimate the variance of one token, but not the mean over all tokens
     return variance.maximum(variance.mean(-1, keepdim=True)).sqrt().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def measure_noise(
     model: PreTrainedModel, dtype: torch.dtype, score: Callable[[], torch.Tensor], mask: torch.Tensor
 ) -> torch.Tensor:
-    """Noise of a difference of log-probabilities `(B, N)` that `score` computes in a dtype, 0 where the mask is."""
+    """Returns the noise of a difference of `score`'s log-probabilities `(B, N)` in a dtype; 0 where the mask is 0."""
     repeats, devices = [], [mask.device] if mask.device.type == "cuda" else []
     for seed in range(_REPEATS):
         with torch.random.fork_rng(devices=devices), _rounded_otherwise(model, dtype, seed):
@@ -80,15 +81,15 @@ def measure_noise(
 @contextmanager
 def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
     """Moves token embeddings and inputs of encoders by up to half a step of a dtype, up or down at random."""
-    half, generators = torch.finfo(dtype).eps / 2, {}
+    half_step, generators = torch.finfo(dtype).eps / 2, {}
 
     def moved(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value  # of other arguments
+            return value  # flags, indices and masks stay as they are
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(seed)
         shares = torch.rand(value.shape, generator=generators[value.device], device=value.device)
-        return (value * (1 + half * (2 * shares - 1))).to(value.dtype)
+        return (value * (1 + half_step * (2 * shares - 1))).to(value.dtype)
 
     def move_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}

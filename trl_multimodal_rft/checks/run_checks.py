@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""When each check of a run is due, and its consequences."""
+"""Schedule of a run's checks, and their consequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 class Checks:
     """
-    Measures a policy on the first prompts of a run, on new kinds of media, and after an engine or tools.
+    Checks of a run: of its policy on the first prompts, on new modalities and on media of tools, and of its engine.
     Fallbacks that a check finds necessary go into the policy; the main process prints results.
     """
 
@@ -44,7 +44,7 @@ class Checks:
         prompts: list[EncodedPrompt],
         settings: Callable[[], RunSettings],
     ) -> None:
-        """Runs the self-check on the first prompts, and on the first with a kind of media that wasn't measured."""
+        """Runs the self-check on the first prompts, and on the first ones with a modality that wasn't measured."""
         self._measure(
             model, prompts, lambda media: run_self_check(self.policy, model, prompts, messages, settings(), media)
         )
@@ -75,9 +75,9 @@ class Checks:
         check = self.self_check
         if check is None or check.conversation is not None:
             return
-        found = check_conversation(self.policy, model, prompts, ids, engine_positions)
-        if found is not None:
-            check.conversation, self.policy.fallbacks = found
+        result = check_conversation(self.policy, model, prompts, ids, engine_positions)
+        if result is not None:
+            check.conversation, self.policy.fallbacks = result
             check.fallbacks = self.policy.fallbacks
             self._show()
 
@@ -90,7 +90,7 @@ class Checks:
         logit_bias: dict[int, float],
         has_tools: bool,
     ) -> None:
-        """Compares an engine's log-probabilities, after the self-check: on its first rollout and after an update."""
+        """Compares an engine with the policy on its first rollout, after an update and after media of tools."""
         check = self.self_check
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
@@ -103,12 +103,12 @@ class Checks:
             self._show()
 
     def state_dict(self) -> dict[str, Any]:
-        """The self-check, and the fallbacks that followed from it."""
+        """Returns the results of the self-check, and the fallbacks that followed from them."""
         check = self.self_check
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        allows_graph = self.policy.fallbacks.graph  # by the run's options
+        allows_graph = self.policy.fallbacks.graph  # the options of this run may forbid graphs that the state allows
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         self.policy.fallbacks.graph &= allows_graph
         if state["self_check"] is not None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The self-check: scores and samples of a policy against the model's own forward, on the user's model and data."""
+"""Self-check of a policy's scores and samples against the model's own forward, on the user's model and data."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ Messages = str | list[dict[str, Any]]  # of a prompt
 
 _NEW_TOKENS = 4
 
-# Errors of as many nats must show in any dtype
+# Errors of this many nats must not hide behind rounding in any dtype
 _HIDES = 1.0
 
 
@@ -57,10 +57,10 @@ class SelfCheck:
     packed: float | None = None  # packed rows against the truth; `None` without packing
     # By modality, the effect of another medium; NaN if the batch holds no other
     media: dict[str, float] = field(default_factory=dict)
-    rows: float | None = None  # prompts in one forward, as far as they share one, against each alone
+    rows: float | None = None  # prompts in one forward, as far as they share one, against one prompt per forward
     sampled: float | None = None  # log-probabilities of sampling against the truth; `None` if sampling returns none
     changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
-    # How far these move log-probabilities of sampled tokens; `None` if sampling returns none
+    # How far these changes move log-probabilities of sampled tokens; `None` if sampling returns none
     changed: float | None = None
     training: float | None = None  # training mode against evaluation mode
     tolerance: float  # least limit of a difference, from the dtype of the computation
@@ -106,7 +106,7 @@ class SelfCheck:
         media = [(f"effect of another {kind}", _figure(moved, ".2g"), "") for kind, moved in self.media.items()]
         return [
             *((name, _figure(value), note) for name, value, note in compared if value is not None),
-            *((name, _figure(each[0]), f"on average, at most {each[1]:.0e}") for name, each in engines if each),
+            *((name, _figure(pair[0]), f"on average, at most {pair[1]:.0e}") for name, pair in engines if pair),
             *(media or ([] if self.training is None else [("effect of media", "no media yet", "")])),
         ]
 
@@ -117,7 +117,7 @@ def _figure(value: float, digits: str = ".0e") -> str:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run encodes prompts and samples completions."""
+    """Settings by which a run encodes prompts and samples completions."""
 
     load_processor: Callable[[], Any]  # the processor as transformers loads it
     template_kwargs: dict[str, Any]
@@ -126,7 +126,7 @@ class RunSettings:
     # Samples completions by a config and fallbacks; `None` if transformers doesn't sample
     sample: Callable[[list[EncodedPrompt], GenerationConfig, Fallbacks], Any] | None
     generating: Callable[[], AbstractContextManager[nn.Module]]  # the model, ready to generate
-    samples_rollouts: bool = True  # whether transformers samples what is trained on, too
+    samples_rollouts: bool = True  # whether transformers samples the rollouts, too
     changes: Sequence[str] = ()  # options that change the distribution that is sampled from
     audio_overlong: Literal["raise", "truncate"] = "raise"
     engine_positions: bool = False  # whether prompts have the positions of an engine
@@ -141,10 +141,10 @@ def run_self_check(
     media: dict[str, float],
 ) -> SelfCheck:
     """
-    Measures a policy, which it doesn't change, on prompts and the messages that they were encoded from.
+    Measures a policy on prompts and the messages that they were encoded from, without changing the policy.
 
-    All ranks check the same prompts, which come from all of them, so that the forwards of a sharded model agree.
-    `model` is as the accelerator prepared it, `media` are the effects that were measured before.
+    All ranks check the same prompts, which come from all ranks, so that the forwards of a sharded model agree.
+    `model` is as the accelerator prepared it, and `media` holds the effects of media that were measured before.
     """
     check = _Check(policy, model, settings, media)
     with measuring(model, check.device):
@@ -164,18 +164,18 @@ def check_conversation(
     completion_ids: Sequence[list[int]],
     engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
-    """Measures a completion in which a tool returned media, and the fallbacks it needs; `None` if no rank has one."""
-    held = [
+    """Returns the difference of a completion with media of a tool, and its fallbacks; `None` if no rank has one."""
+    local_case = [
         (prompt, ids)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
         if isinstance(prompt, Conversation) and len(ids) > len(prompt.later)
     ][:1]
-    holders = [process for process, holds in enumerate(gather_object([bool(held)])) if holds]
+    holders = [process for process, holds in enumerate(gather_object([bool(local_case)])) if holds]
     if not holders:
         return None
     measure = Measure(policy, model, engine_positions)
     is_holder = measure.accelerator.process_index == holders[0]
-    prompt, completion = broadcast_object_list(held if is_holder else [None], from_process=holders[0])[0]
+    prompt, completion = broadcast_object_list(local_case if is_holder else [None], from_process=holders[0])[0]
     later, n = prompt.later, len(prompt.later)
     whole = EncodedPrompt(
         torch.cat([prompt.input_ids, later.input_ids]),
@@ -186,20 +186,20 @@ def check_conversation(
     inputs = measure.model_inputs(outputs_of(whole), whole)
     ids = torch.tensor([completion], device=measure.device)
     mask = torch.ones_like(ids)
-    own = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
+    score_by_model = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
 
     def score(packed: bool) -> torch.Tensor:
         return measure.score([prompt], ids, mask, packed)[:, n:]
 
     with measuring(model, measure.device):
-        truth = measure.require("its own forward of a conversation with tool media", own)
-        noise = functools.cache(lambda: measure.noise(own, mask[:, n:]))
+        truth = measure.require("its own forward of a conversation with tool media", score_by_model)
+        noise = functools.cache(lambda: measure.noise(score_by_model, mask[:, n:]))
         _, padded, packed = measure.settle(score, truth, mask[:, n:], noise, label=" after tool media")
     return padded if packed is None or not measure.fallbacks.packing else packed, measure.fallbacks
 
 
 class _Completions(NamedTuple):
-    """Short completions of a prompt, and the truth about them, of which `noise` is that of `logps`."""
+    """Short completions of a prompt, with `logps`, their true log-probabilities, and a function for the `noise`."""
 
     ids: torch.Tensor  # (2, N)
     mask: torch.Tensor
@@ -219,9 +219,9 @@ class _Check(Measure):
     def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
         local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
         load, options = functools.cache(self.settings.load_processor), self.settings
-        given = options.audio_overlong, options.template_kwargs
+        encoding_options = options.audio_overlong, options.template_kwargs
         targets, donors, partners = self.cases(
-            [prompt for prompt, _ in local], lambda i: plain_outputs(local[i][1], load(), *given)
+            [prompt for prompt, _ in local], lambda i: plain_outputs(local[i][1], load(), *encoding_options)
         )
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
@@ -241,9 +241,9 @@ class _Check(Measure):
                 swap = functools.partial(self._score_one, ids, mask)
                 self.media[kind] = self.effect(kind, target.prompt, donors.get(kind), swap, scores, mask)
         rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
-        # The shortest, with media if any
+        # The shortest prompt, with media if there are any
         self.shortest = min(
-            [*(each.prompt for each in targets), *partners], key=lambda each: (not each.media, len(each))
+            [*(entry.prompt for entry in targets), *partners], key=lambda entry: (not entry.media, len(entry))
         )
         features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
         assert padded is not None  # there is a target
@@ -256,7 +256,7 @@ class _Check(Measure):
             sampled=sampled,
             changes=(*(["suppressed placeholders"] if self.placeholders else []), *self.settings.changes),
             changed=self.changed,
-            training=math.nan,  # follows
+            training=math.nan,  # measured later
             tolerance=self.tolerance,
             fallbacks=self.fallbacks,
             engine_positions=any(self.at_engine_positions(target.prompt) for target in targets),
@@ -283,7 +283,7 @@ class _Check(Measure):
 
     @contextmanager
     def same_statistics(self) -> Iterator[None]:
-        """Restores what batch norms update."""
+        """Restores the model's buffers at exit, such as the statistics of batch norms."""
         statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
             yield
@@ -293,17 +293,19 @@ class _Check(Measure):
                     buffer.copy_(value)
 
     def training_mode(self) -> float:
-        """How far log-probabilities of the last completions are from those in evaluation mode."""
+        """Returns the largest difference of the last completions' log-probabilities from those in evaluation mode."""
         prompt, (ids, mask, *_), scores = self.scored
-        other = self.attempt("scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False))
-        return self.difference(other, scores, mask)
+        training_scores = self.attempt(
+            "scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False)
+        )
+        return self.difference(training_scores, scores, mask)
 
     def backward(self) -> None:
         """
-        Runs a backward pass of the shortest prompt, so that a kernel without one shows before the first update.
+        Runs a backward pass of the shortest prompt, so that a kernel without one fails before the first update.
 
         `autograd.grad` on the unwrapped module leaves gradients and hooks of DDP alone. DeepSpeed and FSDP would take
-        a backward for that of a training step, so it doesn't run there, nor with reentrant checkpointing, which
+        a backward pass for that of a training step, so none runs with them, nor with reentrant checkpointing, which
         refuses `autograd.grad`.
         """
         module = self.accelerator.unwrap_model(self.prepared)
@@ -313,7 +315,7 @@ class _Check(Measure):
         _, (ids, mask, *_), _ = self.scored
 
         def run(packed: bool) -> bool:
-            rows = (each[: 2 if packed else 1] for each in (ids, mask))
+            rows = (tensor[: 2 if packed else 1] for tensor in (ids, mask))
             with torch.enable_grad():
                 total = self.score([self.shortest], *rows, packed=packed, model=module).sum()
                 try:
@@ -338,19 +340,19 @@ class _Check(Measure):
     # Sampling
 
     def _sample_and_recompute(self, target: Case) -> tuple[_Completions, float | None]:
-        """Completions of a prompt, and how far the log-probabilities that sampling returned are from the truth."""
+        """Returns completions of a prompt, and how far their log-probabilities from sampling are from the truth."""
         ids, mask, sampled = self._sample(target.prompt)
         completions = self._truth(target, ids, mask, sampled)
         if sampled is None:
             return completions, None
         difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
         if not is_exact and self.fallbacks.graph and self.device.type in STEPS:
-            found = f"sampling from a graph of the device differs by {difference:.0e}"
-            self.fall_back(found, "sampling without it", graph=False)
+            problem = f"sampling from a graph of the device differs by {difference:.0e}"
+            self.fall_back(problem, "sampling without it", graph=False)
             return self._sample_and_recompute(target)
         if not is_exact and self.fallbacks.shared_prefill:
-            found = f"sampling from a shared prefill differs by {difference:.0e}"
-            self.fall_back(found, "one prefill per completion", shared_prefill=False)
+            problem = f"sampling from a shared prefill differs by {difference:.0e}"
+            self.fall_back(problem, "one prefill per completion", shared_prefill=False)
             return self._sample_and_recompute(target)
         if not is_exact:
             raise self.inexact(
@@ -359,7 +361,7 @@ class _Check(Measure):
         return completions, difference
 
     def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Two completions of a prompt, their mask, and their log-probabilities from sampling, if known."""
+        """Returns two completions of a prompt, their mask, and their log-probabilities from sampling, if known."""
         sample = self.settings.sample
         if sample is None:
             return self._scripted(prompt)
@@ -373,7 +375,7 @@ class _Check(Measure):
         if output is None:
             raise self.inexact(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
-            # A user's `generate`, which returns only ids
+            # A user's own `generate` may return only ids
             ids = output["sequences"][:2] if isinstance(output, ModelOutput) else output[:2]
             ids = ids[:, -_NEW_TOKENS:]
             return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
@@ -392,19 +394,19 @@ class _Check(Measure):
         mask: torch.Tensor,
         config: GenerationConfig,
     ) -> None:
-        """Checks that suppressed tokens alone change the logits, unless the run's options do."""
+        """Checks that only suppressed tokens change the distribution, unless options of the run change it, too."""
         suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
         drawn = _logps(scores, ids)
         self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
         unexplained = self.difference(_logps(logits.index_fill(-1, suppressed, -math.inf), ids), drawn, mask)
-        if not self.settings.changes and not unexplained <= STRICT:  # from the same logits
+        if not self.settings.changes and not unexplained <= STRICT:  # both are made of the same logits
             raise self.inexact(
                 f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
                 f"{unexplained:.0e} where only suppressed tokens are left out"
             )
 
     def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Two completions made of the prompt's last text tokens, if nothing samples."""
+        """Returns two completions made of the prompt's last text tokens, for runs in which nothing samples."""
         text = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_NEW_TOKENS:]
         ids = torch.tensor([text, text[::-1]], device=self.device)
         return ids, torch.ones_like(ids), None
@@ -418,10 +420,10 @@ class _Check(Measure):
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
         inputs = self.model_inputs(target.plain, target.prompt)
-        own = functools.partial(self.model_logps, inputs, target.prompt, ids)
+        forward = functools.partial(self.model_logps, inputs, target.prompt, ids)
         generate = functools.partial(self._generate, inputs, ids)
-        logps = self.attempt("the model's forward", own)
-        score = generate if logps is None else own
+        logps = self.attempt("the model's forward", forward)
+        score = generate if logps is None else forward
         noise = functools.cache(lambda: self.noise(score, mask))  # pyrefly: ignore[bad-argument-type]
         if self.at_engine_positions(target.prompt):
             if logps is None:
@@ -434,9 +436,9 @@ class _Check(Measure):
         return _Completions(ids, mask, logps, noise)
 
     def _generate(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
-        """Log-probabilities of completions `(B, N)` by `generate`, one by one; `None` if it returns no logits."""
+        """Returns log-probabilities of completions `(B, N)` by `generate`, or `None` if it returns no logits."""
         config = copy.deepcopy(self.settings.generation_config)
-        # Scripted completions go on after an end of text
+        # Scripted completions may go on after an end of text
         config.update(max_new_tokens=ids.size(1), min_new_tokens=None, do_sample=False, num_beams=1, eos_token_id=None)
         config.update(return_dict_in_generate=True, output_logits=True)
         results = []
@@ -455,18 +457,18 @@ class _Check(Measure):
     def _independent_rows(
         self, first: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
     ) -> float:
-        """Distance of prompts in one forward from each alone, with the first fallbacks under which they agree."""
+        """Returns how far scores in one forward are from each prompt's alone; sets fallbacks until they agree."""
         prompts = [first, *partners, first]
         alone = [
-            self.require("scoring one prompt", lambda p=each: self.score([p], ids, mask, packed=False))
-            for each in prompts[:-1]
+            self.require("scoring one prompt", lambda p=item: self.score([p], ids, mask, packed=False))
+            for item in prompts[:-1]
         ]
         separate = torch.cat([*alone, alone[0]])
 
         @functools.cache
         def noise() -> torch.Tensor | None:
-            scores = [functools.partial(self.score, [each], ids, mask, packed=False) for each in prompts[:-1]]
-            parts = [each for score in scores if (each := self.noise(score, mask)) is not None]
+            scores = [functools.partial(self.score, [item], ids, mask, packed=False) for item in prompts[:-1]]
+            parts = [item for score in scores if (item := self.noise(score, mask)) is not None]
             return torch.cat([*parts, parts[0]]) if len(parts) == len(scores) else None
 
         def together(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
@@ -478,29 +480,29 @@ class _Check(Measure):
             rows = torch.arange(len(separate), device=self.device).view(len(prompts), -1)[:, :n].flatten()
 
             def noise_of_rows() -> torch.Tensor | None:
-                return None if (found := noise()) is None else found[rows]
+                return None if (result := noise()) is None else result[rows]
 
             return self.compare(scores, separate[rows], mask[:n].repeat(len(prompts), 1), noise_of_rows)
 
         difference = math.inf
         packings = [True, False] if self.fallbacks.packing else [False]
         for packed, isolate in itertools.product(packings, self.splits()):
-            # Batches that gain nothing from packing are padded, and so are prompts to sample from
+            # Padded rows must agree, too: batches that gain nothing from packing and prompts to sample from are padded
             measured = [together(rows_packed, isolate) for rows_packed in {packed, False}]
-            difference = max(each for each, _ in measured)
+            difference = max(item for item, _ in measured)
             if all(is_exact for _, is_exact in measured):
                 if isolate != self.fallbacks.isolate:
-                    found = "batching prompts changes their log-probabilities"
-                    self.fall_back(found, f"one forward per {isolate}", isolate=isolate)
+                    result = "batching prompts changes their log-probabilities"
+                    self.fall_back(result, f"one forward per {isolate}", isolate=isolate)
                 if packed != self.fallbacks.packing:
-                    found = "packing prompts into one row changes their log-probabilities"
-                    self.fall_back(found, "padded rows", packing=packed)
+                    result = "packing prompts into one row changes their log-probabilities"
+                    self.fall_back(result, "padded rows", packing=packed)
                 return difference
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
 
 
 class _Force(LogitsProcessor):
-    """Makes `generate` return given ids."""
+    """Logits processor that makes `generate` return `ids`."""
 
     def __init__(self, ids: torch.Tensor):
         self.ids = iter(ids.unbind(1))

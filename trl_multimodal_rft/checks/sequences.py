@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The self-check of rows with completions: scores in one forward against the model's own forward of each."""
+"""Self-check of rows with completions: scores in one forward against the model's own forward of each row."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from .measure import Case, Measure
 from .self_check import SelfCheck
 
 
-_LAST = 256  # tokens of a row that are compared, for whose logits there is memory
+_LAST = 256  # tokens at the end of a row that are compared, few enough for their logits to fit into memory
 
-# Returns what the processor as loaded makes of a row with media, by its index
+# Returns the outputs of the processor as loaded for a row with media, by the row's index
 Plain = Callable[[int], dict[str, torch.Tensor]]
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
@@ -29,7 +29,7 @@ def check_sequences(
     policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool, plain: Plain
 ) -> SelfCheck:
     """
-    Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
+    Measures a policy on the longest and the shortest rows of a batch of all ranks, without changing the policy.
 
     Args:
         policy ([`~policy.PolicyForward`]):
@@ -41,14 +41,14 @@ def check_sequences(
         packs (`bool`):
             Whether rows are packed.
         plain (`Callable[[int], dict[str, torch.Tensor]]`):
-            Returns what the processor as loaded makes of one of these rows, by its index.
+            Returns the outputs of the processor as loaded for one of these rows, by the row's index.
 
     Returns:
         [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
 
     Raises:
-        `RuntimeError`: If scores aren't exact with any fallback, media tensors aren't the processor's, or another
-            medium changes nothing.
+        `RuntimeError`: If scores are exact with no fallback, media tensors differ from the processor's, or other media
+            change nothing.
     """
     measure = Measure(policy, model, engine_positions=False)
     cases = _cases(measure, sequences, plain)
@@ -75,22 +75,23 @@ def check_pairs(
     rewards: bool = False,
 ) -> SelfCheck:
     """
-    Measures a policy on the completions of the pairs with the longest and the shortest prompts, like
-    [`check_sequences`], which has the arguments and errors. Packed, a prompt is forwarded once for both. The `rewards`
-    of a reward model stand in the place of log-probabilities.
+    Measures a policy on the completions of the pairs with the longest and the shortest prompts.
+
+    See [`check_sequences`] for arguments and errors. In packed rows, both completions share one prompt. With
+    `rewards`, the scores of a reward model are compared in place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
     cases = _cases(measure, pairs, plain)
     rows = [row for pair in cases[2] for row in pair.sequences(measure.model)]
     completions = [row.input_ids[row.learned] for row in rows]
-    ids, mask = (each.to(measure.device) for each in padded(completions))
+    ids, mask = (values.to(measure.device) for values in padded(completions))
     last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
 
     def by_model() -> torch.Tensor:
         if rewards:
             return torch.cat([measure.row_reward(row) for row in rows])
-        each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
-        return pad_sequence(each, batch_first=True)
+        values = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
+        return pad_sequence(values, batch_first=True)
 
     def score(chosen: list[Any], packed: bool) -> torch.Tensor:
         prompts = [pair for pair in chosen for _ in range(2)]
@@ -111,8 +112,8 @@ def _compare(
     packs: bool,
 ) -> SelfCheck:
     """
-    Compares scores of padded and of packed rows with those of the model's own forward, where the mask is true, and
-    with those of other media, and media tensors with those of the processor.
+    Compares padded and packed scores with the model's own forward and with scores under other media, where the mask is
+    true, and media tensors with the processor's.
     """
     (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
@@ -120,12 +121,12 @@ def _compare(
     with measuring(measure.prepared, measure.device):
         truth = measure.require("the model's forward", by_model)
         noise = functools.cache(lambda: measure.noise(by_model, mask))
-        own = functools.partial(score, rows)
-        scores, padded, packed = measure.settle(own, truth, mask, noise, packs=packs, isolates=True)
+        score_rows = functools.partial(score, rows)
+        scores, padded, packed = measure.settle(score_rows, truth, mask, noise, packs=packs, isolates=True)
         for row in (case.prompt for case in targets):
 
             def swap(other: EncodedPrompt, row: EncodedPrompt = row) -> torch.Tensor:
-                return score([other if each is row else each for each in rows], False)
+                return score([other if entry is row else entry for entry in rows], False)
 
             for kind in sorted(row.modalities - media.keys()):
                 media[kind] = measure.effect(kind, row, donors.get(kind), swap, scores, mask)
@@ -134,12 +135,14 @@ def _compare(
 
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
-    """Rows whose media are compared, those to take other media from by modality, and all to measure, of all ranks."""
-    read = measure.cases(rows, lambda i: plain(i) if rows[i].modalities else rows[i].media)  # which may be blank
-    return *read[:2], list(dict.fromkeys([*(case.prompt for case in read[0]), *read[2]]))
+    """Returns rows of all ranks: to compare the media of, donors of other media by modality, and all to measure."""
+    selection = measure.cases(
+        rows, lambda i: plain(i) if rows[i].modalities else rows[i].media
+    )  # rows of text may have blank media
+    return *selection[:2], list(dict.fromkeys([*(case.prompt for case in selection[0]), *selection[2]]))
 
 
 def _compared(row: SupervisedSequence) -> torch.Tensor:
-    """Which tokens after the first are compared: those of the last that are learned, or else all that are."""
+    """Returns the mask of the tokens after the first that are compared: the last learned ones, or else all learned."""
     learned = row.learned & (torch.arange(len(row)) >= len(row) - _LAST)
     return (learned if learned[1:].any() else row.learned)[1:]

@@ -10,11 +10,11 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
 
 
-# Most prompts with media of different shapes in one forward: which shapes affect each other depends on the strides of
-# an encoder
+# Limit of the prompts with media of other shapes in one forward. One may not be enough, as the strides of an
+# encoder decide which shapes affect each other
 _PARTNERS = 3
 
-# Most integers in a tensor of sizes
+# Limit of the integers in a tensor that may hold sizes, and is compared by value
 _MOST_SIZES = 64
 
 
@@ -44,38 +44,43 @@ def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
 
 def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], list[Traits]]:
     """
-    The longest prompt of each modality and of text alone, whose masks are the hardest case; by modality, a prompt with
-    another medium to swap in; and partners for a common forward: media of other shapes, and text alone, the shortest
-    of each, whose padding may matter.
+    Returns prompts to check, donors of other media by modality, and partners for a common forward.
+
+    The longest prompt of each modality and of text alone is checked, as its masks are the hardest case. Partners are
+    the shortest prompts with media of other shapes and of text alone, as their padding may matter.
     """
-    longest = sorted(traits, key=lambda each: -each.length)
-    with_kind = {kind: found for kind in MODALITIES if (found := [t for t in longest if kind in t.fingerprints])}
-    text = [each for each in longest if not each.fingerprints]
-    candidates = dict.fromkeys([*(found[0] for found in with_kind.values()), *text[:1]])
-    targets = sorted(candidates, key=lambda each: (not each.fingerprints, -each.length))
+    longest = sorted(traits, key=lambda trait: -trait.length)
+    with_kind = {kind: matches for kind in MODALITIES if (matches := [t for t in longest if kind in t.fingerprints])}
+    text = [trait for trait in longest if not trait.fingerprints]
+    candidates = dict.fromkeys([*(matches[0] for matches in with_kind.values()), *text[:1]])
+    targets = sorted(candidates, key=lambda trait: (not trait.fingerprints, -trait.length))
     donors = {}
-    for kind, (first, *others) in with_kind.items():
-        donor = next((o for o in others if o.fingerprints[kind] != first.fingerprints[kind]), None)
+    for kind, (first, *remaining) in with_kind.items():
+        donor = next((o for o in remaining if o.fingerprints[kind] != first.fingerprints[kind]), None)
         if donor is not None:
             donors[kind] = donor
-    others = [each for each in longest if each is not targets[0]]
+    remaining = [trait for trait in longest if trait is not targets[0]]
     by_shape: dict[str, Traits] = {}
-    for each in reversed(others):
-        if each.fingerprints:
-            by_shape.setdefault(each.shapes, each)
-    different = [each for shapes, each in by_shape.items() if shapes != targets[0].shapes]
-    # One of each modality, those of the target first
+    for trait in reversed(remaining):
+        if trait.fingerprints:
+            by_shape.setdefault(trait.shapes, trait)
+    different = [trait for shapes, trait in by_shape.items() if shapes != targets[0].shapes]
+    # One prompt of each modality, beginning with the modalities of the first target
     kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
-    of_kinds = [each for kind in kinds for each in [t for t in different if kind in t.fingerprints][:1]]
+    of_kinds = [trait for kind in kinds for trait in [t for t in different if kind in t.fingerprints][:1]]
     different = list(dict.fromkeys([*of_kinds, *different]))[:_PARTNERS]
-    return targets, donors, (different or list(by_shape.values())[:1]) + [each for each in text if each in others][-1:]
+    return (
+        targets,
+        donors,
+        (different or list(by_shape.values())[:1]) + [trait for trait in text if trait in remaining][-1:],
+    )
 
 
 def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
-    A prompt with the features of another medium, in its shape; without a donor, with its features reversed.
+    Returns a prompt with a donor's features in its own shapes, or without a donor, with its own features reversed.
 
-    What is exactly 0 stays so, and nothing else becomes 0: some models take it for padding and drop it.
+    Zeros stay 0, and no other number becomes 0, since some models take zeros for padding and drop them.
     """
     media, donated = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
     for name, value in _features_of(prompt, kind).items():
@@ -90,7 +95,7 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
 
 
 def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
-    """Features of a modality, without masks and sizes; codes, where a family has those instead."""
+    """Returns the features of a modality, without masks and sizes, or its codes if the family has no features."""
     tensors = {name: value for name, value in prompt.media.items() if value.dim() > 1 and "mask" not in name}
     of_kind = {name: value for name, value in tensors.items() if modality_of(name) == kind}
     of_kind = {name: value for name, value in of_kind.items() if "grid" not in name}
@@ -98,5 +103,5 @@ def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
         {name: value for name, value in of_kind.items() if value.is_floating_point() == is_float}
         for is_float in (True, False)
     )
-    # Some families have videos in the tensors of images
+    # Some families hold videos in the tensors of images, so that no name has the modality
     return floats or codes or {name: value for name, value in tensors.items() if value.is_floating_point()}

@@ -8,34 +8,15 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from ..scripts.errors import input_error
-from ..scripts.options import Parser, launched_parser, options_of
-from ..scripts.preflight import check_names
 from ..spelling import did_you_mean
 from ..versions import check_versions
-from . import arguments
+from . import parsers
+from .errors import input_error
+from .options import Parser, launched_parser, options_of
+from .preflight import check_names
+from .registry import COMMANDS, EXTRAS, LAUNCHED
 
 
-# Run by `accelerate launch`
-LAUNCHED = {
-    "grpo": "train a model with GRPO",
-    "rloo": "train a model with RLOO",
-    "ppo": "train a model and its critic with PPO",
-    "distillation": "train a model on its own completions to predict what a teacher does",
-    "sft": "train a model on completions, such as before GRPO or PPO",
-    "dpo": "train a model to prefer one of two completions",
-    "reward": "train a reward model on comparisons of two completions",
-    "evaluate": "measure accuracy, pass@k and majority@k on a dataset or benchmark",
-    "filter": "keep the rows of a dataset of medium difficulty, or whose answers need their audio, image or video",
-}
-COMMANDS = {
-    **LAUNCHED,
-    "chat": "web UI to compare a trained model with its base",
-    "check": "find the rows of a dataset that would not train, and the lengths of the others",
-    "estimate": "estimate whether a training run fits into GPU memory, and what to change if not",
-    "families": "list the models with vision or audio, and their family-specific rules",
-    "prepare": "convert a published dataset, or one in another tool's layout, to a folder of rows",
-}
 _PROG = "trl-multimodal-rft"
 
 __all__ = ["COMMANDS", "LAUNCHED", "main"]
@@ -47,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv (`Sequence[str]`, *optional*):
-            Name of the command and its arguments, those of the process by default.
+            Name of the command and its arguments. Defaults to the arguments of the process.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else None
@@ -58,24 +39,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         from ..progress import announce
 
         parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
-        args = parser.parse_with_config(argv[1:], getattr(arguments, f"of_run_{name}", None))
+        args = parser.parse_with_config(argv[1:], getattr(parsers, f"of_run_{name}", None))
         announce("loading libraries")
         if name in LAUNCHED:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
-            module = "suggest" if getattr(args, "suggest", False) else name  # an option of `estimate`
+            module = "suggest" if getattr(args, "suggest", False) else name  # `--suggest` is an option of `estimate`
+            folder = "..extras" if name in EXTRAS else ""
             try:
-                importlib.import_module(f".{module}", __name__).run(args)
+                importlib.import_module(f"{folder}.{module}", __name__).run(args)
             finally:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         try:
-            print(flush=True)  # which fails only if it is this pipe, as of `| head`
+            print(flush=True)  # fails only if standard output is the broken pipe, as with `| head`
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at exit
             sys.exit(128 + signal.SIGPIPE)
         raise
     except Exception as error:
@@ -91,13 +73,13 @@ def _parser(name: str, shows_all: bool = False) -> Parser:
     if name in LAUNCHED:
         return launched_parser(prog, options_of(name), description, shows_all=shows_all)
     parser = Parser(prog, description)
-    getattr(arguments, name, lambda parser: None)(parser)  # `families` has none
+    getattr(parsers, name, lambda parser: None)(parser)  # `families` has no options
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _without_command(argv: list[str]) -> None:
-    """Ends with help, the version or an error."""
+    """Ends the process with the help, the version or an error if the first argument is no command."""
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)
     parser.formatter_class = RawDescriptionHelpFormatter

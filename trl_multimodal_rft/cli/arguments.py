@@ -1,154 +1,170 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Options of the commands that aren't launched, without importing what the commands run."""
+"""Arguments of the scripts beyond configs and [`~trl.ModelConfig`], and their parser."""
 
-import argparse
-import json
-import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
-from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
-from ..scripts.options import Parser, Value, packaged, read_config
+from transformers import TrainerState
+from trl import DatasetMixtureConfig, ScriptArguments
 
-
-# Names of the loaders, by layout
-LAYOUTS = {
-    "avqa": "load_avqa",
-    "audiomcq": "load_audiomcq",
-    "mmau": "load_mmau",
-    "geometry3k": "load_geo3k",
-    "video-r1": "load_video_r1",
-    "easyr1": "load_easyr1",
-    "verl": "load_verl",
-    "deepeyes": "load_deepeyes",
-    "charades-sta": "load_charades_sta",
-    **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
-    "omni-preference": "load_omni_preference",
-    **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
-}
-# Whether a strategy shards weights, gradients and optimizer state
-SHARDS = {
-    "single": (False, False, False),
-    "ddp": (False, False, False),
-    "zero1": (False, False, True),
-    "zero2": (False, True, True),
-    "zero3": (True, True, True),
-    "fsdp2": (True, True, True),
-}
-# Bytes of optimizer state per byte of a weight (True) or per weight (False)
-OPTIMIZERS = {
-    "adamw_torch_fused": (2, True),
-    "adamw_torch": (2, True),
-    "adamw_8bit": (2 + 2 * 4 / 256, False),
-    "paged_adamw_8bit": (0, False),
-    "sgd": (0, False),
-}
-# Options of the trainer's config
-_OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs", "trust_remote_code")
-_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
-_OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
-_OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")
-_OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
-_OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation")
-_LIMITS = "sources and sizes of media, as in the trainer's config, as JSON"
-_CONFIG = "run config or built-in recipe; keys for other commands are ignored"
+from ..rewards.named import load_reward_funcs, load_reward_recipe
+from ..rollout.tools import load_tools
+from .option_table import options
+from .options import launched_parser
 
 
-def chat(parser: Parser) -> None:
-    add = parser.add_argument
-    model = "folder of a trained model or adapter, or name on the Hub"
-    named = parser.add_mutually_exclusive_group(required=True)
-    named.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
-    named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the name in other commands
-    add("--base", help="model to compare with; default for an adapter: the model it was trained on")
-    add("--system_prompt", help="system message (default: the one in the model card)")
-    switch = "use_audio_in_video"  # without a value, which could be the model before which it stands
-    parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
-    add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
-    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")
-    add("--port", type=int, help="port to listen on (default: the first free one from 7860)")
+T = TypeVar("T")
 
 
-def check(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--config", help=_CONFIG)
-    add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
-    add("--dataset_split", default="train", help="split to check")
-    add("--model_name_or_path", required=True, help="name on the Hub or folder with config and processor")
-    add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
-    parser.add_options("grpo", *_OF_ROWS, max_completion_length=256, model_revision=None)
-    add("--media_rules", type=json.loads, help=_LIMITS)
-    add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
-    add("--output", help="Markdown file for the report")
-    add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
+def option(default: T, text: str) -> T:
+    """Returns a dataclass field with the text that `--help` shows."""
+    return field(default=default, metadata={"help": text})
 
 
-def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:
-    """Options of `check` from a run config."""
-    return keys | ({"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {})
+@dataclass
+class PromptArguments(ScriptArguments, DatasetMixtureConfig):
+    r"""Arguments of scripts that read prompts from a dataset or from several ([`~trl.DatasetMixtureConfig`])."""
+
+    prompt: str | None = option(
+        None,
+        "Template of the column `prompt`: `{column}` stands for the row's value of that column. Other "
+        "braces stay, and `{{word}}` is `{word}`.",
+    )
+    system_prompt: str | None = option(None, "System message at the start of every prompt.")
 
 
-def estimate(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--config", help=_CONFIG)
-    add("--model_name_or_path", required=True, help="name on the Hub, folder or config.json")
-    add("--strategy", choices=[*SHARDS], default="single", help="how weights, gradients and optimizer are sharded")
-    add("--gpus", type=int, default=1, help="number of GPUs")
-    add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
-    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO takes the memory of GRPO")
-    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, media included")
-    add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
-    add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
-    add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
-    add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
-    parser.add_options("ppo", *_OF_MEMORY, bf16=True, steps_per_generation=1)
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
-    add("--optim", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="optimizer")
-    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on the training's GPUs or on others")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")
+@dataclass
+class RunArguments(PromptArguments):
+    """Arguments of scripts that train."""
+
+    disable_compact_log: bool = option(
+        False, "Show transformers' progress bar and dictionaries instead of one line per log."
+    )
+    dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
+    # Not options: what the user set on the command line and in its config, the command of the run, and its state
+    user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    command: str = field(default="", init=False, repr=False)
+    state: TrainerState | None = field(default=None, init=False, repr=False)
 
 
-def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
-    """Options of `estimate` from a run config."""
-    launch = {**read_config(packaged("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
-    deepspeed, sizes = launch.get("deepspeed_config"), launch.get("parallelism_config")
-    stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
-    strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
-    names = {
-        "gpus": "num_processes",
-        "completion_tokens": "max_completion_length",
-        "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
-    }
-    options = {option: launch[name] for option, name in names.items() if name in launch}
-    if isinstance(sizes, dict):  # of GPUs that hold the same shards, one counts
-        size = "parallelism_config_dp_shard_size"
-        options["gpus"] = keys.get(size, sizes.get(size, 1))
-    options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
-    if keys.get("packing") not in ("prefix", "padded"):  # of supervised rows
-        options.pop("packing", None)
-    return options
+@dataclass
+class RFTScriptArguments(PromptArguments):
+    """Arguments of scripts that sample completions."""
+
+    reward_funcs: list[str] | None = option(
+        None,
+        "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths, also with "
+        'settings: `"box_iou_reward(iou_threshold=0.5)"`. By default, without a reward model, '
+        "`accuracy_reward` and `format_reward`, whose tags prompts must request.",
+    )
+    reward_recipe: dict | None = option(
+        None,
+        "Instead of `reward_funcs`, weights of functions by the label of a row, in JSON: "
+        '`{"counting": {"counting_reward": 1.0}}`.',
+    )
+    reward_label_column: str = option("task", "Column with the label of each row, for `reward_recipe`.")
+    reward_model_name_or_path: str | None = option(
+        None, "Sequence classifier, on the Hub or in a folder, whose score is the first reward."
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.reward_funcs, str):  # a config file may name one function as a text
+            self.reward_funcs = [self.reward_funcs]
+        if self.reward_funcs is not None and self.reward_recipe is not None:
+            raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
+
+    def load_rewards(self, default: Sequence[str]) -> list[Callable]:
+        """Returns the reward functions of the recipe or of `reward_funcs`, or else those that `default` names."""
+        if self.reward_recipe is not None:
+            return load_reward_recipe(self.reward_recipe, self.reward_label_column)
+        return load_reward_funcs(default if self.reward_funcs is None else self.reward_funcs)
 
 
-def prepare(parser: Parser) -> None:
-    add = parser.add_argument
-    add("layout", choices=[*LAYOUTS], help="layout of the dataset")
-    add("path", help="file or folder, or name of a dataset on the Hub")
-    add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
-    add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
-    add("--media_dir", help="folder with the media files (default: the folder of the file)")
-    template = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
-    add("--template", help=f"{template}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
-    add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
-    tasks = "whole conversations, or prompts with a solution; pairs, or pairs in both orders for a judge"
-    add("--task", choices=("sft", "rl", "dpo", "judge"), help=tasks)
-    add("--prompt_key", help="column of the problem")
-    add("--answer_key", help="column of the answer")
-    add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")
-    add("--nframes", type=int, help="frames per video")
-    add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
-    add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
-    add("--media_rules", type=json.loads, help=_LIMITS)
+@dataclass
+class ToolArguments:
+    """Tools of scripts that sample completions in several turns."""
+
+    tools: list[str] | None = option(
+        None,
+        'Tools that the model may call: `zoom`, `"zoom(scale=1000)"`, or dotted paths of functions and of '
+        "a class of environments.",
+    )
+
+    def tool_inputs(self) -> dict[str, Any]:
+        """Returns the tools as arguments of a trainer or an evaluation. A config file may name one tool as a text."""
+        return load_tools([self.tools] if isinstance(self.tools, str) else self.tools or [])
+
+
+@dataclass
+class HarnessArguments:
+    """Server and options of a benchmark of lmms-eval or EvalScope."""
+
+    server_url: str | None = field(
+        default=None,
+        metadata={"help": "OpenAI-compatible server that a harness asks. By default `vllm serve` starts one."},
+    )
+    server_args: dict = field(
+        default_factory=dict, metadata={"help": 'Options of `vllm serve`, in JSON: `{"max-model-len": 8192}`.'}
+    )
+    harness_args: dict = field(
+        default_factory=dict, metadata={"help": 'Options of lmms-eval or EvalScope, in JSON: `{"limit": 100}`.'}
+    )
+
+
+@dataclass
+class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
+    """Arguments of scripts that train with rewards and tools."""
+
+    chat_template_path: str | None = option(
+        None,
+        "Chat template in place of the model's: a Jinja file, or a model that has it. For tools with "
+        "models such as Qwen2.5-VL, whose own template has no turns of tools.",
+    )
+
+
+@dataclass
+class DistillationScriptArguments(RunArguments, ToolArguments):
+    """Arguments of distillation."""
+
+
+@dataclass
+class SFTScriptArguments(RunArguments):
+    """Arguments of supervised training."""
+
+    completion: str | None = option(None, "Template of the column `completion`, as `--prompt`.")
+
+
+@dataclass
+class PPOScriptArguments(RunArguments, RFTScriptArguments):
+    """Arguments of PPO."""
+
+    value_model_name_or_path: str | None = option(
+        None,
+        "Critic: a saved critic, a reward model or a backbone of the policy's family. By default a copy "
+        "of the policy; with `shared_trunk`, a value head on the policy.",
+    )
+    ptx_dataset_name: str | None = option(
+        None, "Path or name of the dataset for the supervised loss, with `ptx_coef`."
+    )
+    ptx_dataset_config: str | None = option(None, "Configuration of that dataset.")
+    ptx_dataset_split: str = option("train", "Split of that dataset.")
+
+
+def parse(
+    arguments: Sequence[type], argv: Sequence[str] | None = None, demo: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
+    """Parses command line and `--config` into one instance per class. `demo` adds options if no model is named."""
+    argv = sys.argv[1:] if argv is None else argv
+    parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
+    values = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
+    instances = tuple(
+        cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.init and entry.name in values})
+        for cls in arguments
+    )
+    if isinstance(instances[0], RunArguments):
+        instances[0].user_options = parsed
+    return instances

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`trl-multimodal-rft check`: which rows of a dataset would not train, and how long the others are."""
+"""`trl-multimodal-rft check`: a report on rows of a dataset that would not train, and on lengths of the others."""
 
 import argparse
 import hashlib
@@ -40,34 +40,36 @@ from ..reporting.model_card import in_code
 from ..reporting.plots import check_plot, histograms
 from ..rewards.named import check_reads, load_reward_funcs
 from ..rollout.prompt_encoder import PromptEncoder
-from ..scripts.prompts import with_system_message, with_texts
+from .prompts import with_system_message, with_texts
 
 
-_LISTED = 20  # rows and columns of a cause
-_SILENCE = 1e-3  # smallest peak of a sound
+_LISTED = 20  # maximum number of rows and columns that the report lists for a cause
+_SILENCE = 1e-3  # peak below which a sound counts as silence
 _TOKENS = ("prompt", "text", *MODALITIES)
-_POINTS = "min | median | p90 | p99 | max"  # of a distribution
+_POINTS = "min | median | p90 | p99 | max"  # columns for a distribution
 _OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
 
 
 @dataclass
 class CheckedRow:
-    index: int  # in the dataset
-    media: dict[str, int] = field(default_factory=dict)  # number of media, by kind
-    tokens: int | None = None  # of its prompt; `None` if it can't be encoded
-    thinks: bool = False  # whether it opens thoughts
-    media_tokens: dict[str, int] = field(default_factory=dict)  # those that stand for media, by kind
-    sizes: dict[str, list[float]] = field(default_factory=dict)  # of its media, by what is measured
-    is_cut: bool = False  # whether it has audio longer than the model's window
-    files: dict[str, str] = field(default_factory=dict)  # names of its media, by column
-    silent: str | None = None  # column of its first silent sound
-    digest: bytes = b""  # of its prompt and decoded media
-    error: str | None = None  # why it would not train
-    column: str | None = None  # of the error
+    """Findings on one row."""
+
+    index: int  # row index in the dataset
+    media: dict[str, int] = field(default_factory=dict)  # number of media by modality
+    tokens: int | None = None  # tokens of the prompt, `None` if it can't be encoded
+    thinks: bool = False  # whether the prompt opens thoughts (`<think>`)
+    media_tokens: dict[str, int] = field(default_factory=dict)  # placeholders of the prompt by modality
+    sizes: dict[str, list[float]] = field(default_factory=dict)  # sizes of the media by the name of the measure
+    is_cut: bool = False  # whether the row has audio longer than the model's window
+    files: dict[str, str] = field(default_factory=dict)  # names of media files by column
+    silent: str | None = None  # column of the first silent sound
+    digest: bytes = b""  # digest of the prompt and the decoded media
+    error: str | None = None  # reason why the row would not train
+    column: str | None = None  # column that the error names
 
 
 class RowChecker(torch.utils.data.Dataset):
-    """Encodes rows as trainers do, by their index."""
+    """Dataset of [`CheckedRow`], which encodes rows as trainers do. Keys are indices, or tuples of index and row."""
 
     def __init__(
         self,
@@ -94,29 +96,29 @@ class RowChecker(torch.utils.data.Dataset):
         checked = CheckedRow(key if isinstance(key, int) else key[0])
         try:
             self._encode(self.rows[key] if isinstance(key, int) else Row(*key), checked)
-        except Exception as error:  # any of them would end a run
+        except Exception as error:  # any error would end a run
             text = without_credentials(str(error))
-            where = re.match(r"(?:row [^,]*, )?column '([^']*)'(?: \(([^)]*)\))?: ", text)
-            if where is None:
+            location = re.match(r"(?:row [^,]*, )?column '([^']*)'(?: \(([^)]*)\))?: ", text)
+            if location is None:
                 checked.error = f"{type(error).__name__}: {text}"
             else:
-                checked.column, file = where.groups()
-                checked.error = f"'{file}': " * (file is not None) + text[where.end() :]
+                checked.column, file = location.groups()
+                checked.error = f"'{file}': " * (file is not None) + text[location.end() :]
         return checked
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
         (prompt,) = self.encoder.messages([row])
-        read = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
-        if isinstance(prompt, str) and any(column in row for column in read):
-            prompt = [{"role": "user", "content": prompt}]  # as in a batch with media
+        media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
+        if isinstance(prompt, str) and any(column in row for column in media_columns):
+            prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media
         refs = list(iter_refs(prompt))
         for ref in refs:
             checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
             path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
             if isinstance(path, str | os.PathLike):
                 checked.files[ref.column] = shown_url(os.path.basename(path))
-            with suppress(MediaError):  # which encoding says
+            with suppress(MediaError):  # encoding reports the error below
                 for name, size in media_size(ref).items():
                     checked.sizes.setdefault(f"{name} {_OF[ref.modality]}", []).append(size)
         try:
@@ -124,7 +126,7 @@ class RowChecker(torch.utils.data.Dataset):
         except ValueError as error:
             if "audio" not in checked.media:
                 raise
-            try:  # valid once it is cut: too long
+            try:  # if the row is valid with cut audio, its audio is too long
                 encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.row_index)
             except ValueError:
                 raise error from None
@@ -142,7 +144,7 @@ class RowChecker(torch.utils.data.Dataset):
                 if np.abs(sound).max() < _SILENCE:
                     checked.silent = checked.silent or column
             for frames in decoded.media.get("video", ()):
-                height, width = sorted(frames.shape[1:])[1:]  # without the channels
+                height, width = sorted(frames.shape[1:])[1:]  # the smallest dimension are the channels
                 checked.sizes.setdefault("sampled frames of a video", []).append(len(frames))
                 checked.sizes.setdefault("pixels of all sampled frames", []).append(len(frames) * height * width)
         counts = {kind: int(torch.isin(encoded.input_ids, ids).sum()) for kind, ids in self.token_ids.items()}
@@ -153,13 +155,13 @@ class RowChecker(torch.utils.data.Dataset):
 
 
 def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Builds a model that takes no memory."""
+    """Returns a model on the meta device, where weights take no memory."""
     with torch.device("meta"), no_init_weights():
         return model_class._from_config(config)
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
-    # This process reads the rows of a stream and sends them to the workers, which otherwise get indices
+    # Workers get the rows of a stream, which only this process reads; of a dataset they get indices
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
@@ -169,7 +171,7 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
                 yield checked
                 n_checked += 1
                 bar.update()
-    except RuntimeError as error:  # rows have their own errors
+    except RuntimeError as error:  # errors of rows are in `CheckedRow.error`
         raise ValueError(
             f"A process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or memory "
             f"ran out, of which fewer `--num_workers` need less ({error})."
@@ -178,11 +180,11 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
 
 @dataclass
 class Rows:
-    """Rows with a common cause."""
+    """Rows with the same finding."""
 
-    example: str = ""  # the error of the first one
+    example: str = ""  # error of the first row
     count: int = 0
-    first: list[str] = field(default_factory=list)  # the first ones: index and file, or an equal row
+    first: list[str] = field(default_factory=list)  # indices of the first rows, with a file or an equal row
     columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
 
     def add(self, row: CheckedRow, note: str | None = None) -> None:
@@ -200,14 +202,14 @@ class Rows:
 
 @dataclass
 class Report:
-    """The findings in Markdown. Memory grows by numbers per row alone, not with texts or media."""
+    """Findings of a check, for a report in Markdown. It holds numbers and a digest per row, no texts or media."""
 
     title: str
-    limit: int | None  # tokens of a prompt
+    limit: int | None  # maximum number of tokens of a prompt
     cuts: bool  # whether audio beyond the model's window is cut
     warnings: list[str] = field(default_factory=list)
-    empty: str = ""  # columns with cells that hold nothing
-    is_refused: bool = False
+    empty: str = ""  # note on columns with empty cells
+    is_refused: bool = False  # whether the dataset as a whole would not train
     rows: int = 0
     sizes: dict[str, array] = field(default_factory=dict)
     causes: dict[tuple[str, str], Rows] = field(default_factory=dict)
@@ -216,7 +218,7 @@ class Report:
     silent: Rows = field(default_factory=Rows)
     repeated: Rows = field(default_factory=Rows)
     thinks: int = 0  # rows whose prompt opens thoughts
-    first_rows: dict[bytes, int] = field(default_factory=dict)  # indices, by digests
+    first_rows: dict[bytes, int] = field(default_factory=dict)  # index of the first row with a digest
     tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _TOKENS})
     media: dict[str, array] = field(default_factory=lambda: {kind: array("q") for kind in MODALITIES})
 
@@ -236,7 +238,7 @@ class Report:
         if row.is_cut:
             self.cut.add(row)
         if row.error is not None:
-            # Errors of one cause differ in the names, numbers and objects that they quote
+            # Errors of one cause differ in the names, numbers and objects that they quote, so these are masked
             key = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
             column = re.sub(r"\[\d+\]", "[]", row.column or "")
             self.causes.setdefault((column, key), Rows(row.error)).add(row)
@@ -269,10 +271,10 @@ class Report:
         if self.limit is not None and lengths:
             parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
         parts += _section("## Sizes of media", f"size | number | {_POINTS}", _spread(self.sizes))
-        found = {kind: numbers for kind, numbers in self.media.items() if numbers}
-        rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in found.items()]
+        counts = {kind: numbers for kind, numbers in self.media.items() if numbers}
+        rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in counts.items()]
         parts += _section("## Media of a row", "kind | rows | min | median | max | all", rows)
-        if "audio" in found:
+        if "audio" in counts:
             parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
             parts.append(f"Silence, nowhere above -60 dB: {self._listed(self.silent)}")
         parts.append(f"The prompt and media of an earlier row: {self._listed(self.repeated)}")
@@ -289,15 +291,15 @@ class Report:
 
 def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
     rows = []
-    for name, each in numbers.items():
-        if each:
-            points = np.percentile(each, (0, 50, 90, 99, 100), method="higher")
-            rows.append([name, str(len(each)), *(f"{p:.0f}" if p.is_integer() else f"{p:.6g}" for p in points)])
+    for name, values in numbers.items():
+        if values:
+            points = np.percentile(values, (0, 50, 90, 99, 100), method="higher")
+            rows.append([name, str(len(values)), *(f"{p:.0f}" if p.is_integer() else f"{p:.6g}" for p in points)])
     return rows
 
 
 def _section(title: str, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
-    """A table under its title; nothing without rows."""
+    """Returns the lines of a table under its title, or none without rows."""
     lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
     return [title, "\n".join(f"| {line} |" for line in lines)] if rows else []
 
@@ -314,7 +316,7 @@ def run(args: argparse.Namespace) -> None:
     model = without_weights(config, model_class)
     limit = args.max_prompt_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    contexts = [each for each in (positions, args.vllm_max_model_length) if each is not None]
+    contexts = [length for length in (positions, args.vllm_max_model_length) if length is not None]
     if limit is None and contexts:
         limit = min(contexts) - args.max_completion_length
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
@@ -326,7 +328,7 @@ def run(args: argparse.Namespace) -> None:
         if warning is not None:
             report.warnings.append(warning)
         report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
-    except ValueError as error:  # of no row in particular
+    except ValueError as error:  # an error of the dataset as a whole
         report.warnings.append(str(error))
         report.is_refused = True
     report.empty = empty_cells(rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ()))

@@ -7,22 +7,22 @@ from ..families import FAMILIES, MODALITIES, family_of, input_modalities
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """Rules of each model, without loading it."""
+    """Returns the rows of the table, one per model, without loading models."""
     import transformers
 
     parts = {model_type: part for family in FAMILIES for model_type, part in family.trained_part.items()}
-    found = []
+    lines = []
     for model_type, class_name in sorted({**classes_with_media(), **parts}.items()):
         family, part = family_of(model_type), parts.get(model_type)
         modalities = input_modalities(getattr(transformers, class_name))
         kinds = [kind for kind in MODALITIES if kind in modalities]
         if kinds:
-            found.append((model_type, ", ".join(kinds), family.isolate or "", part or ""))
-    return found
+            lines.append((model_type, ", ".join(kinds), family.isolate or "", part or ""))
+    return lines
 
 
 def classes_with_media() -> dict[str, str]:
-    """Names of the classes of models that take media, by `model_type`."""
+    """Returns the names of the model classes that take media, by `model_type`."""
     from transformers.models.auto import modeling_auto
 
     classes = {
@@ -30,8 +30,8 @@ def classes_with_media() -> dict[str, str]:
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     }
     known = {model_type for family in FAMILIES for model_type in family.model_types}
-    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
-    classes.update({model_type: others[model_type] for model_type in known & others.keys() - classes.keys()})
+    extra = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
+    classes.update({model_type: extra[model_type] for model_type in known & extra.keys() - classes.keys()})
     return classes
 
 

@@ -11,23 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from ..scripts.errors import FOLDER
-from ..scripts.options import TRACEBACK, packaged
-from ..scripts.preflight import check_run, is_harness
+from .errors import FOLDER
+from .options import TRACEBACK, packaged
+from .preflight import check_run, is_harness
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Launches a script after checks without heavy imports."""
     check_run(name, args)
-    if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":  # which asks a server, in one process
-        from ..scripts import arguments, evaluate
+    # A harness asks a server, for which one process is enough
+    if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
+        from . import arguments, evaluate
 
         return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={packaged('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
-    words += ["--module", "trl_multimodal_rft.scripts", name, *argv]
+    words += ["--module", "trl_multimodal_rft.cli.launched", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         if not getattr(args, TRACEBACK, False):
             os.environ[FOLDER] = folder
@@ -39,17 +40,17 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
     if code < 0 and code != -signal.SIGINT:
-        why = ", as when memory runs out" * (code == -signal.SIGKILL)
-        raise ValueError(f"A process was killed by {signal.Signals(-code).name}{why}.")
+        cause = ", as when memory runs out" * (code == -signal.SIGKILL)
+        raise ValueError(f"A process was killed by {signal.Signals(-code).name}{cause}.")
     sys.exit(code if code >= 0 else 128 - code)
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    """Launches and returns the exit code, without accelerate's and torch's messages on defaults and failures."""
+    """Launches a script without messages of accelerate and torch on defaults and failures. Returns its exit code."""
     logging.disable(logging.ERROR)
     # The launched process gets Ctrl-C from the terminal as well and may save a checkpoint, so this one waits. For
     # several processes, torch sets its handler.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         _launch(words)
         return 0
@@ -62,7 +63,7 @@ def _exit_code(words: Sequence[str]) -> int:
             return 128 + error.sigval
         raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
         logging.disable(logging.NOTSET)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loaders of published benchmarks and of other tools' layouts, folders of Parquet, and rules for media."""
+"""Loaders of published benchmarks and of other tools' layouts, a writer of Parquet folders, and rules for media."""
 
 from typing import TYPE_CHECKING
 

@@ -19,33 +19,33 @@ if TYPE_CHECKING:
     from transformers.video_processing_utils import BaseVideoProcessor
 
 
-# Of Gemma 4
+# The least number of tokens of an image that Gemma 4's processor takes
 _FEWEST_SOFT_TOKENS = 70
 
 
 def with_budgets(ref: MediaRef) -> MediaRef:
-    """A reference whose options are those of its block, and the budgets of its run where the block sets none."""
-    own, rules = ref.options, ref.rules
+    """Returns a reference with the options of its block, and with the budgets of its run where the block sets none."""
+    block_options, rules = ref.options, ref.rules
     if ref.modality == "audio":
         return ref
-    # A limit of the block can move the other limit, which is the run's
-    given: dict[str, Any] = {}
+    # A limit of the block takes precedence over the opposite limit of the run
+    budgets: dict[str, Any] = {}
     if rules.min_pixels is not None:
-        given["min_pixels"] = min(rules.min_pixels, own.get("max_pixels", math.inf))
+        budgets["min_pixels"] = min(rules.min_pixels, block_options.get("max_pixels", math.inf))
     if rules.max_pixels is not None:
-        given["max_pixels"] = max(rules.max_pixels, own.get("min_pixels", 0))
-    if ref.modality == "video" and "nframes" not in own and not holds_frames(ref):
+        budgets["max_pixels"] = max(rules.max_pixels, block_options.get("min_pixels", 0))
+    if ref.modality == "video" and "nframes" not in block_options and not holds_frames(ref):
         if rules.video_fps is not None:
-            given["fps"] = rules.video_fps
+            budgets["fps"] = rules.video_fps
         if rules.max_frames is not None:
-            given["max_frames"] = max(rules.max_frames, own.get("min_frames", 0))
-    return replace(ref, options={**given, **own}) if given else ref
+            budgets["max_frames"] = max(rules.max_frames, block_options.get("min_frames", 0))
+    return replace(ref, options={**budgets, **block_options}) if budgets else ref
 
 
 def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int = 1) -> tuple[int, int]:
     """
-    The size of an image within `min_pixels` and `max_pixels`, with its aspect ratio. New sizes are multiples of
-    `factor`, to which the processor rounds the others. The maximum prevails where none is within both.
+    Returns the size of an image within `min_pixels` and `max_pixels`, with its aspect ratio. New sizes are multiples
+    of `factor`, to which the processor rounds all sizes. The maximum prevails if no size is within both limits.
     """
     least, most = options.get("min_pixels", 0), options.get("max_pixels", math.inf)
     area, rounded = height * width, round(height / factor) * round(width / factor) * factor**2
@@ -64,35 +64,35 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
 
 
 def size_factor(processor: "BaseImageProcessor | BaseVideoProcessor | None") -> int:
-    """The number of pixels whose multiples a processor of images or videos keeps as sizes, 1 if it has none."""
+    """Returns the number of pixels to whose multiples an image or video processor rounds sizes, 1 if it has none."""
     patch, merge = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
     return patch * merge if isinstance(patch, int) and isinstance(merge, int) else 1
 
 
 def budgeted_image(image: PIL.Image.Image, options: dict[str, Any], factor: int) -> PIL.Image.Image:
-    """An image within its budget, resized once."""
+    """Returns an image within its budget, resized at most once."""
     height, width = budgeted_size(image.height, image.width, options, factor)
     return image if image.size == (width, height) else image.resize((width, height), PIL.Image.Resampling.BICUBIC)
 
 
 def budgeted_frames(frames: np.ndarray, options: dict[str, Any], factor: int) -> np.ndarray:
-    """Frames of shape (N, H, W, 3) within their budget."""
+    """Returns frames of shape (N, H, W, 3) within their budget."""
     height, width = frames.shape[1:3]
     if budgeted_size(height, width, options, factor) == (height, width):
         return frames
-    return np.stack([np.asarray(budgeted_image(PIL.Image.fromarray(each), options, factor)) for each in frames])
+    return np.stack([np.asarray(budgeted_image(PIL.Image.fromarray(frame), options, factor)) for frame in frames])
 
 
 def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> list[int]:
-    """The frames that a rule samples, or as many of them as the budget has, evenly spaced."""
+    """Returns indices of the frames that a rule samples, or of `most` of these frames, evenly spaced."""
     indices = [int(index) for index in sample(metadata=metadata)]
     return indices if len(indices) <= most else [indices[i] for i in evenly_spaced(len(indices), most)]
 
 
 def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
     """
-    Arguments of an image processor that enlarges images to its own canvas, in its terms: its number of tiles, its
-    longest edge or its number of tokens. Other processors need only smaller images.
+    Returns arguments that keep an image processor within `most` pixels if it enlarges images to its own canvas: its
+    number of tiles, its longest edge or its number of tokens. Other processors need only smaller images.
     """
     if processor is None or most == math.inf:
         return {}
@@ -102,7 +102,7 @@ def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", 
     if (tokens := getattr(processor, "max_soft_tokens", None)) is not None:
         area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
         while tokens * area > most and tokens > _FEWEST_SOFT_TOKENS:
-            tokens //= 2  # it takes 70, 140, and so on
+            tokens //= 2  # the processor takes 70, 140, and so on
         return {"max_soft_tokens": tokens}
     tile = (getattr(processor, "max_image_size", None) or {}).get("longest_edge")
     if tile is not None and size.get("longest_edge") is not None and size.get("shortest_edge") is None:

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The control tokens of a tokenizer."""
-    added = getattr(tokenizer, "added_tokens_decoder", None)  # which Mistral's tokenizers don't have
+    """Returns the control tokens of a tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
     added = added.values() if isinstance(added, dict) else ()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
 
@@ -32,7 +32,7 @@ def checked_text(
     label: str,
     tokens: Collection[str],
 ) -> str:
-    """Checks a text before it becomes part of a message; `"strip"` removes its control tokens."""
+    """Returns a text after a check of its characters and control tokens, without these tokens in mode `"strip"`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -45,28 +45,28 @@ def checked_text(
     to_strip: set[str] = set()
     while candidates := sorted(token for token in tokens if token in text):
         ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
-        found = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
-        if not found:
+        matches = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
+        if not matches:
             break
         if mode == "raise":
             raise MediaError(
-                f"{label}: the text holds the control token {found[0]!r}, which the model would take for one of the "
+                f"{label}: the text holds the control token {matches[0]!r}, which the model would take for one of the "
                 "chat template; remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if intended"
             )
         if mode == "warn":
             logger.warning_once(
-                f"A text of the dataset holds the control token {found[0]!r}, which the model takes for one of the "
+                f"A text of the dataset holds the control token {matches[0]!r}, which the model takes for one of the "
                 "chat template. Set `special_tokens_in_text` to 'raise' to find the row, to 'strip' to remove such "
                 "tokens, or to 'allow' if they are intended."
             )
             break
-        to_strip.update(found)
+        to_strip.update(matches)
         text = _without(text, to_strip)
     return text
 
 
 def _without(text: str, tokens: Collection[str]) -> str:
-    """A text without tokens, nor those that a removal joins, in linear time."""
+    """Returns a text without tokens, including tokens that a removal would join from their parts, in linear time."""
     by_end: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         by_end.setdefault(token[-1], []).append(token)
@@ -81,7 +81,7 @@ def _without(text: str, tokens: Collection[str]) -> str:
 
 
 def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], label: str) -> T:
-    """[`checked_text`] of all texts in messages or content."""
+    """Applies [`checked_text`] to all texts in messages or content."""
     tokenizer = tokenizer_of(processor)
     tokens = control_tokens(tokenizer)
     return _map_texts(value, lambda text: checked_text(text, tokenizer, mode, label, tokens))
@@ -90,7 +90,7 @@ def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn",
 def checked_prompt(
     prompt: M, processor: Processor, mode: Literal["allow", "raise", "strip"] | None, row: int, column: str = "prompt"
 ) -> M:
-    """[`checked_texts`] of a column of a row. A plain text may hold control tokens."""
+    """Applies [`checked_texts`] to a column of a row. A plain text may hold control tokens."""
     allowed = "allow" if isinstance(prompt, str) else mode or "warn"
     return checked_texts(prompt, processor, allowed, f"row {row}, column '{column}'")
 

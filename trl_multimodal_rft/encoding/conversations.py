@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversations with tools, whose results continue a completion as rendered by the chat template."""
+"""Conversations with tools, in which results continue a completion as the chat template renders them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,15 +24,15 @@ _VERBATIM = {"chat_template": "{{ continuation }}"}
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt with the tool results within one of its completions, if these hold media.
+    A prompt with the tool results within one of its completions, if the results hold media.
 
-    The inherited fields are those of the prompt, except for the modalities, which are those of both.
+    The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results.
     """
 
     prompt: EncodedPrompt  # the same object for all its completions
-    # What follows the prompt, up to the end of the last result: token ids, fields, media and positions
+    # Token ids, fields, media and positions of the tokens after the prompt, up to the end of the last result
     later: EncodedPrompt
-    # Whether attention is causal, so that the prompt is independent of what follows it
+    # Whether attention is causal, so that the prompt is independent of the tokens after it
     is_causal: bool
 
     @property
@@ -44,27 +44,27 @@ class Conversation(EncodedPrompt):
         return [self.prompt, self.later]
 
     def positions_after(self, n: int) -> torch.Tensor:
-        given = self.later.position_ids[..., :n]
-        return torch.cat([given, self.later.positions_after(n - given.size(-1))], dim=-1)
+        positions = self.later.position_ids[..., :n]
+        return torch.cat([positions, self.later.positions_after(n - positions.size(-1))], dim=-1)
 
     def field_after(self, name: str, n: int, fill: int) -> torch.Tensor:
-        given = self.later.token_fields.get(name, torch.zeros_like(self.later.input_ids))[:n]
-        return torch.cat([given, given.new_full((n - len(given),), fill)])
+        values = self.later.token_fields.get(name, torch.zeros_like(self.later.input_ids))[:n]
+        return torch.cat([values, values.new_full((n - len(values),), fill)])
 
 
 @dataclass(eq=False, kw_only=True)
 class Contexts(EncodedPrompt):
     """
-    A prompt and the contexts that replaced it in the course of one completion, such as those with the last few
-    screenshots alone. The inherited fields are those of the first.
+    A prompt and the contexts that replaced it in the course of one completion, such as contexts with only the last few
+    screenshots. The inherited fields are the first prompt's, except for `modalities`, which is the union of all.
     """
 
     prompts: list[EncodedPrompt]
-    ends: list[int]  # of each, the index in the completion behind the tokens that follow it
+    ends: list[int]  # for each prompt, the index in the completion behind the tokens that follow this prompt
 
     @classmethod
     def of(cls, prompts: list[EncodedPrompt], ends: list[int]) -> EncodedPrompt:
-        """The prompt itself, if none has replaced it."""
+        """Returns the contexts, or the prompt itself if no context has replaced it."""
         if len(prompts) == 1:
             return prompts[0]
         inherited: dict[str, Any] = {spec.name: getattr(prompts[0], spec.name) for spec in fields(EncodedPrompt)}
@@ -104,7 +104,7 @@ def encode_turn(
     before, messages = [*history, normalize_tool_calls(results)], list(results)
     text = _rendered(before, processor, template_kwargs, False)
     longer = _rendered([*before, *messages], processor, template_kwargs, True)
-    # Many templates write a line break after the end of a turn, which the model doesn't
+    # Many templates write a line break after the end of a turn, which the model doesn't sample
     cut = max((span + len(end) for end in ends if (span := text.rfind(end)) >= 0), default=len(text))
     if longer[:cut] != text[:cut]:
         raise ValueError(
@@ -137,18 +137,18 @@ def encode_turn(
 
 
 def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """An assistant message with tool calls, which represents the sampled turn."""
-    calls = [{"type": "function", "function": {"name": each["name"], "arguments": {}}} for each in results]
+    """Returns an assistant message with tool calls, which represents the sampled turn."""
+    calls = [{"type": "function", "function": {"name": result["name"], "arguments": {}}} for result in results]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def keeps_earlier_turns(processor: Processor) -> bool:
-    """Whether a chat template writes a conversation the same where the result of a tool follows, as a text."""
+    """Returns whether a chat template renders earlier turns unchanged if a tool's result, as text, follows."""
     call = normalize_tool_calls([{"name": "dummy"}])
     chat = [{"role": "user", "content": "dummy"}, call, {"role": "tool", "name": "dummy", "content": "dummy"}]
     try:
         before, after = _rendered(chat[:2], processor, {}, False), _rendered(chat, processor, {}, True)
-    except TypeError:  # of a template that wants arguments as a text
+    except TypeError:  # some templates want arguments as text
         call["tool_calls"][0]["function"]["arguments"] = "{}"
         before, after = _rendered(chat[:2], processor, {}, False), _rendered(chat, processor, {}, True)
     return after.startswith(before)
@@ -170,7 +170,7 @@ def encode_prefix(
     model: PreTrainedModel,
     processor: Processor | None = None,
 ) -> EncodedPrompt:
-    """A prompt and a completion up to the end of its last result, as a prompt for the next turn."""
+    """Encodes a prompt and a completion up to the end of its last tool result as the prompt of the next turn."""
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
     spans = [(slice(len(prompt) + start, len(prompt) + start + len(turn)), turn) for start, turn in turns]
@@ -184,7 +184,7 @@ def encode_prefix(
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
     media = join_media([prompt, *(turn for _, turn in shown)])
-    # The position rules of some families count a sampled token that opens a medium as a medium
+    # The position rules of some families would take a sampled token that opens media for media
     plain = ids.clone()
     plain[len(prompt) :] = prompt.input_ids[-1]
     for span, turn in spans:
@@ -205,7 +205,7 @@ def encode_prefix(
 
 
 def _placed(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
-    """The decoded media of parts of a conversation, each with its place, if all are kept, else none."""
+    """Returns the decoded media of a conversation's parts with their spans, or `()` unless all media are kept."""
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
     return tuple(
@@ -218,7 +218,7 @@ def _placed(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
 def conversation(
     prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt, is_causal: bool
 ) -> Conversation:
-    """The prompt that a completion is scored with, in which tools have `shown` media."""
+    """Returns the prompt for scoring a completion in which tools returned media; `shown` are results with media."""
     n = len(prompt)
     later = whole.part(slice(n, None))
     return Conversation(

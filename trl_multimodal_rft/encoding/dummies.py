@@ -10,7 +10,7 @@ from .prompts import EncodedPrompt, encode_prompt
 
 
 _SIDE = 56  # pixels
-_VIDEO_SIDE = 224  # a multiple of the patches of all families, which don't resize given frames
+_VIDEO_SIDE = 224  # a multiple of the patch sizes of all families, since frames aren't resized
 _RATE = 16000
 _MEDIA = {
     "image": lambda: PIL.Image.new("RGB", (_SIDE, _SIDE), "gray"),
@@ -20,13 +20,13 @@ _MEDIA = {
 
 
 class DummyPrompt(EncodedPrompt):
-    """A dummy input, which keeps every rank's encoders in the collectives and has no tokens in the loss."""
+    """A dummy prompt that keeps every rank's encoders in the collectives and has no tokens in the loss."""
 
 
 def dummy_prompt(modality: str | None, processor: ProcessorMixin, model: PreTrainedModel) -> DummyPrompt:
     """
-    A prompt with one small medium, or with none. Without a completion, it doesn't affect the other prompts of a batch,
-    and the encoder of its modality gets a gradient of exactly 0.
+    Returns a prompt with one small image, video or sound, or without media. As it has no completion, it doesn't affect
+    the other prompts of a batch, and the encoder of its modality gets a gradient of exactly 0.
     """
     (row,) = rows_to_messages([{"prompt": "-", **({} if modality is None else {modality: _MEDIA[modality]()})}])
     return DummyPrompt(**vars(encode_prompt(row["prompt"], processor, model)))

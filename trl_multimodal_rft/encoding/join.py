@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Joins the media and token fields of prompts for one forward, and compares prompts."""
+"""Functions that join the media and token fields of prompts for one forward, and that compare prompts."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 
 def content_digest(messages: Sequence[dict[str, Any]]) -> str:
-    """A hash of messages and of their media as they are stored, equal for equal values of the same types."""
+    """Returns a hash of messages and of their media as stored, which is equal for equal values of the same types."""
     text = json.dumps(messages, sort_keys=True, default=_for_json)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -55,19 +55,19 @@ def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | by
 
 def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
     """
-    Splits sequences behind the tokens that all of them start with.
+    Splits sequences behind their common first tokens.
 
     Args:
         first (`EncodedPrompt`):
-            The first sequence, with its media, which all of them share.
+            The first sequence, with the media that all sequences share.
         texts (`Sequence[list[int]]`):
-            Token ids of the sequences, with a placeholder for each medium.
+            Token ids of the sequences, with one placeholder for each of the media.
 
     Returns:
-        `tuple`: What they start with, and the ids that follow in each.
+        `tuple`: The common start as a prompt, and for each sequence the ids behind it.
 
     Raises:
-        `ValueError`: If they start differently, or what follows in the first one isn't what it ends with.
+        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids behind the common start.
     """
     n = next((i for i, column in enumerate(zip(*texts, strict=False)) if len({*column}) > 1), min(map(len, texts)))
     end = len(first) - len(texts[0]) + n
@@ -94,7 +94,7 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
 
 
 def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The same from tensors by name, on any device."""
+    """Joins media like [`join_media`], from tensors by name on any device."""
     collected: dict[str, list[torch.Tensor]] = {}
     lengths: Counter[str] = Counter()  # of each tensor so far
     for tensors in media:
@@ -112,8 +112,8 @@ def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 def padded(ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids of completions, `(B, C)`, and their mask, `(B, C)`."""
-    mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+    """Returns right-padded ids of completions, `(B, C)`, and their mask, `(B, C)`."""
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
     return pad_sequence([*ids], batch_first=True), mask
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decodes media as a processor expects them, sampled and resized by its rules."""
+"""Decoding of media as a processor expects them, sampled and resized by its rules."""
 
 import base64
 import io
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Those of qwen-vl-utils that work for all models
+# Options of qwen-vl-utils that work for all models
 _BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
 
-# Options of a block that select the frames of its video, and their size, and those that only qwen-vl-utils has
+# Options of a block that select the frames of its video, the ones of these that only qwen-vl-utils has, and options
+# that set the size of frames
 _FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
 _QWEN_ONLY = {"min_frames", "max_frames"}
 _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
@@ -53,10 +54,10 @@ _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "
 # Settings that a video processor doesn't pass to `sample_frames`
 _NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
 
-# Keyword of the sounds of videos, in their order, for [`processor_outputs`]
+# Key of the sounds of videos, in the order of the videos, in the `processor_kwargs` of [`processor_outputs`]
 SOUNDS = "sounds_of_videos"
 
-# Rates of frames that differ by rounding count as one
+# Frame rates within this factor count as one, as rounding makes them differ
 _SAME_RATE = 1.5
 
 # Default frames per second of Qwen's models
@@ -66,7 +67,7 @@ _QWEN_FPS = 2.0
 def decode_media(
     refs: list[MediaRef], processor: Processor, audio_overlong: Literal["raise", "truncate"], view: View | None = None
 ) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Decodes media for a processor, keyed by the `id` of their reference, with the `processor_kwargs` for them."""
+    """Decodes media for a processor; returns them by the `id` of their references, and their `processor_kwargs`."""
     decoded: dict[int, Any] = {}
     video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
@@ -80,11 +81,13 @@ def decode_media(
         and ref.modality != "audio"
         and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
     }
-    others: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
+    other_media: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
     of_other_row = [with_budgets(ref) for ref in (view.others if view else ())]
     for modality in dict.fromkeys(ref.modality for ref in of_other_row):
-        same = [ref for ref in of_other_row if ref.modality == modality]
-        others[modality] = itertools.cycle([_decode(ref, processor, "truncate", resized)[0] for ref in same])
+        refs_of_modality = [ref for ref in of_other_row if ref.modality == modality]
+        other_media[modality] = itertools.cycle(
+            [_decode(ref, processor, "truncate", resized)[0] for ref in refs_of_modality]
+        )
     sounds: list[np.ndarray | None] = []
     for i, (original, ref) in enumerate(zip(refs, budgeted, strict=True)):
         unused = [] if ref.modality in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
@@ -95,7 +98,7 @@ def decode_media(
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
         if view is not None and view.applies_to(ref.modality):
-            medium = view(medium, i, next(others[ref.modality]))
+            medium = view(medium, i, next(other_media[ref.modality]))
         if ref.modality == "audio" and family.takes_base64_audio:
             buffer, (rate, _) = io.BytesIO(), _audio_limits(ref, processor)
             require_module("soundfile", "audio").write(buffer, medium, rate, format="WAV", subtype="FLOAT")
@@ -107,7 +110,7 @@ def decode_media(
             check_hears_videos(processor)
             sound = load_sound_of_video(ref, *_audio_limits(ref, processor), audio_overlong)
             if sound is not None and view is not None and view.applies_to("audio"):
-                sound = view(sound, i, next(others["audio"]))
+                sound = view(sound, i, next(other_media["audio"]))
             sounds.append(sound)
     videos = [ref for ref in budgeted if ref.modality == "video"]
     if video_metadata:
@@ -133,7 +136,7 @@ def decode_media(
 
 
 def check_hears_videos(processor: Processor) -> None:
-    """Refuses `use_audio_in_video` for processors without it."""
+    """Raises a `ValueError` if a processor doesn't support `use_audio_in_video`."""
     if not family_of_processor(processor).hears_videos:
         raise ValueError(
             f"{type(processor).__name__} can't take the sound of videos with their frames; set "
@@ -142,11 +145,13 @@ def check_hears_videos(processor: Processor) -> None:
 
 
 def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
-    """The frames per second at which the videos of a prompt are sampled, `None` if unknown."""
+    """Returns the frames per second at which the videos of a prompt are sampled, or `None` if unknown."""
     rates = {}
-    for ref, each in zip(videos, metadata, strict=True):
+    for ref, video_metadata in zip(videos, metadata, strict=True):
         if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
-            rates[each["fps"] * len(each["frames_indices"]) / each["total_num_frames"]] = ref
+            rates[
+                video_metadata["fps"] * len(video_metadata["frames_indices"]) / video_metadata["total_num_frames"]
+            ] = ref
     if rates and max(rates) > _SAME_RATE * min(rates):
         raise rates[max(rates)].error(
             f"{max(rates):.3g} frames of it are sampled per second, and {min(rates):.3g} of another video in the "
@@ -158,7 +163,7 @@ def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> floa
 def _decode(
     ref: MediaRef, processor: Processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A medium and the metadata of a video. Kinds in `resized` are resized here, others by the processor."""
+    """Returns decoded media and a video's metadata. The processor resizes modalities that aren't in `resized`."""
     if ref.modality == "audio":
         return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
     if ref.modality == "image":
@@ -184,10 +189,10 @@ def _decode(
 
 
 def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A video, sampled and resized by the options of its block within the processor's limits, or by the processor."""
+    """Returns a video, sampled and resized by its block's options, where set, or else by the processor's rules."""
     video_processor, options = processor.video_processor, ref.options
     _check_fits_a_token(ref, video_processor)
-    # Which its call uses; before transformers 5.23, a class of arguments holds its defaults
+    # The processor's call uses these defaults; before transformers 5.23, a class of arguments holds them
     defaults = getattr(processor, "videos_kwargs", None)
     if defaults is None:
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("videos_kwargs", {})
@@ -196,8 +201,8 @@ def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict
     if sampler is None:
         names = _QWEN_ONLY if "nframes" in options else {"fps", *_QWEN_ONLY}
         limits = {name: getattr(video_processor, name, None) for name in names}
-        known = {name: value for name, value in limits.items() if value is not None}
-        sampler = partial(qwen_frame_indices, {**known, **options})
+        frame_limits = {name: value for name, value in limits.items() if value is not None}
+        sampler = partial(qwen_frame_indices, {**frame_limits, **options})
 
     def resize(frames: np.ndarray, count: int) -> np.ndarray:
         if not options.keys() & _SIZE_OPTIONS:
@@ -212,7 +217,7 @@ def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict
 def _resized_frames(
     video_processor: "Qwen2VLVideoProcessor", limits: SizeDict | dict[str, int], frames: np.ndarray, count: int
 ) -> np.ndarray:
-    """Some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all of them."""
+    """Returns some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all `count` frames."""
     if not video_processor.do_resize:
         return frames
     whole = video_processor.resize(
@@ -223,7 +228,7 @@ def _resized_frames(
         temporal_factor=video_processor.temporal_patch_size,
         cap_pixels_per_frame=getattr(video_processor, "cap_pixels_per_frame", None),
     )
-    from transformers.video_processing_utils import BaseVideoProcessor  # which needs torchvision
+    from transformers.video_processing_utils import BaseVideoProcessor  # needs torchvision
 
     size = SizeDict(height=whole.size(-2), width=whole.size(-1))
     tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
@@ -240,7 +245,7 @@ def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2
 
 
 def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], count: int = 1) -> dict[str, float]:
-    """Limits of an image or a frame if `size` bounds `count` of them. The option for one limit can move the other."""
+    """Returns limits of one of `count` images or frames that `size` bounds; an option can move the opposite limit."""
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
         "max_pixels": max(size["longest_edge"] / count, options.get("min_pixels", 0)),
@@ -248,7 +253,7 @@ def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], coun
 
 
 def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:
-    """The processor's sampling rate in Hz, and the longest audio that its encoder sees whole, in seconds."""
+    """Returns the processor's sampling rate in Hz, and the longest audio that its encoder takes whole, in seconds."""
     rate = audio_rate(processor)
     if rate is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
@@ -257,22 +262,22 @@ def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | Non
 
 
 def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequence[int]] | None:
-    """The processor's function that samples frames, `None` if the block selects them or all are used."""
+    """Returns the processor's function that samples frames, or `None` if the block selects frames or all are used."""
     if not hasattr(processor, "video_processor"):
         raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
-    known = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
-    sampling = None if known & ref.options.keys() else frame_sampling(processor)
+    frame_options = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
+    sampling = None if frame_options & ref.options.keys() else frame_sampling(processor)
     if sampling is None:
         return None
     video_processor = processor.video_processor
     names = video_processor.valid_kwargs.__annotations__.keys() - _NOT_FOR_SAMPLING
-    # Its call passes these settings to `sample_frames`, which may ignore them otherwise
+    # The processor's call passes these settings to `sample_frames`, which may ignore them otherwise
     settings = {name: getattr(video_processor, name, None) for name in names}
     return partial(video_processor.sample_frames, **{**settings, **sampling})
 
 
 def frame_sampling(processor: Processor) -> dict[str, Any] | None:
-    """Arguments by which a processor samples frames of a file, `None` if it uses all of them."""
+    """Returns the arguments by which a processor samples frames of a file, or `None` if it uses all frames."""
     video_processor, family = processor.video_processor, family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
     if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
@@ -281,7 +286,7 @@ def frame_sampling(processor: Processor) -> dict[str, Any] | None:
 
 
 def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
-    """Puts decoded media into messages."""
+    """Returns messages with decoded media in place of their references."""
 
     def block(part: dict[str, Any]) -> dict[str, Any]:
         modality, value = part["type"], part.get(part["type"])

@@ -16,26 +16,26 @@ from .processors import Processor
 
 
 THOUGHTS = ("<think>", "</think>")
-_TAIL = 16  # tokens of a prompt that may spell the tag
+_TAIL = 16  # tokens at the end of a prompt that may spell a tag
 
 
 def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str, **template_kwargs: Any) -> str:
-    """Renders the chat template."""
+    """Renders messages by the chat template. Raises a [`MediaError`] if the template fails."""
     try:
         return str(processor.apply_chat_template(messages, tokenize=False, **template_kwargs))
-    except Exception as error:  # templates raise any type
+    except Exception as error:  # templates raise errors of any type
         raise template_error(error, processor, template_kwargs, label) from error
 
 
 def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
     """Returns whether the processor can render messages."""
-    given = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
-    # Mistral's tokenizers have no template, but rules
-    return bool(given) or family_of_processor(processor).takes_base64_audio
+    template = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
+    # Mistral's tokenizers render messages by rules instead of a template
+    return bool(template) or family_of_processor(processor).takes_base64_audio
 
 
 def template_error(error: Exception, processor: Processor, template_kwargs: dict[str, Any], label: str) -> MediaError:
-    """The error for a chat template that raised or is missing."""
+    """Returns the error for a chat template that raised an error or is missing."""
     name = type(processor).__name__
     if not has_template(processor, template_kwargs):
         problem = f"{name} has no chat template that could write messages; set `processing_class.chat_template`"
@@ -47,7 +47,7 @@ def template_error(error: Exception, processor: Processor, template_kwargs: dict
 def check_media(
     refs: list[MediaRef], decoded: dict[int, Any], processor: Processor, processor_kwargs: dict[str, Any]
 ) -> None:
-    """Raises for the image or the video that the processor rejects in isolation, too."""
+    """Raises an error for the first image or video that the processor also rejects without the prompt."""
     videos = 0
     for ref in refs:
         medium, size = decoded[id(ref)], ""
@@ -68,19 +68,19 @@ def check_media(
 
 
 def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None) -> None:
-    """Refuses placeholder tokens in the text of a prompt."""
+    """Raises a [`MediaError`] if the text of a prompt holds placeholder tokens."""
     contents = [messages] if isinstance(messages, str) else [message.get("content") or "" for message in messages]
-    parts = [part for each in contents for part in ([{"text": each}] if isinstance(each, str) else each)]
-    found = next((token for part in parts for token in tokens if token in (part.get("text") or "")), None)
-    if found is not None and refs:
+    parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
+    placeholder = next((token for part in parts for token in tokens if token in (part.get("text") or "")), None)
+    if placeholder is not None and refs:
         raise refs[0].error(
-            f"the text of the prompt holds the placeholder {found!r} itself; remove it, as the chat template writes "
-            "one for each medium"
+            f"the text of the prompt holds the placeholder {placeholder!r} itself; remove it, as the chat template "
+            "writes one for each medium"
         )
-    if found is not None:
+    if placeholder is not None:
         raise MediaError(
-            f"{of_row(row)}column 'prompt': its text holds the placeholder {found!r} but no media; add the media, or "
-            "remove the placeholder from the text"
+            f"{of_row(row)}column 'prompt': its text holds the placeholder {placeholder!r} but no media; add the "
+            "media, or remove the placeholder from the text"
         )
 
 
@@ -94,12 +94,13 @@ def check_written(
     sampled: bool = False,
 ) -> None:
     """
-    Refuses what the chat template silently leaves out of messages, from the one with index `first` on, which is the
-    first of a `column`; but for what the assistant `sampled`, if so. Each is rendered as the last one, as templates
-    may leave out earlier thoughts.
+    Raises a [`MediaError`] if the chat template silently leaves out a part of a message.
+
+    Checks the messages of a `column`, which begin at index `first`, but not the assistant's if they are `sampled`.
+    Renders each message as the last one, as templates may leave out earlier thoughts.
     """
 
-    def written(chat: list[dict[str, Any]]) -> str | None:  # a template that raises knows its types
+    def written(chat: list[dict[str, Any]]) -> str | None:  # a template that raises leaves out nothing silently
         with suppress(MediaError):
             return write_chat(chat, processor, "", **template_kwargs)
 
@@ -107,32 +108,32 @@ def check_written(
         if sampled and message["role"] == "assistant":
             continue
         problems = [*_problems_of_thoughts(messages[: m + 1], written)]
-        for where, problem, other in _parts_of(message):
-            # By the whole chat where the template allows no other end
+        for path, problem, reduced in _parts_of(message):
+            # Renders the whole chat if the template doesn't allow it to end with this message
             after = [] if written(messages[: m + 1]) is not None else messages[m + 1 :]
-            if None is not written([*messages[: m + 1], *after]) == written([*messages[:m], other, *after]):
-                problems.append((where, problem))
-        for where, problem in problems[:1]:
-            raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{where}': the chat template {problem}")
+            if None is not written([*messages[: m + 1], *after]) == written([*messages[:m], reduced, *after]):
+                problems.append((path, problem))
+        for path, problem in problems[:1]:
+            raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{path}': the chat template {problem}")
 
 
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What a template may not know in a message: its place, the problem if so, and the message without it."""
+    """Yields parts of a message that a template may ignore: path, problem in that case, and message without it."""
     content = message.get("content") or ()
     for b, block in enumerate(content) if not isinstance(content, str) else ():
         if block["type"] != "text" and block_modality(block["type"]) is None:
             problem = f"leaves out blocks of type {block['type']!r}, so the model would not get it; known types are "
             # An ignored block is rendered like one of an unknown type
-            others = {**message, "content": [*content[:b], {"type": "-"}, *content[b + 1 :]]}
-            yield f".content[{b}]", problem + KNOWN_TYPES, others
+            reduced = {**message, "content": [*content[:b], {"type": "-"}, *content[b + 1 :]]}
+            yield f".content[{b}]", problem + KNOWN_TYPES, reduced
     for key in further_keys(message):
         problem = f"leaves out {key!r} of a message, so the model would not get it; remove it, or set a template that "
         problem += "writes it (`processing_class.chat_template`)"
-        yield "", problem, {name: each for name, each in message.items() if name != key}
+        yield "", problem, {name: value for name, value in message.items() if name != key}
 
 
 def _problems_of_thoughts(messages: list, written: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
-    """What a template changes about thoughts in the texts of the last message, if that is the assistant's."""
+    """Yields problems with thoughts in the texts of the last message, if it is the assistant's: path and problem."""
     content = messages[-1].get("content") or ()
     for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
         tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
@@ -146,13 +147,13 @@ def _problems_of_thoughts(messages: list, written: Callable[[list], str | None])
 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tag, with the space behind it, by which a prompt `(P,)` opens thoughts at its end; else an empty text."""
+    """Returns the tag, with the space behind it, by which a prompt `(P,)` opens thoughts at its end, or `""`."""
     opened = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL:].tolist())))
     return "" if opened is None else opened[0]
 
 
 def of_row(row: int | None) -> str:
-    """The start of a message about a row."""
+    """Returns the start of an error message about a row."""
     return "" if row is None else f"row {row}, "
 
 
@@ -163,7 +164,7 @@ def check_placeholders(
     placeholders: dict[str, set[int]],
     row: int | None,
 ) -> None:
-    """Refuses ids whose placeholders don't match the media."""
+    """Raises a [`MediaError`] if the placeholders among the ids don't match the media."""
     present = set(input_ids.tolist())
     for ref in refs:
         # A processor may write videos with the image token

@@ -21,7 +21,7 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 
 
 def check_model_folder(name: str, subfolder: str = "") -> None:
-    """Refuses a path without a model."""
+    """Raises an `OSError` if a local path holds no model, or a damaged one."""
     folder = os.path.join(name, subfolder) if subfolder else name
     if not os.path.isdir(name):
         if os.path.isfile(name):
@@ -34,7 +34,7 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
         return
     files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     remedy = "name a folder that `save_pretrained` wrote"
-    inner = sorted(each for each in files if os.path.isfile(os.path.join(folder, each, "config.json")))
+    inner = sorted(entry for entry in files if os.path.isfile(os.path.join(folder, entry, "config.json")))
     if "adapter_config.json" in files:
         remedy = "it holds an adapter; pass its base model, wrapped by `PeftModel.from_pretrained(base, folder)`"
     elif SHARDS in files:
@@ -48,12 +48,12 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
 def holds_model(folder: str) -> bool:
     """Returns whether a path is a folder with a model, not with an adapter alone."""
     files = os.listdir(folder) if os.path.isdir(folder) else []
-    weights = (each for each in files if each.endswith(_WEIGHTS) and not each.startswith("adapter_"))
+    weights = (file for file in files if file.endswith(_WEIGHTS) and not file.startswith("adapter_"))
     return "config.json" in files and any(weights)
 
 
 def check_weights(folder: str) -> None:
-    """Refuses a folder with safetensors, or an index of them, that are damaged."""
+    """Raises an `OSError` if a folder has safetensors, or an index of safetensors, that are damaged."""
     for path in (*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.safetensors.index.json")):
         try:
             safe_open(path, "pt") if path.suffix == ".safetensors" else json.loads(path.read_text())
@@ -65,10 +65,10 @@ def check_weights(folder: str) -> None:
 
 @contextmanager
 def loading_errors(name: str, part: str = "model") -> Iterator[None]:
-    """Makes errors about missing files name these and the folder."""
+    """Makes errors about missing files name the files and the folder."""
     try:
         yield
-    except ImportError as error:  # of transformers, which doesn't name the extra
+    except ImportError as error:  # transformers doesn't name the extra that installs the package
         for package, extra in _EXTRAS.items():
             if package in str(error).lower():
                 raise ImportError(f"The {part} {name!r} needs {package}: `{install(extra)}`") from error
@@ -76,8 +76,8 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
-            lacking = [each for each in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, each))]
-            # A family's processor needs more than a tokenizer, whose own errors stay
+            lacking = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
+            # A family's processor needs more than a tokenizer; errors of a tokenizer alone stay as they are
             needs_more = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(lacking)
             if part != "processor" or not (needs_more or len(lacking) == len(_PROCESSOR_FILES)):
                 raise
@@ -96,13 +96,13 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """Returns whether a name can't be one on the Hub, or starts with a local folder."""
+    """Returns whether a name can't be a name on the Hub, or starts with a local folder."""
     parts = name.replace(os.sep, "/").split("/")
     return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
 
 
 def _near(name: str) -> str:
-    """Names near a path that doesn't exist."""
+    """Returns a hint at names near a path that doesn't exist."""
     if name.startswith("~"):
         return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."
     try:

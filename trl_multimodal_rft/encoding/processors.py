@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loads and checks the processor of a model."""
+"""Functions that load and check the processor of a model."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
-    """The tokenizer of a processor, or the tokenizer itself."""
+    """Returns the tokenizer of a processor, or the tokenizer itself."""
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
 def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None) -> bool:
-    """Whether the last tokens of a completion hold one of the texts that end it."""
+    """Returns whether the last tokens of a completion hold one of the texts that end it."""
     if not texts or processor is None:
         return False
     tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
@@ -26,7 +26,7 @@ def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None)
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
-    """Loads a processor as it was saved. `padding_side` and `truncation_side` would change more than the tokenizer."""
+    """Loads a processor as saved: options for padding and truncation sides would change more than the tokenizer."""
     with loading_errors(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
@@ -35,19 +35,19 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
 
 
 def adopt_template(processor: Processor) -> None:
-    """Gives a processor without a chat template that of its tokenizer, whose config alone may hold it."""
+    """Gives a processor without a chat template its tokenizer's, as only the tokenizer's config may hold one."""
     if isinstance(processor, ProcessorMixin) and getattr(processor, "chat_template", None) is None:
         processor.chat_template = getattr(tokenizer_of(processor), "chat_template", None)
 
 
 def audio_rate(processor: Processor) -> int | None:
-    """The sampling rate in Hz of a processor that takes audio."""
+    """Returns the sampling rate in Hz of a processor that takes audio, or `None` for other processors."""
     extractors = (getattr(processor, name, None) for name in AUDIO_EXTRACTORS)
-    return next((each.sampling_rate for each in extractors if each is not None), None)
+    return next((extractor.sampling_rate for extractor in extractors if extractor is not None), None)
 
 
 def check_processor(processor: Processor | None) -> None:
-    """Refuses a processor that pads audio on another side than its default. The tokenizer's sides don't matter."""
+    """Raises a `ValueError` if a processor pads audio on another side than by default; the tokenizer may do so."""
     for part in AUDIO_EXTRACTORS:
         extractor = getattr(processor, part, None)
         side, default = getattr(extractor, "padding_side", None), _default_side(extractor)
@@ -62,7 +62,7 @@ def check_processor(processor: Processor | None) -> None:
 
 
 def _default_side(extractor: FeatureExtractionMixin | None) -> str | None:
-    """The side on which an extractor pads by default."""
+    """Returns the side on which an extractor pads by default."""
     if extractor is None or not hasattr(extractor, "padding_side"):
         return None
     settings = {name: value for name, value in extractor.to_dict().items() if name != "padding_side"}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Encodes chat messages: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
+"""Encoding of chat messages: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
 
 import copy
 import functools
@@ -49,7 +49,7 @@ class DecodedPrompt:
         options = answer_options(self.messages, self.template_kwargs)
         text = processor.apply_chat_template(self.messages, tokenize=False, **options)
         bos = processor.tokenizer.bos_token
-        # As `apply_chat_template` does if the template writes it
+        # Like `apply_chat_template`, adds no second beginning if the template writes one
         special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
         return processor.tokenizer(text, **{**special, **self.tokenizer_kwargs})["input_ids"]
 
@@ -73,18 +73,18 @@ class EncodedPrompt:
             `(R, 1, P)`.
         decoded (`tuple[tuple[slice, DecodedPrompt], ...]` or `dict[str, Any]`, *optional*):
             If kept, the span and the decoded media of each part with media: the prompt, and the tool results of a
-            conversation; or the features that a vLLM server takes, where another process has made them.
+            conversation; or the features that a vLLM server takes, if another process has made them.
         modalities (`frozenset[str]`, *optional*):
-            Which of `"image"`, `"video"` and `"audio"` the prompt contains.
+            Modalities of the prompt's media: `"image"`, `"video"` or `"audio"`.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
         media_span (`tuple[int, int]`, *optional*):
-            Place of the first placeholder, and the one behind the last, if known.
+            Index of the first placeholder, and the index behind the last one, if known.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
         on_device (`dict`, *optional*):
-            What forwards keep of the media, on their device: the tensors, and what frozen encoders make of them.
-            Copies with the same media share it.
+            Cache of forwards on their device: the tensors of the media, and the outputs of frozen encoders for them.
+            Copies of the prompt with the same media share the cache.
     """
 
     input_ids: torch.Tensor
@@ -108,12 +108,12 @@ class EncodedPrompt:
 
     @property
     def parts(self) -> list["EncodedPrompt"]:
-        """The prompt and, if tools returned media, what follows it up to the last result."""
+        """The prompt and, if tools returned media, the tokens after it up to the end of the last result."""
         return [self]
 
     @property
     def contexts(self) -> list["EncodedPrompt"]:
-        """What the model reads before each part of a completion: the prompt, unless a context was rewritten since."""
+        """The contexts of the parts of a completion: the prompt, and contexts that replaced the prompt later."""
         return [self]
 
     def lengths_behind(self, n: int) -> list[int]:
@@ -125,13 +125,13 @@ class EncodedPrompt:
                 Tokens of the completion.
 
         Returns:
-            `list[int]`: How many of them follow each context.
+            `list[int]`: The number of tokens that follow each context.
         """
         return [n]
 
     def part(self, span: slice) -> "EncodedPrompt":
         """
-        Some of the tokens, with the media if these start in them.
+        Returns some of the tokens, with the media if the first placeholder is among them.
 
         Args:
             span (`slice`):
@@ -153,7 +153,7 @@ class EncodedPrompt:
 
     def positions_after(self, n: int) -> torch.Tensor:
         """
-        Positions of the tokens after the prompt.
+        Returns the positions of the tokens after the prompt.
 
         Args:
             n (`int`):
@@ -166,7 +166,7 @@ class EncodedPrompt:
 
     def field_after(self, name: str, n: int, fill: int) -> torch.Tensor:
         """
-        Values of a token field on the tokens after the prompt.
+        Returns the values of a token field on the tokens after the prompt.
 
         Args:
             name (`str`):
@@ -174,7 +174,7 @@ class EncodedPrompt:
             n (`int`):
                 Number of tokens.
             fill (`int`):
-                Its value on text.
+                The field's value on text.
 
         Returns:
             `torch.Tensor`: Shape `(n,)`.
@@ -182,13 +182,13 @@ class EncodedPrompt:
         return torch.full((n,), fill)
 
     def __getstate__(self) -> dict:
-        # The update needs no decoded media and can build the rest again
+        # The update needs no decoded media and can fill the caches again
         return {**self.__dict__, "decoded": (), "mask_cache": {}, "on_device": {}}
 
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> dict[str, set]:
     """
-    Ids of placeholder tokens by modality: `<modality>_token_id`, `<modality>_token_index` and
+    Returns ids of placeholder tokens by modality: `<modality>_token_id`, `<modality>_token_index` and
     `<modality>_pad_token_id` of the model's config, its sub-configs and the processor, as families differ.
     """
     config = model.config
@@ -202,12 +202,12 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrai
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> set[int]:
-    """The ids of [`placeholder_token_ids`], of all modalities."""
+    """Returns the ids of [`placeholder_token_ids`] of all modalities together."""
     return set().union(*placeholder_token_ids(model, processor).values())
 
 
 def placeholder_tokens(model: PreTrainedModel, processor: Processor) -> list[str]:
-    """The tokens of [`placeholder_token_ids`] as text."""
+    """Returns the tokens of [`placeholder_token_ids`] as text."""
     tokens = tokenizer_of(processor).convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
     return [token for token in tokens if token is not None]
 
@@ -238,17 +238,17 @@ def encode_prompt(
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`, such as `tools` or `chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
+            Treatment of audio longer than the model's window: `"raise"` or `"truncate"`.
         keep_decoded (`bool`, *optional*, defaults to `False`):
             Whether to keep the decoded media, for engines that process them themselves.
         engine_positions (`bool`, *optional*, defaults to `False`):
             Whether to use vLLM's positions, see [`engine_position_ids`], instead of the model's.
         view ([`~views.View`], *optional*):
-            What the model sees or hears instead of the media.
+            Change of the media that the model sees or hears.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
         sampled (`bool`, *optional*, defaults to `False`):
-            Whether messages of the assistant were sampled, whose thoughts the template may leave out.
+            Whether the assistant's messages were sampled, so that the template may leave out their thoughts.
 
     Returns:
         [`EncodedPrompt`]: The encoded prompt.
@@ -300,21 +300,21 @@ def encode_messages(
     row: int | None = None,
     **processor_options: bool,
 ) -> EncodedPrompt:
-    """Encodes messages without positions, which depend on what precedes them."""
+    """Encodes messages without positions, which depend on the tokens before them."""
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
         check_text(messages, refs, placeholder_tokens(model, processor), row)
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, view)
-    kept = None
+    decoded_prompt = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         by_modality = {
             modality: [decoded[id(ref)] for ref in refs if ref.modality == modality] for modality in MODALITIES
         }
-        kept = DecodedPrompt(
+        decoded_prompt = DecodedPrompt(
             replace_refs(_prepared(messages, processor, row), decoded),
-            {modality: found for modality, found in by_modality.items() if found},
-            copy.deepcopy(processor_kwargs),  # processors write into it
+            {modality: items for modality, items in by_modality.items() if items},
+            copy.deepcopy(processor_kwargs),  # processors write into their arguments
             template_kwargs or {},
             processor_options,
         )
@@ -326,14 +326,14 @@ def encode_messages(
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
     is_placeholder = torch.isin(input_ids, torch.tensor(sorted(set().union(*placeholders.values()))))
-    check_ids(input_ids[~is_placeholder], model.config, row)  # some of which are in no vocabulary
+    check_ids(input_ids[~is_placeholder], model.config, row)  # some placeholders are in no vocabulary
     positions = is_placeholder.nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
         media=media if refs or family.blank_media else {},
         position_ids=input_ids.new_empty(1, 0),
-        decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
+        decoded=() if decoded_prompt is None else ((slice(0, len(input_ids)), decoded_prompt),),
         modalities=frozenset(ref.modality for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
         media_span=(positions[0], positions[-1] + 1) if positions else None,
@@ -341,9 +341,11 @@ def encode_messages(
 
 
 def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> None:
-    """Refuses token ids without an embedding, for which a model's forward would raise an error that names no row."""
+    """Raises a `ValueError` for token ids without an embedding; the error of a model's forward would name no row."""
     text = config.get_text_config(decoder=True)
-    n_tokens = sum(getattr(text, name, 0) for name in ("vocab_size", "additional_vocab_size"))  # the latter of Idefics
+    n_tokens = sum(
+        getattr(text, name, 0) for name in ("vocab_size", "additional_vocab_size")
+    )  # Idefics has the latter
     if n_tokens and len(ids) and not 0 <= ids.min() <= ids.max() < n_tokens:
         where = "a prompt" if row is None else f"row {row}"
         raise ValueError(
@@ -353,7 +355,7 @@ def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> N
 
 
 def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Media with features in a dtype. Lists of numbers, such as the times that positions follow from, are kept."""
+    """Returns media with features in a dtype; keeps lists of numbers, such as the times that positions depend on."""
     return {
         name: value.to(dtype) if value.is_floating_point() and value.dim() > 1 else value
         for name, value in media.items()
@@ -362,14 +364,14 @@ def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 
 @functools.cache
 def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
-    """Media arguments that the forward of a model requires."""
+    """Returns the names of the media arguments that the forward of a model requires."""
     parameters = inspect.signature(model_class.forward).parameters
-    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     return [name for name in needed if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
 
 
 def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
-    """Refuses media of which a tokenizer would encode the prompt."""
+    """Raises a [`MediaError`] if a tokenizer would encode a prompt with media."""
     if refs and not isinstance(processor, ProcessorMixin):
         raise refs[0].error(
             f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
@@ -387,7 +389,7 @@ def processor_outputs(
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Calls a processor on one prompt with these media, as transformers documents it."""
+    """Returns a processor's outputs for one prompt with decoded media, by the call that transformers documents."""
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         call: Callable[..., Mapping[str, torch.Tensor | list]] = processor
         encoded = call(text=[messages], return_tensors="pt")
@@ -405,7 +407,7 @@ def processor_outputs(
                 encoded = cast(dict, processor.apply_chat_template(chats, tokenize=True, **form, **options))
         except ImportError:
             raise
-        except Exception as error:  # templates and processors raise any type
+        except Exception as error:  # templates and processors raise errors of any type
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
             check_media(refs, decoded, processor, processor_kwargs)
@@ -427,7 +429,7 @@ def processor_outputs(
 
 
 def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the chat template before an answer. `continue_final_message` is for the assistant's messages."""
+    """Returns the chat template's arguments before a completion; only an assistant's message may be continued."""
     if not template_kwargs.get("continue_final_message"):
         return {"add_generation_prompt": True, **template_kwargs}
     continues = messages[-1]["role"] == "assistant"
@@ -442,10 +444,10 @@ def _with_sounds(
     processor_kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> Mapping[str, torch.Tensor]:
-    """Calls a processor on one prompt whose videos it hears."""
-    given = {**processor_kwargs, "videos_kwargs": {**processor_kwargs["videos_kwargs"]}}
+    """Calls a processor on one prompt with videos and their sounds."""
+    kwargs = {**processor_kwargs, "videos_kwargs": {**processor_kwargs["videos_kwargs"]}}
     text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
-    sounds = iter(given.pop(SOUNDS))
+    sounds = iter(kwargs.pop(SOUNDS))
     media: dict[str, list] = {modality: [] for modality in MODALITIES}
     slots: list[int | None] = []  # for each sound, in the order of the prompt, the index of its video
     for ref in refs:
@@ -455,9 +457,9 @@ def _with_sounds(
         if ref.modality != "image":
             slots.append(len(media["video"]) - 1 if ref.modality == "video" else None)
     if hasattr(processor, "load_audio_from_video"):
-        given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
+        kwargs |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
     else:  # before transformers 5.23
-        given["videos_kwargs"]["use_audio_in_video"] = True
+        kwargs["videos_kwargs"]["use_audio_in_video"] = True
     rate = processor.feature_extractor.sampling_rate
     call: Callable[..., Mapping[str, torch.Tensor]] = processor
     return call(
@@ -467,12 +469,12 @@ def _with_sounds(
         audio=media["audio"],
         audio_kwargs={"sampling_rate": rate},
         return_tensors="pt",
-        **given,
+        **kwargs,
     )
 
 
 def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
-    """Messages for processors, which support fewer roles than tokenizers."""
+    """Returns messages in the form for processors, which support fewer roles than tokenizers."""
     if not isinstance(processor, ProcessorMixin):
         return messages
     try:
@@ -482,7 +484,7 @@ def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | N
 
 
 def _flat(processor_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, with `do_sample_frames` where some `apply_chat_template` looks for it."""
+    """Returns arguments with `do_sample_frames` at the top, where some processors' `apply_chat_template` reads it."""
     videos_kwargs = dict(processor_kwargs.get("videos_kwargs", {}))
     if "do_sample_frames" not in videos_kwargs:
         return processor_kwargs
@@ -497,8 +499,8 @@ def outputs_of_files(
     template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """
-    The processor's outputs for a prompt whose videos it reads itself, as transformers documents it. `None` unless all
-    videos are local files without options that transformers can read.
+    Returns a processor's outputs for a prompt whose videos the processor reads itself, as transformers documents it.
+    Returns `None` unless all videos are local files without options that transformers can read.
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.modality == "video"]
@@ -527,21 +529,21 @@ def plain_outputs(
     audio_overlong: Literal["raise", "truncate"],
     template_kwargs: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """What a processor returns for messages with media; for videos that it reads in other shapes itself, that."""
+    """Returns a processor's outputs for messages with media, or from files if the processor reads other shapes."""
     refs = list(iter_refs(messages))
     media = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
     try:
-        read = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
-    except Exception as error:  # it may support fewer formats
+        reread = outputs_of_files(messages, processor, audio_overlong, template_kwargs)  # pyrefly: ignore[bad-argument-type]
+    except Exception as error:  # the processor may support fewer formats
         name = type(processor).__name__
         logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
         return outputs
-    # Its frames may be less exact, but must have the same sizes and times
-    shapes = [{name: each.shape for name, each in found.items()} for found in (outputs, read or outputs)]
-    if read is None or shapes[0] == shapes[1] and torch.equal(read["input_ids"], outputs["input_ids"]):
+    # Frames that the processor reads may be less exact, but must have the same sizes and times
+    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (outputs, reread or outputs)]
+    if reread is None or shapes[0] == shapes[1] and torch.equal(reread["input_ids"], outputs["input_ids"]):
         return outputs
-    return read
+    return reread
 
 
 def prompt_position_ids(
@@ -551,8 +553,8 @@ def prompt_position_ids(
     token_fields: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """
-    Positions of a prompt by the rule of the model's `generate`: `(1, P)` or `(R, 1, P)`, from ids and token fields
-    `(P,)`. Text after the prompt continues at `positions[..., -1:] + 1`.
+    Returns positions of a prompt by the rule of the model's `generate`, `(1, P)` or `(R, 1, P)`, from ids and token
+    fields `(P,)`. Text after the prompt continues at `positions[..., -1:] + 1`.
     """
     ids = input_ids[None]
     model_kwargs: dict[str, Any] = {**media, **{name: value[None] for name, value in token_fields.items()}}
@@ -593,7 +595,7 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
     """
-    Positions by the rule of vLLM, after which text continues after the last temporal position of a medium.
+    Returns positions by the rule of vLLM, under which text after media continues behind the largest position so far.
 
     Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`; the shape stays.
     """

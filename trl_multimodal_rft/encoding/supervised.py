@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Encodes rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
+"""Encoding of rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -31,13 +31,13 @@ class SupervisedSequence(EncodedPrompt):
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
     def example(self, row: Row) -> tuple[Sequence, list[int], list[int], None]:
-        """Messages of the row, ids before the first learned token, learned ids, and no rejected ids."""
+        """Returns the row's messages, ids before the first learned token, learned ids, and `None` for rejected ids."""
         first = int(self.learned.int().argmax())
         chat = row.get("messages") or row.get("prompt") or []
         return chat, self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist(), None
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
-        """The first or last tokens of a sequence without media, at the first positions."""
+        """Returns the first or last `n` tokens of a sequence without media, at the positions of the first ones."""
         part = slice(-n, None) if from_end else slice(n)
         return replace(
             self,
@@ -51,29 +51,29 @@ class SupervisedSequence(EncodedPrompt):
 
 @dataclass(eq=False)
 class PreferencePair(EncodedPrompt):
-    """The prompt of a row, with its media, and the ids of the completions of which the first is preferred."""
+    """The prompt of a row, with its media, and the ids of a preferred and of a rejected completion."""
 
     chosen: list[int] = field(kw_only=True)
     rejected: list[int] = field(kw_only=True)
-    view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which the first is rejected
+    view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which `chosen` is rejected
 
     def example(self, row: Row) -> tuple[Sequence, list[int], list[int], list[int]]:
-        """Messages of the row's prompt, and ids of the prompt, of the chosen and of the rejected completion."""
-        chat = [] if row.get("chosen") is None else _with_prompt(row)["prompt"]  # tokenized rows have none
+        """Returns the messages of the prompt, and ids of the prompt, the chosen and the rejected completion."""
+        chat = [] if row.get("chosen") is None else _with_prompt(row)["prompt"]  # tokenized rows have no messages
         return chat, self.input_ids.tolist(), self.chosen, self.rejected
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """The prompt with each completion behind it, in which the completion is learned."""
+        """Returns two sequences of the prompt and one completion, of which the completion is learned."""
         return [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
 
 
 @dataclass(eq=False)
 class SupervisedEncoder:
     """
-    Encodes rows of a supervised dataset.
+    Encoder of the rows of a supervised dataset.
 
     Rows have `prompt` and `completion`, or `messages`; and media columns. A text prompt and completion without media
-    stay unchanged. The chat template renders all others.
+    stay unchanged. The chat template renders all other rows.
 
     Args:
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
@@ -91,7 +91,7 @@ class SupervisedEncoder:
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         special_tokens_in_text (`str`, *optional*):
-            `"allow"`, `"raise"` or `"strip"` control tokens in texts of messages. By default, they warn.
+            Treatment of control tokens in texts of messages: `"allow"`, `"raise"` or `"strip"`; by default, a warning.
 
     Raises:
         `ValueError`: If the processor can't encode answers.
@@ -120,13 +120,13 @@ class SupervisedEncoder:
         self, row: Mapping[str, Any], completion_only: bool | None = None, assistant_only: bool = False
     ) -> SupervisedSequence:
         """
-        Encodes a row with its media and the mask of its learned tokens. A text completion gets its end.
+        Encodes a row with its media and the mask of its learned tokens. A text completion gets the end token.
 
         Args:
             row (`Mapping[str, Any]`):
-                Row, whose index errors name if it is a [`~data.rows.row.Row`].
+                Row. Errors name its index if it is a [`~data.rows.row.Row`].
             completion_only (`bool`, *optional*):
-                Whether to learn only the completion, by default of rows that have one.
+                Whether to learn only the completion, by default `True` for rows that have one.
             assistant_only (`bool`, *optional*, defaults to `False`):
                 Whether to learn only the assistant's turns, each without the generation prompt.
 
@@ -179,21 +179,21 @@ class SupervisedEncoder:
         self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
-        Encodes prompts with their media, and the completions to learn. Of `messages`, the last one, the assistant's,
-        is the completion.
+        Encodes prompts with their media, and the completions to learn. The completion of `messages` is the last one,
+        which is the assistant's.
 
         Args:
             rows (`Sequence[Mapping]`):
                 Rows.
             end_ids (`list[int]`):
-                Tokens that end a completion. It is cut after the first of them, or the first of this list is appended.
+                Tokens that end a completion, which is cut after the first of them, or gets the first of this list.
 
         Returns:
             `tuple`: The prompts, length `B`, the right-padded ids of the completions, `(B, C)`, and their mask.
 
         Raises:
-            `ValueError`: If a row has no completion, if it isn't the assistant's or has media, or if the chat template
-                can't render it after the prompt.
+            `ValueError`: If a row has no completion, if the completion isn't the assistant's or has media, or if the
+                chat template can't render it after the prompt.
             [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
         """
         encoded, completions = [], []
@@ -211,16 +211,16 @@ class SupervisedEncoder:
 
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
-        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end.
-        Without a `prompt`, it is what both completions start with. Tokenized texts are `chosen_ids` and
-        `rejected_ids`.
+        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get the end token.
+        In a row without `prompt`, the common start of both completions is the prompt. Tokenized texts are `chosen_ids`
+        and `rejected_ids`.
 
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
             whole (`bool`, *optional*, defaults to `False`):
-                Whether a row without media is tokenized as two texts, of which the tokens that both start with are the
-                prompt: what scores the end of a text knows no boundary in it.
+                Whether to tokenize a row without media as two texts, with their common first tokens as the prompt: a
+                model that scores the end of a text knows no boundary in it.
 
         Returns:
             [`PreferencePair`]: The prompt and the completions.
@@ -234,7 +234,7 @@ class SupervisedEncoder:
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
             return _with_common_start(*map(self.encode_tokens, tokenized))
         name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
-        whole = whole and not family_of(self.model).token_field_fill  # whose prompts end where completions begin
+        whole = whole and not family_of(self.model).token_field_fill  # these families need the boundary
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
         for column in COMPLETIONS:
@@ -246,6 +246,27 @@ class SupervisedEncoder:
             if prompt is None:
                 prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
         return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
+
+    def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
+        """
+        Encodes a prompt once, with its media, and its completion. A text gets its end.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row with `prompt` and `completion`.
+
+        Returns:
+            [`EncodedPrompt`] and `list[int]`: The prompt, and the tokens of the completion.
+
+        Raises:
+            `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
+                it after the prompt.
+            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in the completion.
+        """
+        read_messages(row.get("completion"), "completion", row.row_index)
+        columns, messages, n = self._preference(row, "completion")
+        tokens = self._completion_ids(columns, messages, n, f"row {row.row_index}", self._end)
+        return self._encode(_prompt_of(columns, messages[:n]), columns), tokens
 
     def conversation(self, row: Row) -> str | list:
         """
@@ -280,7 +301,7 @@ class SupervisedEncoder:
         return self._encode(self.conversation(row), row, view)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
-        """A row with one of its completions, the messages of both, and how many of them are the prompt's."""
+        """Returns a row with one of its completions, its messages, and the number of messages of the prompt."""
         columns = _with_prompt(row)
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
@@ -290,13 +311,13 @@ class SupervisedEncoder:
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
-        Encodes a tokenized row of text: its `input_ids`, of which [`row_labels`] are learned.
+        Encodes a tokenized row of text. Tokens of its `input_ids` with a label by [`row_labels`] are learned.
 
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
             completion_only (`bool`, *optional*):
-                Whether to learn only tokens of its `completion_mask`.
+                Whether to learn only tokens of the row's `completion_mask`.
 
         Returns:
             [`SupervisedSequence`]: The sequence.
@@ -321,7 +342,7 @@ class SupervisedEncoder:
 
     def encode_text(self, text: str, row_index: int) -> SupervisedSequence:
         """
-        Encodes a text with its end, tokenized as by TRL; all of it is learned.
+        Encodes a text with the end token, tokenized as by TRL; all tokens are learned.
 
         Args:
             text (`str`):
@@ -333,7 +354,7 @@ class SupervisedEncoder:
             [`SupervisedSequence`]: The sequence.
 
         Raises:
-            `ValueError`: If it is no text.
+            `ValueError`: If `text` is no text.
         """
         if not isinstance(text, str):
             raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
@@ -342,7 +363,7 @@ class SupervisedEncoder:
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
     def _messages(self, row: Row, chat: list, completion: list, column: str = "completion") -> list:
-        """The messages of a row with its media, with their control tokens checked, or with those of its texts."""
+        """Returns the messages of a row with its media, after a check of the control tokens in messages or texts."""
         columns = Row(row.row_index, {**row, "prompt": [*chat, *completion]})
         [placed] = rows_to_messages([columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules)
         messages = placed["prompt"]
@@ -374,15 +395,15 @@ class SupervisedEncoder:
         )
 
     def _encode_text(self, row: Row, messages: list) -> EncodedPrompt:
-        """A prompt and its completion without media, in one."""
+        """Encodes a prompt and its completion, without media, as one sequence."""
         if isinstance(_prompt_of(row, messages), str):
             return self.encode_text(row["prompt"] + row["completion"], row.row_index)
         return self._encode(messages, row, add_generation_prompt=False)
 
     def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str = "") -> list[int]:
         """
-        Tokenizes the completion behind the prompt, which are the first `n` messages. Without media, a pair of texts
-        gets its end and no template.
+        Tokenizes the completion behind the prompt, which is the first `n` messages. A pair of texts without media gets
+        `end` and no template.
         """
         if isinstance(before := _prompt_of(row, messages[:n]), str):
             whole = before + _ended(row["completion"], end)
@@ -390,17 +411,17 @@ class SupervisedEncoder:
             before, whole = self._render(messages, n, name)
         first, ids = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
         if ids[: len(first)] == first:
-            ids = ids[len(first) :]  # some tokenizers mark the start of a text, which this isn't
+            ids = ids[len(first) :]  # some tokenizers would mark the start of a completion as the start of a text
         else:  # a token would cross the boundary, unlike in sampled completions
             ids = self._tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]
         placeholders = all_placeholder_ids(self.model, self.processing_class)
         if not placeholders.isdisjoint(ids):
-            found = self._tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
-            raise ValueError(f"{name}: the completion contains {found!r}, a placeholder of media; remove it.")
+            token = self._tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
+            raise ValueError(f"{name}: the completion contains {token!r}, a placeholder of media; remove it.")
         return ids
 
     def _render(self, messages: list, n: int, name: str) -> tuple[str, str]:
-        """Renders the chat template for the first `n` messages, and for all."""
+        """Renders the chat template for the first `n` messages, and for all messages."""
         processing_class, options = self.processing_class, self.template_kwargs
         before = write_chat(messages[:n], processing_class, name, add_generation_prompt=True, **options)
         whole = write_chat(messages, processing_class, name, **options)
@@ -413,8 +434,8 @@ class SupervisedEncoder:
 
     def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
         """
-        The mask of the assistant's tokens. The template renders the conversation up to each turn. The tokens that
-        media add to it depend only on the number of media so far.
+        Returns the mask of the assistant's tokens. The template renders the conversation up to each turn, without the
+        tokens that media add to it, which depend only on the number of media so far.
         """
         name, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 
@@ -450,7 +471,7 @@ class SupervisedEncoder:
 
 
 def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """The labels of a tokenized row, -100 on tokens that aren't learned: its `labels`, by its masks, or all tokens."""
+    """Returns the labels of a tokenized row, -100 on tokens that aren't learned: its `labels`, or by its masks."""
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -460,7 +481,7 @@ def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> l
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """A prompt followed by text, which is learned."""
+    """Returns a sequence of a prompt and text, of which the text is learned."""
     n = len(ids)
     return SupervisedSequence(
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
@@ -476,12 +497,12 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
 
 
 def _with_prompt(row: Row) -> dict[str, Any]:
-    """The columns of a row with preferences, whose prompt, without one, is what both completions start with."""
+    """Returns the columns of a row with preferences, with the common start of both as prompt if it has none."""
     return dict(row) if row.get("prompt") else extract_prompt(dict(row))
 
 
 def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
-    """A pair whose prompt are the tokens that both texts start with."""
+    """Returns a pair whose prompt is the common first tokens of two texts."""
     texts = [chosen.input_ids.tolist(), rejected.input_ids.tolist()]
     if texts[0][:1] != texts[1][:1]:
         raise _no_prompt(f"row {chosen.row}")
@@ -509,12 +530,12 @@ def _is_text(row: Mapping[str, Any]) -> bool:
 
 
 def _prompt_of(row: Mapping[str, Any], messages: list) -> str | list:
-    """The prompt as text, if the row is a pair of texts without media, or else its messages."""
+    """Returns the prompt as text if the row is a pair of texts without media, or else its messages."""
     return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
 
 
 def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
-    """The messages of the prompt, and those of the completion, which errors say is in a `column`."""
+    """Returns the messages of the prompt and of the completion; errors name the completion's `column`."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
         read_messages(row["messages"], "messages", row.row_index)

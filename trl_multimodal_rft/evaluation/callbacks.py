@@ -31,7 +31,7 @@ class GenerationEvalCallback(TrainerCallback):
     `eval_accuracy_low`, `eval_accuracy_high`, `eval_pass@k` and the other metrics of [`EvaluationResult`]. When
     training ends, it always evaluates the last weights.
 
-    The callback doesn't change training, with DDP, FSDP2 and DeepSpeed either.
+    The callback doesn't change training, also under DDP, FSDP2 and DeepSpeed.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -41,11 +41,11 @@ class GenerationEvalCallback(TrainerCallback):
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions; the first decides what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):
-            How to sample and count, see [`evaluate_trainer`].
+            Options of sampling and counting, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
-            Number of steps between evaluations, or `"epoch"`. By default each evaluation of the trainer
-            (`eval_strategy`); the metrics then also count for `metric_for_best_model` and for
-            [`~transformers.EarlyStoppingCallback`]. With `freq`, they do if `metric_for_best_model` names one.
+            Number of steps between evaluations, or `"epoch"`. By default the callback evaluates whenever the trainer
+            does (`eval_strategy`); its metrics then also count for `metric_for_best_model` and for
+            [`~transformers.EarlyStoppingCallback`]. With `freq`, they count if `metric_for_best_model` names one.
         output_dir (`str`, *optional*):
             Folder for the results, in folders `step-<number>`, see [`EvaluationResult.save`].
 
@@ -82,16 +82,16 @@ class GenerationEvalCallback(TrainerCallback):
         self.freq = freq
         self.output_dir = output_dir
         self.result: EvaluationResult | None = None  # the latest
-        self._logged: dict[str, float] = {}  # its metrics
+        self._logged: dict[str, float] = {}  # metrics of `result`, as logged
         self._last_step = -1
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         self._last_step = -1
-        # Early stopping reads the metrics, so it has to run after this callback. The handler is iterating over the old
-        # list
+        # Early stopping reads the metrics, so it has to run after this callback. The list is a new one, since the
+        # handler iterates over the old one
         handler = self.trainer.callback_handler
-        stopping = [each for each in handler.callbacks if isinstance(each, EarlyStoppingCallback)]
-        handler.callbacks = [each for each in handler.callbacks if each not in stopping] + stopping
+        stopping = [callback for callback in handler.callbacks if isinstance(callback, EarlyStoppingCallback)]
+        handler.callbacks = [callback for callback in handler.callbacks if callback not in stopping] + stopping
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if isinstance(self.freq, int) and state.global_step % self.freq == 0:
@@ -109,7 +109,7 @@ class GenerationEvalCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: EventPart,
     ):
-        # A trainer with several datasets evaluates more than once in a step, and `freq` comes before it
+        # With several datasets a trainer evaluates more than once in a step, and `freq` precedes its evaluation
         current = self.trainer.is_in_train and state.global_step == self._last_step
         if not current and (self.freq is None or self.trainer.is_in_train and self._chooses(args, metrics)):
             self._evaluate(state, control)
@@ -118,7 +118,7 @@ class GenerationEvalCallback(TrainerCallback):
             metrics.update(self._logged)
 
     def _chooses(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
-        """Whether one of these metrics selects the best weights."""
+        """Returns whether the best weights are selected by a metric that the callback may add to `metrics`."""
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False
@@ -135,7 +135,7 @@ class GenerationEvalCallback(TrainerCallback):
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
         self._logged = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
-        # This log must not replace a due log of the steps so far
+        # This log must not replace a log of the steps so far that is due
         due = control.should_log
         # TRL's `log` would add the training metrics since its last call, which the next log then misses
         log: Callable[..., None] = Trainer.log

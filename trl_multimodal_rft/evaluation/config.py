@@ -14,11 +14,11 @@ from ..views import as_view
 @dataclass
 class EvaluationConfig:
     """
-    How completions are sampled and counted.
+    Configuration of an evaluation: sampling and counting of completions.
 
     Args:
         num_samples (`int`, *optional*, defaults to `1`):
-            Completions per prompt. More than one need a temperature.
+            Completions per prompt. More than one completion needs a temperature.
         temperature (`float`, *optional*, defaults to `0.0`):
             Sampling temperature; 0 is greedy decoding.
         top_p (`float`, *optional*, defaults to `1.0`):
@@ -28,45 +28,45 @@ class EvaluationConfig:
         max_completion_length (`int`, *optional*, defaults to `256`):
             Maximum tokens of a completion.
         batch_size (`int`, *optional*, defaults to `8`):
-            Completions sampled at once on each process. A batch has `batch_size // num_samples` prompts, or one if
-            its completions don't fit; these are then sampled in several calls.
+            Completions sampled at once on each process. A batch has `batch_size // num_samples` prompts. If
+            the completions of one prompt don't fit, they are sampled in several calls.
         pass_at (`list[int]`, *optional*, defaults to `[1]`):
             The `k` of pass@k, at most `num_samples`.
         majority_at (`list[int]`, *optional*):
-            The `k` of majority@k, at most `num_samples`. By default those of `pass_at` but 1.
+            The `k` of majority@k, at most `num_samples`. By default the values of `pass_at` except 1.
         correct_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest value of the first reward function at which a completion counts as correct.
         group_by (`str`, *optional*):
             Column for a separate accuracy per value, such as `"task"` of MMAU.
         max_tool_calling_iterations (`int`, *optional*):
-            Maximum turns of a completion that call tools. By default the trainer's, if there is one, or else limited
-            by the length of the completion alone.
+            Maximum turns of a completion that call tools. By default the trainer's maximum, or without a trainer only
+            the length of the completion limits them.
         max_tool_media (`int`, *optional*):
-            Maximum media that tools return in a completion. By default the trainer's, if there is one.
+            Maximum media that tools return in a completion. By default the trainer's maximum, if there is a trainer.
         max_context_media (`int`, *optional*):
-            Maximum media that the policy reads at a time while it calls tools. By default the trainer's, if there is
-            one.
+            Maximum media that the policy reads at a time while it calls tools. By default the trainer's maximum, if
+            there is a trainer.
         ablate (`str`, *optional*):
             `"audio"`, `"image"` or `"video"`: rows with such a medium are answered again without it, to measure how
             much it contributes to the accuracy. A replacement of the same duration and size takes its place.
         ablate_with (`str`, *optional*, defaults to `"blank"`):
-            Replacement of the medium, a view, see [`~views.VIEWS`]: `"blank"` is silence or grey, `"other_row"`
-            another row's medium; others are such as `"mask_patches(ratio=0.5)"`.
+            View that replaces the medium, see [`~views.VIEWS`]: `"blank"` is silence or grey, `"other_row"` another
+            row's medium; further views are written as `"mask_patches(ratio=0.5)"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
             Sampling seed. Each batch derives its own seed from it and from its index.
         ignored_media_columns (`list[str]`, *optional*):
-            Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default those of the
-            trainer, if there is one.
+            Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default the trainer's
+            columns, if there is a trainer.
         on_media_error (`str`, *optional*):
             What happens to an unreadable row: `"raise"` ends the evaluation with an error that names the row, `"skip"`
-            excludes it from all metrics. By default that of the trainer, if there is one, or else `"raise"`.
+            excludes it from all metrics. By default the trainer's setting, or `"raise"` without a trainer.
         min_pixels (`int`, *optional*):
-            Budget of images and frames, see [`MultimodalGRPOConfig`]. By default the trainer's, if there is one, as
-            with the next four.
+            Fewest pixels of images and frames, see [`MultimodalGRPOConfig`]. By default the trainer's setting, if
+            there is a trainer, as with the next four options.
         max_pixels (`int`, *optional*):
-            Budget of images and frames.
+            Most pixels of images and frames.
         video_fps (`float`, *optional*):
             Frames per second that are sampled from videos.
         max_frames (`int`, *optional*):
@@ -121,7 +121,7 @@ class EvaluationConfig:
                         f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
                     )
         check_ignored(self.ignored_media_columns)
-        MediaRules(**budgets_of(self))  # which checks them
+        MediaRules(**budgets_of(self))  # the constructor checks the budgets
         if self.ablate is not None and not as_view(self.ablate_with).applies_to(self.ablate):
             raise ValueError(
                 f"`ablate_with={self.ablate_with!r}` has no effect on `ablate={self.ablate!r}`; name another view."

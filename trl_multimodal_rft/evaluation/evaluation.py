@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""An evaluation's loop over batches: collect prompts, sample, call reward functions, keep a record of each row."""
+"""The loop of an evaluation over batches: it collects prompts, samples, calls reward functions and records rows."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -29,9 +29,8 @@ from ..families import input_modalities
 from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
-from ..rewards.answers import extract_answer
 from ..rewards.calls import reward_loop
-from ..rewards.choices import named_choice
+from ..rewards.choices import extracted_answer
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
@@ -52,7 +51,7 @@ logger = get_logger(__name__)
 class Policy:
     model: nn.Module  # put in evaluation mode
     encoder: PromptEncoder
-    # Ids of completions, each up to its end
+    # Returns the token ids of a completion per prompt, up to its end
     complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
     toolbox: Environments
     tool_loop: Callable[..., ToolLoop] | None = None  # `None` without tools
@@ -97,10 +96,10 @@ class Evaluation:
             )
         if args.group_by in MEDIA_COLUMNS:
             raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
-        self.loop: asyncio.AbstractEventLoop | None = None  # of async functions
-        self.left_out: set[str] = set()  # columns with something else than text and numbers
-        self.logged: list[tuple[str, float]] = []  # by reward functions
-        self.skipped: dict[int, str] = {}  # unreadable rows
+        self.loop: asyncio.AbstractEventLoop | None = None  # for async functions
+        self.left_out: set[str] = set()  # columns with values other than text and numbers
+        self.logged: list[tuple[str, float]] = []  # metrics of reward functions
+        self.skipped: dict[int, str] = {}  # reasons by the index of unreadable rows
 
     @torch.no_grad()
     def run(self) -> EvaluationResult:
@@ -114,15 +113,17 @@ class Evaluation:
             for first in range(0, len(batches), ranks):
                 batch_index = first + self.accelerator.process_index
                 if batch_index < len(batches):
-                    answered = self._answer_batch(batch_index, batches[batch_index])
-                    records += answered
-                    judged = [each for record in answered for each in record["correct"] if each is not None]
-                    answers, correct = answers + len(judged), correct + sum(judged)
+                    new_records = self._answer_batch(batch_index, batches[batch_index])
+                    records += new_records
+                    verdicts = [
+                        verdict for record in new_records for verdict in record["correct"] if verdict is not None
+                    ]
+                    answers, correct = answers + len(verdicts), correct + sum(verdicts)
                     bar.set_postfix_str(f"accuracy {correct / answers:.1%}" if answers else "", refresh=False)
-                elif self.policy.is_collective:  # the first batch once more, which the other ranks' calls wait for
-                    counted = len(self.logged)
+                elif self.policy.is_collective:  # repeats the first batch, as calls of other ranks wait for this rank
+                    n_logged = len(self.logged)
                     self._answer_batch(batch_index, batches[0])
-                    del self.logged[counted:]
+                    del self.logged[n_logged:]
                 bar.update(sum(map(len, batches[first : first + ranks])))
         return self._result(records)
 
@@ -139,7 +140,7 @@ class Evaluation:
         if self.skips:
             metrics["skipped_rows"] = len(skipped)
         for name in sorted({name for name, _ in logged}):
-            metrics[f"metric/{name}"] = mean([value for each, value in logged if each == name])
+            metrics[f"metric/{name}"] = mean([value for metric, value in logged if metric == name])
         for record in records:
             record.pop(GROUP, None)
         model = self.encoder.model.config._name_or_path
@@ -148,13 +149,13 @@ class Evaluation:
 
     def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
         if self.toolbox:
-            return  # environments read what columns they like
+            return  # environments may read any column
         takes = input_modalities(self.policy.model)
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
         if warning is not None:
-            logger.warning_once(warning)  # also of one evaluation after the other
+            logger.warning_once(warning)  # once for all evaluations of a run
 
     def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> list[dict[str, Any]]:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
@@ -168,25 +169,27 @@ class Evaluation:
         records = [{"index": row.row_index, **answer} for row, answer in zip(rows, self._answer(rollout), strict=True)]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
-            with_medium = [row for row, each in zip(rows, prompts, strict=True) if self.args.ablate in each.modalities]
+            with_medium = [
+                row for row, prompt in zip(rows, prompts, strict=True) if self.args.ablate in prompt.modalities
+            ]
             if with_medium:
-                without = self._answer_without(with_medium, seed)
+                answers = self._answer_without(with_medium, seed)
                 for record in records:
-                    record |= without.get(record["index"], {})
-            elif self.policy.is_collective and rows:  # for the ranks that have such rows
+                    record |= answers.get(record["index"], {})
+            elif self.policy.is_collective and rows:  # the ranks with such rows wait for this call
                 self._answer_without(rows, seed)
         for row, record in zip(rows, records, strict=True):
-            others = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
-            self.left_out.update(name for name, value in others.items() if not _is_plain(value))
-            if self.args.group_by is not None:  # a column that may be left out, or have the name of another entry
-                others[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
-            record |= others
+            columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
+            self.left_out.update(name for name, value in columns.items() if not _is_plain(value))
+            if self.args.group_by is not None:  # a separate entry, as the column may be left out or share its name
+                columns[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
+            record |= columns
         return records
 
     # Prompts
 
     def _read(self, rows: Sequence[Row], ablated: bool = False) -> tuple[Rollout | None, dict[int, str]]:
-        """The prompts of rows, if any can be read, and the reasons for those that can't, by number."""
+        """Returns the prompts of readable rows, if there are any, and reasons for unreadable rows by row index."""
         for row in () if self.toolbox else rows:
             check_has_prompt(row)
         try:
@@ -200,13 +203,13 @@ class Evaluation:
                 self._collect([row], ablated)
             except MediaError as error:
                 failed[row.row_index] = str(error)
-        rest = [row for row in rows if row.row_index not in failed]
-        if not rest and self.policy.is_collective:
+        readable = [row for row in rows if row.row_index not in failed]
+        if not readable and self.policy.is_collective:
             raise MediaError(
                 "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
                 f"larger. The last row: {failed[rows[-1].row_index]}"
             )
-        return self._collect(rest, ablated) if rest else None, failed
+        return self._collect(readable, ablated) if readable else None, failed
 
     def _collect(self, rows: Sequence[Row], ablated: bool) -> Rollout:
         n, messages = self.args.num_samples, self.encoder.messages(rows)
@@ -218,7 +221,7 @@ class Evaluation:
             for row, restored, prompt in zip(rows, restore_rows(rows, self.encoder.media_rules), messages, strict=True)
         ]
         return collect(
-            [each for each in encoded for _ in range(n)],
+            [encoded_row for encoded_row in encoded for _ in range(n)],
             self.encoder,
             self.toolbox,
             encodes_text=True,
@@ -229,26 +232,26 @@ class Evaluation:
         )
 
     def _view(self, row: Row) -> View:
-        """What a row shows instead of its medium; of another row, one drawn at random."""
-        kind = str(self.args.ablate)
-        view = as_view(self.args.ablate_with).only(kind).seeded(self.args.seed, row.row_index)
+        """Returns the view that replaces a row's ablated media, with media of a random other row if it needs them."""
+        modality = str(self.args.ablate)
+        view = as_view(self.args.ablate_with).only(modality).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
         if self.toolbox:
             raise ValueError("Environments show media that no row has; set `ablate_with='blank'`.")
-        media = self._media_of(row, kind)
+        media = self._media_of(row, modality)
         if not media:
             return view
         n = len(self.dataset)
         first = int(np.random.default_rng([self.args.seed, row.row_index]).integers(n))
         for index in range(first, first + n):
             try:
-                others = self._media_of(self.row(index % n), kind)
-            except MediaError:  # its batch reports it
+                other_media = self._media_of(self.row(index % n), modality)
+            except MediaError:  # the batch of that row reports the error
                 continue
-            if others and not same_prompt(others, media):
-                return view.with_others(others)
-        raise media[0].error(f"no other row has another {kind} to replace it with; set `ablate_with='blank'`")
+            if other_media and not same_prompt(other_media, media):
+                return view.with_others(other_media)
+        raise media[0].error(f"no other row has another {modality} to replace it with; set `ablate_with='blank'`")
 
     def _media_of(self, row: Row, kind: str) -> list[MediaRef]:
         check_has_prompt(row)
@@ -257,21 +260,21 @@ class Evaluation:
     # Answers
 
     def _answer_without(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
-        """Further entries of records, by row: the answers without the medium."""
+        """Returns further entries of records by row index: the answers without the ablated media."""
         rollout, _ = self._read(rows, ablated=True)
         set_seed(seed)  # so that the medium alone makes a difference
-        counted = len(self.logged)
+        n_logged = len(self.logged)
         answers = self._answer(rollout)
-        del self.logged[counted:]
-        numbers = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
+        del self.logged[n_logged:]
+        row_indices = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
         names = ("completions", "correct")
         return {
-            number: {f"{name}_without": answer[name] for name in names}
-            for number, answer in zip(numbers, answers, strict=True)
+            row_index: {f"{name}_without": answer[name] for name in names}
+            for row_index, answer in zip(row_indices, answers, strict=True)
         }
 
     def _answer(self, rollout: Rollout | None) -> list[dict[str, Any]]:
-        """Completes prompts: an entry of each row for its record."""
+        """Completes prompts, and returns the entries of each row's record."""
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
@@ -283,8 +286,8 @@ class Evaluation:
         if self.policy.tool_loop is not None:
             rollout.source.completions = [trajectory.messages for trajectory in trajectories]
             rollout.source.turns = [trajectory.sampled for trajectory in trajectories]
-            texts = [as_text(strip_media(each)) for each in rollout.source.completions]
-            answers = [str(strip_media(each[-1])["content"]) for each in rollout.source.completions]
+            texts = [as_text(strip_media(item)) for item in rollout.source.completions]
+            answers = [str(strip_media(item[-1])["content"]) for item in rollout.source.completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):
             rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
         rewards, extras = self._reward(rollout)
@@ -303,10 +306,10 @@ class Evaluation:
         }
         if self.policy.tool_loop is not None:
             counts = [trajectory.counts for trajectory in trajectories]
-            columns["tool_calls"] = [each["calls"] for each in counts]
-            columns["tool_failures"] = [each["failures"] for each in counts]
-            columns["environment_failures"] = [None if each is None else str(each) for each in rollout.source.failures]
-            columns["ended_by"] = [next((end for end in ENDS if each[end]), None) for each in counts]
+            columns["tool_calls"] = [item["calls"] for item in counts]
+            columns["tool_failures"] = [item["failures"] for item in counts]
+            columns["environment_failures"] = [None if item is None else str(item) for item in rollout.source.failures]
+            columns["ended_by"] = [next((end for end in ENDS if item[end]), None) for item in counts]
         n = self.args.num_samples
         return [
             {
@@ -323,8 +326,8 @@ class Evaluation:
         if policy.tool_loop is None:
             ids = policy.complete(rollout.prompts, config, None)
             return [
-                Trajectory(prompt, each, [], [], None, [1] * len(each), failure=failure)
-                for prompt, each, failure in zip(rollout.prompts, ids, rollout.source.failures, strict=True)
+                Trajectory(prompt, tokens, [], [], None, [1] * len(tokens), failure=failure)
+                for prompt, tokens, failure in zip(rollout.prompts, ids, rollout.source.failures, strict=True)
             ]
         branches = Branches()
 
@@ -346,16 +349,16 @@ class Evaluation:
         return run_turns(rollout, ids, None, loop)
 
     def _reward(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
-        """Rewards by function, and what functions passed to `log_extra`."""
+        """Returns rewards by function, and the columns that functions passed to `log_extra`."""
         extras: dict[str, list] = {}
-        given = {
+        arguments = {
             "trainer_state": self.policy.trainer_state,
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
             "log_metric": lambda name, value: self.logged.append((name, float(value))),
         }
         names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
         checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
-        rewards = reward_rollout(rollout, checked, given, self.loop)
+        rewards = reward_rollout(rollout, checked, arguments, self.loop)
         for column, values in extras.items():
             if len(values) != len(rollout):
                 raise ValueError(
@@ -368,11 +371,11 @@ class Evaluation:
 def _generation_config(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
 ) -> GenerationConfig:
-    given = encoder.model.generation_config
-    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
+    default = encoder.model.generation_config
+    ends = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
     ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]
     # A sampled placeholder would stand for media that don't exist
-    suppressed = all_placeholder_ids(encoder.model, encoder.processor) | set(given.suppress_tokens or [])
+    suppressed = all_placeholder_ids(encoder.model, encoder.processor) | set(default.suppress_tokens or [])
     sampling = {"do_sample": False}
     if args.temperature > 0:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
@@ -387,15 +390,8 @@ def _generation_config(
     )
 
 
-def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
-    """The answer in a completion, by which completions are compared."""
-    answer = extract_answer(completion)
-    index = named_choice(answer, choices) if choices else None
-    return answer if index is None or choices is None else choices[index]
-
-
 def _is_plain(value: Any) -> bool:
-    """Whether a value of a column can be written to a table."""
+    """Returns whether a table can hold a value of a column."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Evaluations of a model and of a trainer: accuracy of completions, by reward functions."""
+"""Evaluations of a model or a trainer: the accuracy of completions by reward functions."""
 
 import functools
 import math
@@ -72,12 +72,12 @@ def evaluate(
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor, or its tokenizer for text.
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`):
-            Rows with the column `prompt`, media columns, and those that reward functions read, such as `solution`.
+            Rows with `prompt`, media columns, and columns that reward functions read, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
             Reward functions as the trainers take them, plain or async, or their names. The first decides what is
             correct. Rewards of environments come last; with them, it may be `None`.
         args ([`EvaluationConfig`], *optional*):
-            How to sample and count. By default one greedy completion per row.
+            Options of sampling and counting. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
             Processes and device. By default a new one.
         template_kwargs (`dict[str, Any]`, *optional*):
@@ -161,7 +161,7 @@ def _complete(
     config: GenerationConfig,
     branches: Branches | None,
 ) -> list[list[int]]:
-    """Completions that this rank samples independently of the others."""
+    """Samples completions on this rank, independently of the other ranks."""
     ready = functools.partial(unwrap_model_for_generation, model, accelerator)
     output = forward.sample(model, prompts, config, config.pad_token_id, generating=ready, branches=branches)
     return trim_after_eos(output, config.eos_token_id)
@@ -174,10 +174,10 @@ def evaluate_trainer(
     args: EvaluationConfig | None = None,
 ) -> EvaluationResult:
     """
-    [`evaluate`] for the current model of a trainer, also during training and with weights that FSDP2 or ZeRO-3
-    shards. It doesn't change training.
+    Evaluates the current model of a trainer as [`evaluate`] does, also during training and with weights that FSDP2 or
+    ZeRO-3 shards. The evaluation doesn't change training.
 
-    The trainer's engine samples, transformers or vLLM, with its chat template, its tools and its options of media.
+    The trainer's engine, transformers or vLLM, samples with the chat template, tools and media options of the trainer.
     Environments are new ones.
 
     Args:
@@ -188,14 +188,14 @@ def evaluate_trainer(
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Reward functions; the first decides what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):
-            How to sample and count. By default one greedy completion per row, with the trainer's
+            Options of sampling and counting. By default one greedy completion per row, with the trainer's
             `max_completion_length` and `per_device_eval_batch_size`.
 
     Returns:
         [`EvaluationResult`]: Metrics and rows, the same on each process.
 
     Raises:
-        `ValueError`: If there is no dataset, or as [`evaluate`] says.
+        `ValueError`: If there is no dataset, and in the cases of [`evaluate`].
     """
     check_samples(trainer)
     dataset = trainer.eval_dataset if dataset is None else dataset
@@ -207,7 +207,7 @@ def evaluate_trainer(
         args = EvaluationConfig(
             max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
         )
-    trainer.sampler.invalidate_weights()  # an engine may have other weights
+    trainer.sampler.invalidate_weights()  # an engine may hold older weights
 
     def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
         step = trainer.state.global_step
@@ -235,7 +235,7 @@ def evaluate_trainer(
 
 
 def check_samples(evaluated: MultimodalTrainer) -> None:
-    """Raises if a trainer doesn't sample completions by this package."""
+    """Raises `ValueError` if a trainer doesn't sample completions with this package."""
     if not hasattr(evaluated, "sampler"):
         raise ValueError(
             f"The trainer is a {type(evaluated).__name__}, which doesn't sample completions; evaluate its model with "

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Estimates from correct and wrong completions, and their confidence intervals. Arrays in, arrays out."""
+"""Estimates from correct and wrong completions, and their confidence intervals, as functions of arrays."""
 
 import math
 from collections import Counter
@@ -13,16 +13,16 @@ from scipy.stats import binomtest
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
     """
-    Probability that at least one of `k` completions is right, estimated without bias from `n` of which `c` are,
-    see [Evaluating Large Language Models Trained on Code](https://huggingface.co/papers/2107.03374).
+    Estimates without bias the probability that at least one of `k` completions is right, from `n` completions with `c`
+    right ones, see [Evaluating Large Language Models Trained on Code](https://huggingface.co/papers/2107.03374).
 
-    It is `1 - C(n - c, k) / C(n, k)`: the share of the sets of `k` completions that hold a right one.
+    The estimate is `1 - C(n - c, k) / C(n, k)`: the share of the sets of `k` completions that hold a right one.
 
     Args:
         n (`int` or array of `int`):
             Number of completions of each row.
         c (`int` or array of `int`):
-            Number of right ones, of a shape that broadcasts with `n`.
+            Number of right completions, of a shape that broadcasts with `n`.
         k (`int`):
             Number of tries, between 1 and the smallest `n`.
 
@@ -45,24 +45,24 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
         )
     if ((c < 0) | (c > n)).any():
         raise ValueError("`c` must be between 0 and `n`, for it counts the right ones of `n` samples.")
-    # One factor per try that fails; none is left to draw where fewer than `k` are wrong
+    # A factor per failing try, which is 0 once all wrong completions are drawn
     failures = [np.clip(n - c - i, 0, None) / (n - i) for i in range(k)]
     return 1 - np.prod(failures, axis=0)
 
 
 def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Sequence[bool]], k: int) -> np.ndarray:
     """
-    How often the answer that most of `k` completions agree on is right, see
+    Computes how often the majority answer of `k` completions is right, see
     [Self-Consistency](https://huggingface.co/papers/2203.11171).
 
-    Each row's completions form consecutive blocks of `k`, which vote separately; a remainder doesn't vote. Of answers
-    with equally many votes the first one wins, so that the result is deterministic.
+    Each row's completions form consecutive blocks of `k`, which vote separately; a remainder doesn't vote. Among
+    answers with equally many votes the first one wins, so that the result is deterministic.
 
     Args:
         answers (`Sequence[Sequence[Hashable]]`):
-            Answers in each row's completions; equal ones agree.
+            Answers of each row's completions; equal answers agree.
         correct (`Sequence[Sequence[bool]]`):
-            Whether each is right. For a block, that of the first completion with the winning answer counts.
+            Whether each answer is right. For a block, the block's first completion with the winning answer counts.
         k (`int`):
             Number of votes, between 1 and the smallest number of completions.
 
@@ -70,7 +70,7 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
         `np.ndarray`: Share of each row's blocks that are right, shape `(rows,)`.
 
     Raises:
-        `ValueError`: If `k` is out of range, or a row has not as many answers as values of `correct`.
+        `ValueError`: If `k` is out of range, or a row has unequal numbers of answers and of values of `correct`.
 
     Example:
     ```python
@@ -79,17 +79,17 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
     ```
     """
     shares = []
-    for row, (given, right) in enumerate(zip(answers, correct, strict=True)):
-        if len(given) != len(right):
+    for row, (votes, right) in enumerate(zip(answers, correct, strict=True)):
+        if len(votes) != len(right):
             raise ValueError(
-                f"row {row} has {len(given)} answers and {len(right)} values of `correct`; pass one for each."
+                f"row {row} has {len(votes)} answers and {len(right)} values of `correct`; pass one for each."
             )
-        if not 1 <= k <= len(given):
-            raise ValueError(f"`k` is {k}, but row {row} has {len(given)} answers; sample more, or lower it.")
+        if not 1 <= k <= len(votes):
+            raise ValueError(f"`k` is {k}, but row {row} has {len(votes)} answers; sample more, or lower it.")
         won = []
-        for start in range(0, len(given) - k + 1, k):
-            block = list(given[start : start + k])
-            (winner, _), *_ = Counter(block).most_common()  # in the order of first appearance, where equal
+        for start in range(0, len(votes) - k + 1, k):
+            block = list(votes[start : start + k])
+            (winner, _), *_ = Counter(block).most_common()  # equal counts are in the order of first appearance
             won.append(bool(right[start + block.index(winner)]))
         shares.append(np.mean(won))
     return np.array(shares, dtype=float)
@@ -97,9 +97,10 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """
-    Confidence interval of a proportion, by Wilson's score (1927, https://doi.org/10.1080/01621459.1927.10502953).
+    Computes the confidence interval of a proportion by Wilson's score (1927,
+    https://doi.org/10.1080/01621459.1927.10502953).
 
-    It stays between 0 and 1 and has a width even where all or none succeed, where a normal interval has none.
+    The interval stays between 0 and 1. Unlike a normal interval, it has a width even if all or no trials succeed.
 
     Args:
         successes (`int`):
@@ -131,12 +132,12 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
 
 def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
     """
-    Confidence interval of a mean over rows, by the standard error of the rows, see
+    Computes the confidence interval of a mean over rows from the standard error of the rows, see
     [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
 
-    Questions are the random sample, so a value is a row's, such as its pass@k, and not a completion's: completions of
-    one question are correlated, and counting them one by one would make the interval too narrow. The interval is
-    normal, for dozens of rows and more.
+    Prompts are the random sample, so a value belongs to a row, such as its pass@k, and not to a completion:
+    completions of one prompt are correlated, and counting them one by one would make the interval too narrow. The
+    interval is normal, which suits dozens of rows and more.
 
     Args:
         values (`ArrayLike`):
@@ -162,17 +163,17 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
 
 def paired_interval(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
     r"""
-    Confidence interval of a mean difference of two measurements of the same rows, see
+    Computes the confidence interval of the mean difference between two measurements of the same rows, see
     [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
 
     Effects on both measurements of a row, such as its difficulty, cancel in its difference, which is between -1 and 1.
-    Of $n$ differences $d_i$ and two more, $d_{n+1} = 1$ and $d_{n+2} = -1$, it is the normal interval
+    Of $n$ differences $d_i$ and two added ones, $d_{n+1} = 1$ and $d_{n+2} = -1$, the result is the normal interval
 
     $$\tilde{d} \pm z \sqrt{\frac{1}{(n + 2)^2} \sum_{i=1}^{n+2} (d_i - \tilde{d})^2},
     \qquad \tilde{d} = \frac{1}{n + 2} \sum_{i=1}^{n+2} d_i$$
 
     Where a difference is -1, 0 or 1, this is the interval of Bonett and Price (2012,
-    https://doi.org/10.3102/1076998611411915) for proportions in paired data. The two further differences give it a
+    https://doi.org/10.3102/1076998611411915) for proportions in paired data. The two added differences give it a
     width even where all others are equal.
 
     Args:

@@ -37,19 +37,19 @@ _LISTS += ("tool_failures", "ended_by", "completions_without", "correct_without"
 
 def pair_result(result: EvaluationResult) -> EvaluationResult:
     """
-    What a judge's answers to the rows of [`~data.judge_rows`] say about its pairs.
+    Measures a judge's accuracy and consistency on pairs, from its answers to the rows of [`~data.judge_rows`].
 
     Args:
         result ([`EvaluationResult`]):
-            Result of [`evaluate`] on such rows with [`preference_reward`], for which both orders of a pair are rows.
+            Result of [`evaluate`] on such rows with [`preference_reward`], with both orders of each pair as rows.
 
     Returns:
         [`EvaluationResult`]: Rows of pairs, with the completions and `verdicts` of the first order before those of the
         second. Metrics are those of [`evaluate`], in which a pair is one observation: `accuracy` is the share of right
-        verdicts in both orders. Others are `consistent_accuracy`, how often both orders are right; `flips`, how often
-        both name the same position, so that the preferred answer changes with the order; `accuracy_without_ties`, of
-        pairs that aren't equally good, if some are; and shares of verdicts: `predicted_ties`, `unreadable`, and
-        `first_preferred` of those that name a position. All but these have intervals.
+        verdicts in both orders. Further metrics are `consistent_accuracy`, how often both verdicts are right; `flips`,
+        how often both verdicts name the same position, so that the preferred answer changes with the order; if some
+        pairs are equally good, `accuracy_without_ties` of the other pairs; and shares of verdicts: `predicted_ties`,
+        `unreadable`, and `first_preferred` among verdicts that name a position. All but these shares have intervals.
 
     Example:
     ```python
@@ -57,7 +57,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     print(result.metrics["accuracy"], result.metrics["flips"])
     ```
     """
-    args = EvaluationConfig(**{each.name: result.settings[each.name] for each in fields(EvaluationConfig)})
+    args = EvaluationConfig(**{item.name: result.settings[item.name] for item in fields(EvaluationConfig)})
     orders: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
         orders[row["index"] // 2].append(row)
@@ -69,7 +69,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
         ("flips", "verdicts", lambda first, second: first == second in ("A", "B")),
     ):
         halves = [zip(pair[column][:n], pair[column][n:], strict=True) for pair in pairs]
-        shares = np.array([np.mean([agree(*each) for each in both]) for both in halves])
+        shares = np.array([np.mean([agree(*item) for item in both]) for both in halves])
         metrics |= estimate(name, shares, n == 1, args.confidence)
     verdicts = [verdict for pair in pairs for verdict in pair["verdicts"]]
     metrics["predicted_ties"] = mean([verdict == "tie" for verdict in verdicts])
@@ -81,7 +81,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
 
 
 def _joined(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The record of a pair, whose completions are those of both orders."""
+    """Returns the record of a pair, with the completions of both orders."""
     lists = [name for name in first if name in _LISTS or name.startswith(("reward/", "extra/"))]
     joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
     return {**first, "index": index, **joined, "verdicts": list(map(verdict_in, joined["completions"] or ()))}
@@ -90,12 +90,12 @@ def _joined(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[s
 def _metrics(
     pairs: list[dict[str, Any]], ties: list[bool], names: Sequence[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
-    """Metrics of evaluations that apply to pairs, and the accuracy of those that aren't equally good."""
+    """Computes the metrics of evaluations that apply to pairs, and the accuracy without equally good pairs."""
     grouped = [{**pair, GROUP: str(pair.get(str(args.group_by)))} for pair in pairs]
     metrics = aggregate(grouped, names, replace(args, pass_at=[], majority_at=[]))
     if any(ties):
-        others = [pair["correct"] for pair, tie in zip(pairs, ties, strict=True) if not tie]
-        shares = np.array([np.mean(correct) for correct in others if None not in correct])
+        without_ties = [pair["correct"] for pair, tie in zip(pairs, ties, strict=True) if not tie]
+        shares = np.array([np.mean(correct) for correct in without_ties if None not in correct])
         metrics |= estimate("accuracy_without_ties", shares, len(pairs[0]["correct"]) == 1, args.confidence)
     return metrics
 
@@ -110,7 +110,7 @@ def score_pairs(
     accelerator: Accelerator | None = None,
 ) -> EvaluationResult:
     """
-    How often a reward model scores the chosen completion of a pair higher than the rejected one.
+    Measures how often a reward model scores the chosen completion of a pair higher than the rejected one.
 
     Args:
         reward_func (`Callable`):
@@ -118,7 +118,7 @@ def score_pairs(
         dataset ([`~datasets.Dataset`]):
             Rows of `prompt`, `chosen`, `rejected` and media; `tie` may say which pairs are equally good.
         args ([`EvaluationConfig`], *optional*):
-            Of which `batch_size` (in pairs), `group_by`, `confidence` and `on_media_error` apply.
+            Options, of which `batch_size` (in pairs), `group_by`, `confidence` and `on_media_error` apply.
         tie_margin (`float`, *optional*, defaults to `0.0`):
             Largest difference of the scores of a pair that predicts a tie, which is right for equally good completions
             alone.
@@ -128,7 +128,7 @@ def score_pairs(
             Processes, which share the pairs. By default a new one.
 
     Returns:
-        [`EvaluationResult`]: Metrics as in [`pair_result`], but for those of two orders, and `margin`, the mean score
+        [`EvaluationResult`]: Metrics of [`pair_result`], except those of two orders, and `margin`, the mean score
         of chosen completions minus that of rejected ones. Rows have the `scores` of both completions.
 
     Raises:
@@ -178,7 +178,7 @@ def score_pairs(
 
 
 def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
-    """Arguments of a reward function, as trainers pass them: of each pair, those of both completions."""
+    """Returns the arguments of a reward function for both completions of each pair, as trainers pass them."""
     for row in batch:
         for name in COMPLETIONS:
             check_read(read_answer(row[name], name, row.row_index), name, row.row_index)
@@ -187,14 +187,14 @@ def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     completions: list = [strip_media(row[name]) for row in batch for name in COMPLETIONS]
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
-    prompts, rows = ([each for each in values for _ in COMPLETIONS] for values in (prompts, rows))
-    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # which are of a run
+    prompts, rows = ([item for item in values for _ in COMPLETIONS] for values in (prompts, rows))
+    logs = {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}  # only runs have logs
     arguments = reward_arguments(prompts, completions, [[]] * len(completions), rows)
     return {**arguments, "trainer_state": TrainerState(), **logs}
 
 
 def _compared(chosen: float | None, rejected: float | None, tie: bool, tie_margin: float) -> dict[str, Any]:
-    """What the scores of a pair say about it."""
+    """Returns the entries of a pair's record that follow from its scores."""
     correct = predicted = None
     if chosen is not None and rejected is not None:
         predicted = abs(chosen - rejected) <= tie_margin

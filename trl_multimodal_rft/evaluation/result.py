@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Results of an evaluation: metrics from the records of its rows, files, and a summary in a few lines."""
+"""The result of an evaluation: metrics from the records of rows, files, and a summary in a few lines."""
 
 import json
 import math
@@ -20,14 +20,14 @@ from .config import EvaluationConfig
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
 
 
-# Where a record holds its value of `group_by` until the metrics are computed
+# Key of the `group_by` value in a record, until the metrics are computed
 GROUP = "\0group"
 
-SCORE = "score/"  # start of the columns of metrics that a harness measured
+SCORE = "score/"  # prefix of the columns with the metrics of a harness
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 _N_METRICS = 8  # in a `repr`
 _N_ANSWERS = 3  # in a summary
-_LONGEST = 200  # characters of a text in it
+_LONGEST = 200  # characters of a text in a summary
 
 
 @dataclass
@@ -39,27 +39,27 @@ class EvaluationResult:
         metrics (`dict[str, float | None]`):
             `accuracy` (of all completions, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`,
             the ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length`
-            in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
-            samples the first reward function all scored; `skipped_rows`, the unreadable ones that aren't counted, with
-            `on_media_error="skip"`; `accuracy/<value>` of each value of `group_by`; with tools,
+            in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, the rows in
+            which the first reward function scored all completions; with `on_media_error="skip"`, `skipped_rows`, the
+            unreadable rows, which aren't counted; `accuracy/<value>` of each value of `group_by`; with tools,
             `tools/call_frequency` (calls per completion), `tools/failure_frequency` (of calls) and
             `tools/ended_by_length`, `..._turns` and `..._media` (of completions), and `tools/environment_failures`
-            (completions without a reward for it); and `metric/<name>`, means over batches of what reward functions
-            passed to `log_metric`. `None` where there are no values for a mean, or too few for an interval. With
-            `ablate="audio"`, of the rows with audio alone: `accuracy_with_audio`,
+            (completions without a reward because their environment failed); and `metric/<name>`, means over batches of
+            the values that reward functions passed to `log_metric`. `None` where there are no values for a mean, or
+            too few for an interval. With `ablate="audio"`, for the rows with audio: `accuracy_with_audio`,
             `accuracy_without_audio`, and their difference `audio_contribution`, each with `_low` and `_high`, see
             [`~evaluation.paired_interval`]; and `audio_rows`, the number of these rows.
         rows (`list[dict]`):
             For each row, in the order of the dataset: its `index`, its `prompt` as text, in which tags such as
             `"<audio>"` stand for media; lists with an entry for each completion: `completions`, `extracted_answers`,
-            `correct`, `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions
+            `correct`, `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, values that functions
             passed to `log_extra`; `fingerprint`, a checksum of the prompt's media, if it has any; with tools,
             `tool_calls`, `tool_failures`, `environment_failures` (reasons) and `ended_by`, while `completions` are
             whole conversations as text; with `ablate`, `completions_without` and `correct_without`, `None` if the
             prompt has no such medium; and the dataset's other columns, if they hold text and numbers and have none of
             these names.
         settings (`dict`):
-            What was evaluated, and how.
+            Options, model and reward functions of the evaluation.
         skipped (`dict[int, str]`):
             The reason for each unreadable row, by its index.
     """
@@ -96,7 +96,7 @@ class EvaluationResult:
 def aggregate(
     records: list[dict[str, Any]], reward_names: Iterable[str], args: EvaluationConfig
 ) -> dict[str, float | None]:
-    """The metrics of an [`EvaluationResult`] that follow from the records of its rows."""
+    """Computes the metrics of an [`EvaluationResult`] from the records of its rows."""
     scored = [record for record in records if None not in record["correct"]]
     n = len(scored[0]["correct"]) if scored else args.num_samples
     right = np.array([sum(record["correct"]) for record in scored])
@@ -129,7 +129,7 @@ def aggregate(
     for name in reward_names:
         metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
     for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
-        if not records or column in records[0]:  # not where completions are those of the dataset
+        if not records or column in records[0]:  # pairs have none, as their completions are the dataset's
             metrics[name] = mean(_flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
         calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
@@ -142,7 +142,7 @@ def aggregate(
 
 
 def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) -> dict[str, float | None]:
-    """The mean of rows' values in [0, 1], which are 0 or 1 if `is_binary`, and its interval."""
+    """Returns the mean of rows' values in [0, 1], all 0 or 1 if `is_binary`, and its confidence interval."""
     low = high = None
     if len(values) and is_binary:
         low, high = wilson_interval(int(values.sum()), len(values), confidence)
@@ -152,21 +152,21 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
 
 
 def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
-    """How much better a result is than that of the same rows in a folder: differences with paired intervals."""
-    others = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
+    """Returns the gains of a result over that of the same rows in a folder, with paired confidence intervals."""
+    base_rows = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
     for column in ("prompt", "solution", "fingerprint"):
-        both = [[row.get(column) for row in rows] for rows in (others, result.rows)]
+        both = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
         if both[0] != both[1] and (column == "prompt" or not any(all(x is None for x in side) for side in both)):
-            number = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+            index = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
             differs = {"prompt": "prompts", "solution": "solutions", "fingerprint": "media"}[column]
             raise ValueError(
-                f"`compare_with` is {str(folder)!r}, which has other {differs}, first in row {number}; name a result "
+                f"`compare_with` is {str(folder)!r}, which has other {differs}, first in row {index}; name a result "
                 "of these rows."
             )
     metrics: dict[str, float | None] = {}
     for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
-        column = "correct" if name == "accuracy" and SCORE + name not in others[0] else SCORE + name
-        scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, others)]
+        column = "correct" if name == "accuracy" and SCORE + name not in base_rows[0] else SCORE + name
+        scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, base_rows)]
         differences = np.array(scores[0]) - np.array(scores[1])
         if len(differences := differences[~np.isnan(differences)]):
             low, high = paired_interval(differences, result.settings["confidence"])
@@ -183,16 +183,16 @@ def _flat(values: Iterable[list]) -> list:
 
 
 def summary(result: EvaluationResult) -> str:
-    """Metrics, shares in per cent with their intervals, and some answers, wrong ones included if there are any."""
+    """Returns the lines of metrics, and some answers, with wrong answers among them if there are any."""
     right = [row for row in result.rows if row["correct"][0]]
     wrong = [row for row in result.rows if not row["correct"][0]]
-    some = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
+    examples = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
     lines = metric_lines(result.metrics, result.settings)
-    return "\n".join([*lines, *map(_answer, sorted(some, key=lambda row: row["index"]))])
+    return "\n".join([*lines, *map(_answer, sorted(examples, key=lambda row: row["index"]))])
 
 
 def metric_lines(metrics: dict[str, float | None], settings: dict[str, Any]) -> list[str]:
-    """Metrics in lines, shares in per cent with their intervals."""
+    """Returns a line per metric, shares in per cent with their confidence intervals."""
     lines = []
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
@@ -218,7 +218,7 @@ def _per_cent(value: float | None) -> str:
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """An answer in a summary: the ends of long texts, where prompts ask and completions answer."""
+    """Returns an answer for a summary. Long texts are cut to their ends, where prompts ask and completions answer."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
     question = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]

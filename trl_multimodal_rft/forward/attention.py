@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
+"""Attention over a packed row, in which branches attend to themselves and to a prompt that stands there once."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,26 +25,27 @@ from .masks import sharing_obstacle
 from .states import gather_copies, install_prefix_states
 
 
-# An attention function of transformers: of a module, states `(B, heads, S, head_dim)`, a mask and options
+# An attention function of transformers, called with a module, states `(B, heads, S, head_dim)`, a mask and options
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _PREFIX = "prefix_shared_"
 _LIBRARY = "flash_attention_2"
 
-# Implementations that are wrapped under the same name
+# Names of implementations whose wrapper is registered under the same name
 _WRAPPED: set[str] = set()
 
-# Config of the decoder that runs a packed row, whose layers read no mask of the model
+# Config of the decoder that runs a packed row: no masks are created for it, as its layers read none
 _runs_packed: ContextVar[PreTrainedConfig | None] = ContextVar("_runs_packed", default=None)
 
 
 def install_prefix_attention(model: PreTrainedModel) -> None:
     """
-    Makes the text decoder of a model able to run packed rows.
+    Enables the text decoder of a model to run packed rows.
 
     Its attention function, and layers that carry a state ([`~forward.states.install_prefix_states`]), take a
-    [`PrefixLayout`] or a [`Decoding`] from the keyword arguments of the forward; without one they compute what they
-    did. Encoders compute the same faster ([`~forward.encoders.install_encoder_attention`]).
+    [`PrefixLayout`] or a [`Decoding`] from the keyword arguments of the forward. Without one, they compute the same as
+    before. Encoders get a faster attention with the same results
+    ([`~forward.encoders.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -90,7 +91,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     def create(
         *args: torch.Tensor, config: PreTrainedConfig | None = None, **kwargs: torch.Tensor | Callable | int | None
     ) -> torch.Tensor | None:
-        runs_packed = config is not None and config is _runs_packed.get()  # whose layers read no mask `(T, T)`
+        runs_packed = config is not None and config is _runs_packed.get()  # its layers read no mask `(T, T)`
         return None if runs_packed else create_mask(*args, config=config, **kwargs)
 
     AttentionMaskInterface.register(name, create)
@@ -98,7 +99,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
 
 
 def attention_obstacle(model: PreTrainedModel) -> str | None:
-    """Why a text decoder's attention implementation ignores a part of the model; `None` if it doesn't."""
+    """Returns the reason why a text decoder's attention implementation ignores a part of the model, or `None`."""
     decoder = model.get_decoder()
     implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
     has_sinks = any(getattr(module, "sinks", None) is not None for module in decoder.modules())
@@ -113,8 +114,8 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
 @contextmanager
 def decoder_inputs(model: PreTrainedModel, **inputs: torch.Tensor | PrefixLayout | Decoding | bool) -> Iterator[None]:
     """
-    Within the context, a model's text decoder gets other or further inputs. With a `prefix_layout`, nothing creates
-    masks for it.
+    Overrides or adds inputs of a model's text decoder within the context. With a `prefix_layout`, no masks are created
+    for the decoder.
     """
     decoder = model.get_decoder()
     token = _runs_packed.set(decoder.config if "prefix_layout" in inputs else None)
@@ -128,7 +129,7 @@ def decoder_inputs(model: PreTrainedModel, **inputs: torch.Tensor | PrefixLayout
 
 
 def takes_layouts(model: PreTrainedModel) -> bool:
-    """Whether the attention of a model takes a [`PrefixLayout`] or a [`Decoding`]."""
+    """Returns whether the attention of a model takes a [`PrefixLayout`] or a [`Decoding`]."""
     implementation = model.get_decoder().config._attn_implementation or ""
     return implementation.startswith(_PREFIX) and sharing_obstacle(model) is None
 
@@ -143,7 +144,7 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _eager_attention(module: nn.Module) -> Attention:
-    """The eager attention of the module's modeling file."""
+    """Returns the eager attention of the module's modeling file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
@@ -158,7 +159,9 @@ def _prefix_attention(
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attention of a packed row. Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
+    Computes attention of a packed row.
+
+    Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
     """
     kind = None
     if None not in layout.blocks[0].linear[0]:
@@ -185,12 +188,13 @@ def _prefix_attention(
 
     if not takes_varlen:
         key, value = _joined(shared_states, row_states)
-    # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
-    # as many heads of keys as of queries
+    # Query heads that share a key become one longer sequence: sdpa's masked kernels want as many heads of keys as of
+    # queries, so that keys would be repeated
     folds = base != "eager" and options.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 
-    # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
+    # Masks are additive: eager attention would silently add a boolean mask as numbers, and sdpa would convert it in
+    # each layer
     outputs = []
     for block in layout.blocks:
         if block.starts:
@@ -219,7 +223,7 @@ def _grouped_attention(
     groups: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attention where the query heads that share a key follow each other in one sequence."""
+    """Computes attention with the query heads that share a key as one longer sequence."""
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
     dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
@@ -227,7 +231,7 @@ def _grouped_attention(
 
 
 def _rescaled(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Queries `(B, heads, T, head_dim)` scaled by positions in the row, now scaled by those in their sequence."""
+    """Scales queries `(B, heads, T, head_dim)` by positions in their sequence instead of positions in the row."""
     query_scale = family_of(module).query_scale
     applied = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
     if applied is None:
@@ -236,27 +240,27 @@ def _rescaled(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`(1, heads, T, head_dim)` at `(N, L)` positions becomes `(N, heads, L, head_dim)`."""
+    """Gathers states `(1, heads, T, head_dim)` at positions `(N, L)`, as `(N, heads, L, head_dim)`."""
     picked = gather_copies(states.squeeze(0), index.flatten(), dim=1)
     return picked.view(picked.size(0), *index.shape, picked.size(-1)).transpose(0, 1)
 
 
 def _takes_varlen(base: str, query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
-    """Whether a variable-length kernel computes the attention of a causal layer."""
+    """Returns whether a variable-length kernel computes the attention of a causal layer."""
     if base == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
         return False
     return kernels.has_varlen_kernel(query) and (base == _LIBRARY or _fits_torch(query, value, options))
 
 
 def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
-    """Whether torch's variable-length kernel, where there is one, takes these states and options."""
+    """Returns whether torch's variable-length kernel, where there is one, takes these states and options."""
     return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
 
 
 def _joined(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a row behind those of a prefix, unless they are these."""
+    """Returns keys and values of a prefix and of a row behind it, or of the row alone if both are the same object."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)
@@ -272,19 +276,19 @@ def _varlen_attention(
     with_prompts: bool,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attention `(Q, heads, head_dim)` of the sequences of a row, from its keys and values, and those they share."""
-    # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
+    """Computes attention `(Q, heads, head_dim)` of sequences to their states in the row and to shared states."""
+    # Torch's kernel returns the log-sum-exp, by which attention to a prompt and to a completion are merged
     merges = window is None and _fits_torch(query, row_states[1], options)
     calls = layout.shared_sequences(with_prompts) if merges else None
     if calls is None:
         row_states = shared_states = _joined(shared_states, row_states)
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
-    query, *states = (each.squeeze(0).transpose(0, 1) for each in (query, *row_states, *shared_states))
+    query, *states = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, *row_states, *shared_states))
     if calls is not None:
         rows, sequences, continuing, keys, shared_sequences = calls
         return kernels.merged_attention(
-            *(kernels.rows_at(each, rows) for each in (query, *states[:2])),
-            *(gather_copies(each, keys) for each in states[2:]),
+            *(kernels.rows_at(tensor, rows) for tensor in (query, *states[:2])),
+            *(gather_copies(tensor, keys) for tensor in states[2:]),
             index=continuing,
             sequences=sequences,
             shared_sequences=shared_sequences,
@@ -293,7 +297,7 @@ def _varlen_attention(
     queries, keys, sequences = layout.sequences(window, with_prompts)
     return kernels.varlen_attention(
         kernels.rows_at(query, queries),
-        *(gather_copies(each, keys) for each in states[:2]),
+        *(gather_copies(tensor, keys) for tensor in states[:2]),
         sequences=sequences,
         scaling=options.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The type of what functions with a gradient of their own keep for it."""
+"""A typed context for autograd functions."""
 
 from typing import Generic, TypeVar
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Context(FunctionCtx, Generic[T]):
-    """The context that torch hands to `forward` and `backward` of a function: tensors, and other settings."""
+    """The context of an autograd function: tensors and settings that `forward` keeps for `backward`."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     needs_input_grad: tuple[bool, ...]

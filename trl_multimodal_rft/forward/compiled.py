@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Layers of a decoder and of encoders that `torch.compile` compiles one by one, with attention outside of graphs."""
+"""Compilation of the layers of a decoder and of encoders, one by one, with attention outside of the graphs."""
 
 import functools
 import itertools
@@ -18,21 +18,21 @@ from .layout import PrefixLayout
 from .states import install_prefix_states
 
 
-# What a layer is given and returns
+# An input or the output of a layer
 Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | None, ...] | bool | int | None
 
 # Arguments of `torch.compile`
 Options = dict[str, Any]
 
-# A graph that ends in a nested call takes the calling functions with it, instead of one graph for each of them.
-# Floats of a layer, such as epsilons, are constants. The limit counts graphs of all layers, of scores and losses, and
-# of prompts and single tokens.
+# With nested graph breaks, a graph that ends in a nested call includes the calling functions, which else would get a
+# graph each. Floats of a layer, such as epsilons, are constants. The limit counts the graphs of all layers, of scores
+# and losses, and of prompts and single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
 def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[str], None] = print) -> None:
     """
-    Compiles the layers of a model's decoder and encoders in place: one set of graphs for all layers and lengths.
+    Compiles the layers of a model's decoder and encoders in place. Layers of one class share graphs, at all lengths.
 
     Attention, states of linear attention, and caches run outside of the graphs, since they depend on lengths, on
     prompts and on the index of a layer. Hooks of modules, such as those of FSDP2, run outside, too. Names of weights
@@ -44,7 +44,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Gets a line about a class of layers whose graphs end elsewhere, too, when the first of them runs.
+            Called with one line when the first layer of a class runs, if its graphs end at further operations.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -55,7 +55,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model that aren't compiled yet, without layers within layers."""
+    """Yields the layers of a model that aren't compiled yet, but no layers within layers."""
     for child in module.children():
         if not isinstance(child, GradientCheckpointingLayer):
             yield from _layers(child)
@@ -65,10 +65,10 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _compiled_class(layer_class: type[nn.Module], options: Options, report: Callable[[str], None]) -> type[nn.Module]:
     """
-    A subclass with the same name, whose forward is compiled.
+    Returns a subclass of a layer class with the same name and a compiled forward.
 
-    transformers adds gradient checkpointing around the forward of each class of layers. `nn.Module.compile` would put
-    it into the graph, where attention can't be left out, and then compile nothing.
+    `nn.Module.compile` would include the gradient checkpointing that transformers adds around the forward of a layer.
+    Within it, attention can't be left out of the graph, and nothing would be compiled.
     """
     compiled = torch.compile(layer_class.forward, **options)
 
@@ -76,14 +76,16 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
             args = args[0].clone(), *args[1:]  # else the graph would depend on the shape of the base
-        named, breaks = {name: _outside(value) for name, value in kwargs.items()}, counters["graph_break"]
+        keywords, breaks = {name: _outside(value) for name, value in kwargs.items()}, counters["graph_break"]
         n_known = len(breaks)
         with config.patch(_CONFIG):
-            output = compiled(layer, *map(_outside, args), **named)
-        found = [each for each in itertools.islice(breaks, n_known, None) if "torch.compiler.disable" not in each]
-        if found:
-            why = found[0].partition("Explanation: ")[2].partition("\n")[0]
-            report(f"Layers of {layer_class.__name__} are compiled in more parts than others: {why}")
+            output = compiled(layer, *map(_outside, args), **keywords)
+        reasons = [
+            reason for reason in itertools.islice(breaks, n_known, None) if "torch.compiler.disable" not in reason
+        ]
+        if reasons:
+            explanation = reasons[0].partition("Explanation: ")[2].partition("\n")[0]
+            report(f"Layers of {layer_class.__name__} are compiled in more parts than others: {explanation}")
         return output
 
     names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__}
@@ -91,7 +93,7 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
 
 
 class _CacheOutside:
-    """A cache that graphs end at, since its update reads the index of the layer and counts tokens."""
+    """A cache whose update ends a graph, since it reads the index of the layer and counts tokens."""
 
     def __init__(self, cache: Cache):
         self._cache = cache

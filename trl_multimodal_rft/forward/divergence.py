@@ -17,15 +17,15 @@ from .head import HeadRule, gather_weights
 from .layout import rows_of
 
 
-# Tokens whose logits over the whole vocabulary are in memory at once, for what has no kernel
+# Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
 _TOKENS_AT_ONCE = 512
 
-# Largest logarithm of the probability of some tokens together, so that the others have one, too; as in TRL
+# Largest logarithm of the total probability of some tokens, as in TRL, so that the other tokens have a logarithm, too
 _ALMOST_ALL = -1e-7
 
 
 class Head(NamedTuple):
-    """An LM head: weight `(V, H)`, bias `(V,)` or `None`, and what the model does around it."""
+    """An LM head: weight `(V, H)`, bias `(V,)` or `None`, and the rule of its logits."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -33,17 +33,20 @@ class Head(NamedTuple):
 
 
 def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
-    """The LM head of a model without wrappers, with FSDP2's parts joined; those of ZeRO-3 are when they are needed."""
+    """Returns the LM head of an unwrapped model. FSDP2's parts are joined here, and ZeRO-3's when they are needed."""
     head = cast(nn.Linear, model.get_output_embeddings())
-    weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
+    weight, bias = (
+        parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for parameter in (head.weight, head.bias)
+    )
     return Head(weight, bias, rule)
 
 
 @dataclass(frozen=True)
 class Target:
     """
-    Distributions of completion tokens that those of a student are compared with: a teacher's over the whole vocabulary
-    (`hidden` and `head`), or the log-probabilities of some tokens (`ids` and `logps`). See [`divergences`].
+    Distributions of completion tokens to compare a student's with: a teacher's over the whole vocabulary (`hidden` and
+    `head`), or a teacher's log-probabilities of some tokens (`ids` and `logps`). See [`divergences`].
     """
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare
@@ -57,25 +60,27 @@ class Target:
     add_tail: bool = True  # whether the other tokens count as one; else the K tokens are renormalized
 
     def rows(self, index: slice | Sequence[int]) -> "Target":
-        """That of some completions."""
+        """Returns the target of some completions."""
         return self.map(lambda value: rows_of(value, index))
 
     def padded(self, n: int) -> "Target":
-        """With `n` further completions, of which nothing is compared."""
+        """Returns the target with `n` further completions, none of whose tokens are compared."""
         return self.map(lambda value: torch.cat([value, value.new_zeros(n, *value.shape[1:])]))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
         """Applies a function to each tensor with a row per completion."""
-        hidden, ids, logps = (None if each is None else function(each) for each in (self.hidden, self.ids, self.logps))
+        hidden, ids, logps = (
+            None if value is None else function(value) for value in (self.hidden, self.ids, self.logps)
+        )
         return replace(self, mask=function(self.mask), hidden=hidden, ids=ids, logps=logps)
 
 
 def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Divergence of each token's distribution under a student from its target, and the entropy of the former, in nats.
+    Computes the divergence of tokens' distributions under a student from a target, and the student's entropy, in nats.
 
-    With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, it
-    is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, and else the
+    With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, the
+    divergence is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, else the
     generalized Jensen-Shannon divergence $\\beta \\mathrm{KL}(p_t \\| m) + (1 - \\beta) \\mathrm{KL}(p_s \\| m)$ of
     [On-Policy Distillation](https://huggingface.co/papers/2306.13649). The gradient flows to the student alone, and
     not from the entropy. Logits of all tokens are never in memory at once.
@@ -83,13 +88,13 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     Shapes: `hidden` `(B, C, H)`; returns `(B, C)` twice, 0 where the target's mask is 0.
     """
     mask = target.mask.to(head.weight.device)
-    places = mask.flatten().nonzero()[:, 0]
+    index = mask.flatten().nonzero()[:, 0]
 
     def chosen(values: torch.Tensor) -> torch.Tensor:
-        return values.to(head.weight.device).flatten(0, 1).index_select(0, places)
+        return values.to(head.weight.device).flatten(0, 1).index_select(0, index)
 
     if target.ids is not None and target.logps is not None:
-        found = top_k_divergence(
+        results = top_k_divergence(
             chosen(hidden),
             head,
             chosen(target.ids),
@@ -101,7 +106,7 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     else:
         assert target.hidden is not None and target.head is not None
         teacher = target.head
-        found = ChunkedDivergenceFunction.apply(
+        results = ChunkedDivergenceFunction.apply(
             chosen(hidden),
             head.weight,
             head.bias,
@@ -116,24 +121,24 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
             teacher.rule.scale,
             teacher.rule.softcap,
         )
-    placed = [values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape) for values in found]
-    return placed[0], placed[1].detach()
+    outputs = [values.new_zeros(mask.numel()).index_copy(0, index, values).view(mask.shape) for values in results]
+    return outputs[0], outputs[1].detach()
 
 
 def top_k_tokens(
     hidden: torch.Tensor, head: Head, k: int, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The `k` most likely tokens of each distribution and their log-probabilities, without gradients.
+    Returns the `k` most likely tokens of each distribution and their log-probabilities, without gradients.
 
     Shapes: `hidden` `(N, H)`; returns ids and log-probabilities `(N, k)`.
     """
     with torch.no_grad(), gather_weights(head.weight, head.bias):
-        found = [_log_softmax(part, head, temperature).topk(k, dim=-1) for part in hidden.split(_TOKENS_AT_ONCE)]
-    if not found:
+        results = [_log_softmax(part, head, temperature).topk(k, dim=-1) for part in hidden.split(_TOKENS_AT_ONCE)]
+    if not results:
         empty = hidden.new_zeros(0, k, dtype=torch.float32)
         return empty.long(), empty
-    return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
+    return torch.cat([result.indices for result in results]), torch.cat([result.values for result in results])
 
 
 def top_k_divergence(
@@ -147,13 +152,13 @@ def top_k_divergence(
     add_tail: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The divergence of [`divergences`] over a teacher's `K` most likely tokens, and the student's entropy over all.
+    Computes the divergence of [`divergences`] over a teacher's `K` most likely tokens, and the student's entropy.
 
     With `add_tail`, as with `loss_add_tail` in TRL, the other tokens count as one, whose probability is
-    $1 - \\sum_{v \\in K} p(v)$ under each model, so that the divergence is a lower bound of that over all tokens. Else
+    $1 - \\sum_{v \\in K} p(v)$ under each model, so that the result is a lower bound of the one over all tokens. Else
     the distributions are renormalized over the `K` tokens. A log-probability of minus infinity leaves a token out.
 
-    Shapes: `hidden` `(N, H)`, `ids` and `logps`, the teacher's at the temperature, `(N, K)`; returns `(N,)` twice.
+    Shapes: `hidden` `(N, H)`, `ids` and the teacher's `logps` at the temperature `(N, K)`; returns `(N,)` twice.
     """
 
     options = _Options(head.rule, beta, temperature, add_tail)
@@ -168,7 +173,7 @@ class _Options(NamedTuple):
 
 
 class _TopKDivergence(torch.autograd.Function):
-    """[`top_k_divergence`], whose logits are computed again for the gradient, with weights that ZeRO-3 gathers."""
+    """The function of [`top_k_divergence`]: logits are computed again for the gradient, and ZeRO-3 gathers weights."""
 
     @staticmethod
     def forward(
@@ -199,8 +204,8 @@ class _TopKDivergence(torch.autograd.Function):
             hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
             bias = None if bias is None else bias.detach().requires_grad_()
             inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-            leaves = [each for each, needed in inputs if needed and each is not None]
-            totals = [torch.zeros_like(each) for each in leaves]
+            leaves = [leaf for leaf, needed in inputs if needed and leaf is not None]
+            totals = [torch.zeros_like(leaf) for leaf in leaves]
             for part in _parts(len(hidden)):
                 head = Head(weight, bias, ctx.settings.rule)
                 divergence, _ = _of_top_k(hidden[part], head, ids[part], logps[part], ctx.settings)
@@ -217,7 +222,7 @@ def _parts(n: int) -> list[slice]:
 def _of_top_k(
     hidden: torch.Tensor, head: Head, ids: torch.Tensor, logps: torch.Tensor, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divergences `(N,)` over some tokens, and the student's log-probabilities of all, `(N, V)`."""
+    """Computes divergences `(N,)` over some tokens, and the student's log-probabilities of all tokens `(N, V)`."""
     of_all = _log_softmax(hidden, head, options.temperature)
     support, teacher = logps > -math.inf, logps.float()
     student = of_all.gather(-1, ids).masked_fill(~support, -math.inf)
@@ -225,12 +230,12 @@ def _of_top_k(
         support = torch.cat([support, torch.ones_like(support[:, :1])], dim=-1)
         student, teacher = _with_tail(student), _with_tail(teacher)
     else:
-        student, teacher = (each - each.logsumexp(-1, keepdim=True) for each in (student, teacher))
+        student, teacher = (values - values.logsumexp(-1, keepdim=True) for values in (student, teacher))
     return _divergence(student, teacher, support, options.beta), of_all
 
 
 def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
-    """Log-probabilities of all tokens `(N, V)` in float32, from states `(N, H)`."""
+    """Computes log-probabilities of all tokens `(N, V)` in float32, from states `(N, H)`."""
     with torch.autocast(hidden.device.type, enabled=False):
         bias = None if head.bias is None else head.bias.float()
         logits = head.rule.scale * torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
@@ -240,14 +245,14 @@ def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.
 
 
 def _with_tail(logps: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities `(N, K)` and that of all other tokens together, `(N, K + 1)`."""
-    together = logps.logsumexp(-1, keepdim=True).clamp(max=_ALMOST_ALL)
-    return torch.cat([logps, torch.log(-torch.expm1(together))], dim=-1)
+    """Appends the log-probability of all other tokens together to log-probabilities `(N, K)`: `(N, K + 1)`."""
+    total = logps.logsumexp(-1, keepdim=True).clamp(max=_ALMOST_ALL)
+    return torch.cat([logps, torch.log(-torch.expm1(total))], dim=-1)
 
 
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, support: torch.Tensor, beta: float) -> torch.Tensor:
-    """The divergence of distributions `(N, K)` of log-probabilities, over the tokens of their `support`."""
-    student, teacher = (torch.where(support, each, 0.0) for each in (student, teacher))
+    """Computes the divergence of distributions from log-probabilities `(N, K)`, over the tokens of their `support`."""
+    student, teacher = (torch.where(support, logps, 0.0) for logps in (student, teacher))
     if beta == 0:
         terms = teacher.exp() * (teacher - student)
     elif beta == 1:

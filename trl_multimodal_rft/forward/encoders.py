@@ -23,11 +23,11 @@ from .kernels import AttentionOptions
 from .layout import to_device
 
 
-# With "flash" in its name, attention layers pass whole rows and the starts of their sequences
+# "flash" in the name makes attention layers pass whole rows and the starts of their sequences
 _VARLEN = "torch_varlen_flash"
 _WITHOUT_CUDNN = "sdpa_without_cudnn"
 
-# Arguments of encoders with the sizes of what a row holds, from which transformers precomputes starts and positions
+# Arguments of encoders with the sizes of media in a row, from which transformers precomputes starts and positions
 _SIZES = ("grid_thw", "feature_lens", "target_sizes")
 
 # Copies in host memory of small tensors on a device
@@ -39,11 +39,11 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
     Makes encoders that pack images, windows or clips into one row compute each layer's attention in one call.
 
     transformers calls SDPA for each sequence of the row, and reads their lengths from the device in each layer. Here,
-    the sizes are read once, and all that follows from them is computed on the host. Where torch's variable-length
-    kernel can't run, SDPA is called for each sequence. Other encoders call SDPA as before, but without cuDNN.
+    the sizes are read once, and the arguments that follow from them are computed on the host. Where torch's
+    variable-length kernel can't run, SDPA is called for each sequence. Other encoders call SDPA without cuDNN.
 
-    Configs of the model don't change: layers get copies, because a model that is built from a config would download
-    an unknown flash implementation.
+    Configs of the model don't change: layers get copies, because a new model with a changed config would download an
+    unknown flash implementation.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -79,16 +79,16 @@ def original_encoders(model: PreTrainedModel) -> Iterator[None]:
 
 
 def remember_on_host(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a small tensor that was moved to a device, for which encoders will take its `value` on the host."""
+    """Returns a small tensor that was moved to a device, and keeps its `value` on the host for encoders."""
     if moved is not value and not value.is_floating_point():
         _host_copies[moved] = value
     return moved
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in host memory, where it may already be."""
-    known = _host_copies.get(tensor)
-    return tensor.cpu() if known is None else known
+    """Returns a tensor in host memory, from its copy there if one was kept."""
+    host_copy = _host_copies.get(tensor)
+    return tensor.cpu() if host_copy is None else host_copy
 
 
 @functools.cache
@@ -97,9 +97,9 @@ def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _layer_configs(module: nn.Module) -> Iterator[tuple[PreTrainedConfig, str]]:
-    """Configs of layers that [`install_encoder_attention`] changed, and their implementations."""
-    for each in module.modules():
-        config = getattr(each, "config", None)
+    """Yields configs of layers that [`install_encoder_attention`] changed, and their implementations."""
+    for layer in module.modules():
+        config = getattr(layer, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation in (_VARLEN, _WITHOUT_CUDNN):
             yield config, config._attn_implementation
 
@@ -107,7 +107,7 @@ def _layer_configs(module: nn.Module) -> Iterator[tuple[PreTrainedConfig, str]]:
 def _add_precomputed(
     tower: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor | bool]
 ) -> tuple[tuple, dict[str, torch.Tensor | int]] | None:
-    """A hook before the forward of an encoder that adds what it would compute from sizes on the device."""
+    """Adds arguments to the forward of an encoder, as a hook, which it would compute from sizes on the device."""
     if next(_layer_configs(tower), None) is None:  # within `original_encoders`
         return None
     arguments = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
@@ -124,7 +124,7 @@ def _add_precomputed(
 
 @torch.no_grad()
 def _precomputed(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
-    """Arguments that follow from the tensors that an encoder gets, computed on the host."""
+    """Computes, on the host, the arguments that follow from the tensors of an encoder's forward."""
     from transformers.exporters.utils import precompute_export_inputs
 
     sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZES, "merge_sizes")}
@@ -132,8 +132,8 @@ def _precomputed(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str
     if "feature_lens" in sizes:
         inputs["input_features"] = tensors["input_features"]
     names = set(inputs)
-    # By its own class, in place of FSDP's, since transformers looks for functions in the class's module
-    plain = object.__new__(next(each for each in type(tower).__mro__ if not issubclass(each, FSDPModule)))
+    # An object of the encoder's own class, not of FSDP's: transformers looks for functions in the class's module
+    plain = object.__new__(next(base for base in type(tower).__mro__ if not issubclass(base, FSDPModule)))
     plain.__dict__ = tower.__dict__
     precompute_export_inputs(plain, inputs)
     added = {name: value for name, value in inputs.items() if name not in names}
@@ -157,7 +157,7 @@ def _varlen_attention(
     **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Attention within sequences of a row. Shapes: query, key, value `(1, heads, T, head_dim)`, `cu_seq_lens_q`
+    Computes attention within sequences of a row. Shapes: query, key, value `(1, heads, T, head_dim)`, `cu_seq_lens_q`
     `(sequences + 1,)`; returns `(1, T, heads, head_dim)`.
     """
     sdpa = functools.partial(_sdpa_without_cudnn, module, **options)
@@ -168,7 +168,7 @@ def _varlen_attention(
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     if options.get("dropout", 0.0) == 0.0 and query.size(-1) <= 256 and kernels.has_varlen_kernel(query):
         starts, longest = cu_seq_lens_q.to(query.device), max_length_q
-        query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         output = kernels.varlen_attention(
             query, key, value, sequences=(starts, starts, longest, longest), scaling=options.get("scaling")
         )

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Encoders without trained weights: no graph, and one forward per prompt while its rollout is in use."""
+"""Features of encoders without trained weights: no graph, and one forward per prompt while its rollout is in use."""
 
 import copy
 import functools
@@ -26,19 +26,19 @@ from ..models.towers import find_towers
 from ..models.wrapped import replaced
 
 
-# What modules return
+# The output of a module
 Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool | int | float | None
 
 Forward = Callable[..., Output]
 
-# How a call for several prompts gives their outputs: joined on a dimension, or in a call each
+# Ways in which a module returns the outputs of several prompts: joined on a dimension, or from one call per prompt
 _ONE_BY_ONE = -1
 _WAYS = (0, 1, _ONE_BY_ONE)
 
-# Outputs differ by rounding up to so many steps of their dtype, relative to their norm
+# Largest difference of outputs by rounding, in steps of their dtype, relative to their norm
 _TOLERANCE = 32
 
-# Of each model, by its frozen modules and the kind of media, the ways that the first forward of several prompts showed
+# The ways that the first forward of several prompts showed, by model, frozen modules, and modality
 _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
 
 
@@ -53,40 +53,40 @@ class _Call:
 
 @dataclass
 class _Scope:
-    """What a forward computes now."""
+    """The modality that a forward computes at the moment, and its calls of frozen modules."""
 
-    kind: str  # of media whose features it computes, or none; of a model without a method for each kind, "any"
+    kind: str  # modality of the features that it computes, or ""; "any" in a model without a method per modality
     calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
     n_calls: Counter = field(default_factory=Counter)
 
 
 class _Encoded(Exception):
-    """The media are encoded; the decoder needn't run."""
+    """A signal that media are encoded, so that the decoder needn't run."""
 
 
 def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
     """
-    The largest modules, with weights of which none is trained, that media pass on their way to the language model. Of
-    an encoder whose layers are frozen, but not all of it, these are its children.
+    Returns the largest modules with weights, none of them trained, that media pass on their way to the language model.
+    In an encoder with frozen layers and trained weights elsewhere, these are its frozen children.
     """
     text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
 
     def search(module: nn.Module, is_encoder: bool) -> list[nn.Module]:
-        found = []
+        modules = []
         for child in module.children():
             if child in text or next(child.parameters(), None) is None:
                 continue
             # Some modules replace embeddings of tokens by features
             holds_text = "input_ids" in _parameters(type(child)) or not text.isdisjoint(child.modules())
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                found += search(child, is_encoder)
+                modules += search(child, is_encoder)
             elif holds_text:
-                found += search(child, False)
+                modules += search(child, False)
             elif _is_frozen(child):
-                found.append(child)
+                modules.append(child)
             elif not is_encoder and any(_is_frozen(m) for m in child.modules() if isinstance(m, nn.ModuleList)):
-                found += search(child, True)
-        return found
+                modules += search(child, True)
+        return modules
 
     return search(model, False)
 
@@ -94,8 +94,8 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) -> Iterator[None]:
     """
-    Keeps frozen modules out of the graph of forwards within the context, whose media are those of `prompts` in their
-    order, and takes the outputs that [`encode_frozen`] computed.
+    Keeps frozen modules out of the graph of forwards within the context, and reuses the outputs that [`encode_frozen`]
+    computed. The media of these forwards are those of `prompts`, in order.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
@@ -111,7 +111,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         features, parts = _first_features(args, kwargs), []
         if features is not None and are_cached:
             parts = [calls[kind, module] for calls in cached if (kind, module) in calls]
-            autocasts = {each.autocast for part in parts for each in part}
+            autocasts = {record.autocast for part in parts for record in part}
             parts = parts if autocasts == {_autocast_dtype(features)} else []
         way = _ONE_BY_ONE if len(parts) == 1 else ways.get(kind, {}).get(module)
         if way is not None and (calls := _calls_of(parts, way, index, features)):
@@ -119,20 +119,21 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         with nullcontext() if _reaches_weights(args, kwargs) else _without_graph(module):
             output = forward(*args, **kwargs)
         if len(parts) > 1 and kind not in ways:
-            found = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, index, features), way))
-            way, of_kind = next(found, None), tried.setdefault(kind, {})
-            of_kind[module] = way if of_kind.get(module, way) == way else None
+            matching_ways = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, index, features), way))
+            way, ways_of_kind = next(matching_ways, None), tried.setdefault(kind, {})
+            ways_of_kind[module] = way if ways_of_kind.get(module, way) == way else None
         return output
 
     with _wrapped(model, modules, scope, call):
         yield
-    for kind, of_kind in tried.items():
-        learned = {module: way for module, way in of_kind.items() if way is not None}
-        ways[kind] = learned if len(learned) == len(of_kind) else {}  # one needs what all before it return
+    for kind, ways_of_kind in tried.items():
+        learned = {module: way for module, way in ways_of_kind.items() if way is not None}
+        # A module needs the outputs of all modules before it
+        ways[kind] = learned if len(learned) == len(ways_of_kind) else {}
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """How the forwards of a model so far showed that features are joined, by names of modules, for a checkpoint."""
+    """Returns the ways that forwards of a model have shown to join features, by names of modules, for a checkpoint."""
     names = {module: name for name, module in model.named_modules()}
     return [
         (
@@ -144,7 +145,7 @@ def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict
 
 
 def restore_ways(model: PreTrainedModel, state: Iterable[tuple[list[str], dict[str, dict[str, int]]]]) -> None:
-    """Restores what [`learned_ways`] returned, for modules that the model still has."""
+    """Restores the result of [`learned_ways`], for modules that the model still has."""
     modules = dict(model.named_modules())
     for names, kinds in state:
         if modules.keys() >= {*names}:
@@ -158,11 +159,11 @@ def encode_frozen(
     inputs_of: Callable[[EncodedPrompt], Mapping[str, torch.Tensor]],
 ) -> None:
     """
-    Computes what frozen modules return for each prompt's media, unless the prompt has it, by the model's own forward
-    up to its decoder. `inputs_of` returns the inputs of one prompt.
+    Computes the outputs of frozen modules for each prompt's media, unless the prompt has them, by the model's own
+    forward up to its decoder. `inputs_of` returns the inputs of one prompt.
 
-    Modules that draw random numbers, or count batches, are left alone, as are sharded models, whose ranks must all run
-    them equally often.
+    Nothing is computed if a module draws random numbers or counts batches, nor for sharded models, whose ranks must
+    all run the modules equally often.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     if not prompts or is_sharded(model):
@@ -179,15 +180,15 @@ def encode_frozen(
 
 
 def _key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
-    """What outputs of frozen modules depend on besides media: the modules, and which adapters are on in them."""
-    layers = [each for module in modules for each in adapter_layers(module)]
-    return model, *modules, *((each.disable_adapters, *each.active_adapters) for each in layers)
+    """Returns all that outputs of frozen modules depend on besides media: the modules, and their active adapters."""
+    layers = [layer for module in modules for layer in adapter_layers(module)]
+    return model, *modules, *((layer.disable_adapters, *layer.active_adapters) for layer in layers)
 
 
 def _calls_of_one(
     model: PreTrainedModel, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, nn.Module], list[_Call]]:
-    """Calls of frozen modules in the forward of one prompt, by the kind of its media."""
+    """Returns the calls of frozen modules in the forward of one prompt, by modality and module."""
     scope, reached = _scope(model), []
 
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
@@ -196,9 +197,9 @@ def _calls_of_one(
             return forward(*args, **kwargs)
         with _without_graph(module):
             output = forward(*args, **kwargs)
-        output = _mapped(lambda each: each.detach().requires_grad_() if _is_float(each) else each, [output])
-        made = _Call(features.shape, output, _autocast_dtype(features))
-        scope.calls.setdefault((scope.kind, module), []).append(made)
+        output = _mapped(lambda item: item.detach().requires_grad_() if _is_float(item) else item, [output])
+        record = _Call(features.shape, output, _autocast_dtype(features))
+        scope.calls.setdefault((scope.kind, module), []).append(record)
         return _mapped(torch.clone, [output])
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
@@ -206,24 +207,28 @@ def _calls_of_one(
         raise _Encoded
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
-    # Encoders draw even if they drop no layers, before transformers 5.23; a resumed run encodes media again
+    # Before transformers 5.23, encoders draw random numbers even if they drop no layers. A resumed run encodes media
+    # again, so that the random state must stay.
     with torch.random.fork_rng(devices=[]), suppress(_Encoded), hook, torch.enable_grad():
         with _wrapped(model, modules, scope, call):
             model(**inputs, use_cache=False)
-    # What the decoder's inputs would have a gradient of is what the code between frozen modules reads
+    # The outputs that the code between frozen modules reads are the tensors that the decoder's inputs depend on
     read = leaves_of_graph(reached)
     kinds_read = {
-        kind for (kind, _), made in scope.calls.items() for each in made if not read.isdisjoint(_tensors(each.output))
+        kind
+        for (kind, _), record in scope.calls.items()
+        for item in record
+        if not read.isdisjoint(_tensors(item.output))
     }
-    for (kind, _), made in scope.calls.items():
+    for (kind, _), record in scope.calls.items():
         keep = functools.partial(_kept, read=read if kind in kinds_read else None)
-        for each in made:
-            each.output = _mapped(keep, [each.output])
+        for item in record:
+            item.output = _mapped(keep, [item.output])
     return scope.calls
 
 
 def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
-    """Kinds of media whose encoders have frozen modules."""
+    """Returns the modalities whose encoders have frozen modules."""
     kinds = set()
     for kind, name in find_towers(model).items():
         tower = model.get_submodule(name)
@@ -234,15 +239,15 @@ def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[s
 
 
 def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
-    """A part of an output without its memory, unless it is read; without knowing what is, all are."""
+    """Returns a tensor of an output, without its memory if it isn't in `read`; all are kept if `read` is `None`."""
     if not _is_float(leaf) or read is None or leaf in read:
         return leaf.detach()
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
 def _calls_of(parts: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
-    """The calls, of those of each prompt, whose inputs are that of the call at an index; none without all of them."""
-    if way == _ONE_BY_ONE:  # not one call for all prompts, which starts with the features of the first
+    """Returns the calls of prompts whose joined inputs are the `features` of the call at `index`, or none of them."""
+    if way == _ONE_BY_ONE:  # compares shapes, since one call for all prompts starts with the features of the first
         calls = [call for part in parts for call in part][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [part[index] for part in parts if index < len(part)]
@@ -255,17 +260,17 @@ def _calls_of(parts: list[list[_Call]], way: int, index: int, features: torch.Te
 
 
 def _joined(calls: list[_Call], way: int) -> Output:
-    """The output for all prompts from those of each."""
+    """Returns the output for all prompts from the outputs of their calls."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
-        # Not those that are kept, as some models change features in place
+        # A copy of the kept tensor, as some models change features in place
         return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
 
     return _mapped(join, [call.output for call in calls])
 
 
 def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
-    """Whether an output is that of the calls, up to rounding, and apart from padding."""
+    """Returns whether an output is the joined output of the calls, up to rounding, and apart from padding."""
     results = [bool(calls)]
 
     def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
@@ -281,41 +286,42 @@ def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
 
     try:
         _mapped(compare, [output, *(call.output for call in calls)])
-    except (ValueError, RuntimeError):  # of other structures or shapes
+    except (ValueError, RuntimeError):  # outputs of other structures or shapes
         return False
     return all(results)
 
 
 def _mapped(function: Forward, values: Sequence[Output]) -> Output:
-    """Results of modules with `function` of the tensors at each place of them."""
+    """Applies `function` to the tensors at the same place of several outputs, and returns their results alike."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return function(*values)
     if isinstance(first, Mapping):
         results = cast(Sequence[Mapping[str, Output]], values)
-        result = cast(MutableMapping[str, Output], copy.copy(first))  # transformers' may have keys beyond their fields
+        # A copy, as outputs of transformers may have keys beyond their fields
+        result = cast(MutableMapping[str, Output], copy.copy(first))
         for name in first:
-            result[name] = _mapped(function, [each[name] for each in results])
+            result[name] = _mapped(function, [part[name] for part in results])
         return result
     if isinstance(first, (tuple, list)):
         return type(first)(
-            _mapped(function, each) for each in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
+            _mapped(function, part) for part in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
         )
     return first
 
 
 def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
 def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
-    """Runs `call` in place of the forwards of modules, and keeps track of what the model computes."""
+    """Runs `call` in place of the forwards of modules, and tracks in `scope` the modality that the model computes."""
 
     def of_kind(kind: str, method: Forward) -> Forward:
-        @functools.wraps(method)  # `generate` reads its arguments
+        @functools.wraps(method)  # `generate` reads the arguments of the method
         def compute(*args: Output, **kwargs: Output) -> Output:
-            # Features of videos may be those of images
+            # The method for videos may call that for images, in which their modality stays video
             with replaced(scope, kind=scope.kind if scope.kind in MODALITIES else kind):
                 return method(*args, **kwargs)
 
@@ -339,7 +345,7 @@ def _without_graph(module: nn.Module) -> Iterator[None]:
 
 
 def _methods(model: PreTrainedModel) -> dict[str, Callable]:
-    """The methods by which a model's forward computes the features of each kind."""
+    """Returns the methods by which a model's forward computes features, by modality."""
     names = {kind: f"get_{kind}_features" for kind in MODALITIES}
     return {kind: getattr(model.base_model, name) for kind, name in names.items() if hasattr(model.base_model, name)}
 
@@ -358,8 +364,8 @@ def _is_frozen(module: nn.Module) -> bool:
 
 
 def _is_deterministic(module: nn.Module) -> bool:
-    """Whether a module returns the same in each forward, and changes nothing."""
-    norms = (each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+    """Returns whether a module computes the same output in all forwards, and changes none of its state."""
+    norms = (submodule for submodule in module.modules() if isinstance(submodule, nn.modules.batchnorm._BatchNorm))
     return not has_dropout(module) and not any(norm.training and not norm._forward_pre_hooks for norm in norms)
 
 
@@ -378,15 +384,15 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def _reaches_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
-    """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
-    tensors = [each for each in _tensors((args, kwargs)) if each.requires_grad]
+    """Returns whether inputs depend on trained weights. Hooks for checkpointing give a graph to other inputs, too."""
+    tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
     return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(tensors))
 
 
 def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
-    """The leaves, weights among them, that tensors get their gradients from; `None` for those that are hidden."""
-    leaves: set[torch.Tensor | None] = {each for each in tensors if each.is_leaf and each.requires_grad}
-    nodes, seen = [each.grad_fn for each in tensors], set()
+    """Returns the leaves of the graph of tensors, such as weights, and `None` if some leaves are hidden."""
+    leaves: set[torch.Tensor | None] = {tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -394,13 +400,13 @@ def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]
         seen.add(node)
         if hasattr(node, "variable"):
             leaves.add(node.variable)
-        elif node.name() == "CheckpointFunctionBackward":  # of reentrant checkpointing
+        elif node.name() == "CheckpointFunctionBackward":  # reentrant checkpointing hides its leaves
             leaves.add(None)
         nodes += [following for following, _ in node.next_functions]
     return leaves
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether ranks gather weights of the model while it runs."""
-    wrapped = any(isinstance(each, FSDPModule) or hasattr(each, "_fsdp_wrapped_module") for each in model.modules())
+    """Returns whether ranks gather weights of the model while it runs."""
+    wrapped = any(isinstance(part, FSDPModule) or hasattr(part, "_fsdp_wrapped_module") for part in model.modules())
     return wrapped or any(hasattr(parameter, "ds_id") for parameter in model.parameters())

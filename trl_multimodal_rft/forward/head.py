@@ -26,18 +26,18 @@ from trl.trainer.utils import (
 from ..models.wrapped import replaced
 
 
-# Exact in half precision: states that a norm would change, a range of logits, and a logit too small for a soft cap
+# Probes, exact in half precision: states that a norm would change, a range of logits, and one too small for a soft cap
 _STATES, _LOGITS, _SMALL = (1.0, 2.0), 125, 2.0**-20
 
 _SAME = 1e-5
 
-# Logits of a token in memory at once, as in TRL
+# Number of a token's logits that are in memory at once, as in TRL
 _CHUNK_SIZE = 32768
 
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a model does around its LM head: it scales logits, then soft-caps them."""
+    """The scale, and then the soft cap, that a model applies to the logits of its LM head."""
 
     scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # largest logit, by `softcap * tanh(logit / softcap)`
@@ -48,8 +48,8 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
 
     The forward of the model's class runs while backbone and head return known values. No weight takes part, so that
-    weights may be on any device, or not loaded yet. Returns `None` for anything but scale and soft cap, such as logits
-    that are left out.
+    weights may be on any device, or not loaded yet. Returns `None` if the model does anything but scale and soft-cap
+    logits, such as leave some out.
     """
     head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
     if head is None or backbone is None:
@@ -57,7 +57,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     # TRL projects with the weight and skips the head's forward, such as that of an adapter's layer. PEFT's wrapper of
     # a module in `modules_to_save` has the weight of the active copy.
     if hasattr(head, "modules_to_save"):
-        plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
+        plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
     else:
         plain = _is_plain(head)
     if not plain:
@@ -67,20 +67,20 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     states = torch.stack([states, 2 * states])[None]
     logits = torch.arange(head.out_features, device=device, dtype=torch.double) % (2 * _LOGITS + 1) - _LOGITS
     logits = torch.stack([logits, torch.full_like(logits, _SMALL)])[None]
-    taken = []
+    inputs = []
     ids = torch.zeros(states.shape[:2], dtype=torch.long, device=device)
     try:
         with (
             torch.no_grad(),
             replaced(backbone, forward=lambda *args, **kwargs: _BackboneOutput(states)),
-            replaced(head, forward=lambda given: taken.append(given) or logits.clone()),
+            replaced(head, forward=lambda hidden: inputs.append(hidden) or logits.clone()),
         ):
             result = type(model).forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception:  # such as in a forward that requires media
         return None
-    if [given.shape for given in taken] != [states.shape] or result.shape != logits.shape:
+    if [hidden.shape for hidden in inputs] != [states.shape] or result.shape != logits.shape:
         return None
-    before, after = (taken[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
+    before, after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
     constant = _equal(before, before[0]) and _equal(after, after[0])
     if not constant or not before[0] * after[0] or (head.bias is not None and not _equal(before[0], 1)):
         return None
@@ -103,7 +103,7 @@ def add_fused_head(
     Adds a fused LM head, which computes log-probabilities without holding the logits.
 
     The model then takes the arguments of TRL's `add_fused_lm_head`, which reads scale and soft cap from the config of
-    the text model; here they are what the model does. It also takes `label_index`, the places `(N,)` of labels in
+    the text model; here they are the measured ones. It also takes `label_index`, the indices `(N,)` of labels in
     flattened `shift_labels`, for which the host else waits. Without labels, it returns the states before the head.
 
     Args:
@@ -116,15 +116,15 @@ def add_fused_head(
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
             Fields of TRL's `FusedCausalLMOutput` to compute.
         rule ([`HeadRule`], *optional*):
-            What the model does around its head, where FSDP2 has already sharded it. By default it is measured.
+            Scale and soft cap of the logits, where FSDP2 has already sharded the head. By default, they are measured.
 
     Returns:
-        `bool`: Whether the head was added. It isn't where it can't give the log-probabilities of the model's logits.
+        `bool`: Whether the head was added: not if it can't give the log-probabilities of the model's logits.
     """
     rule = rule or head_rule(model)
     if rule is None:
         return False
-    known = rule
+    rule_of_head = rule
     # An attribute, so that a copy of the model runs its own weights. TRL's head would run those of the first model.
     vars(model).setdefault("_plain_forward", _without_fused_head(model.forward))
 
@@ -141,8 +141,8 @@ def add_fused_head(
     ) -> ModelOutput:
         forward = vars(self)["_plain_forward"]
         if not fused_lm_head:
-            given = {"labels": labels, "shift_labels": shift_labels}
-            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+            targets = {"labels": labels, "shift_labels": shift_labels}
+            return forward(*args, **kwargs, **{name: value for name, value in targets.items() if value is not None})
         states = run_backbone(self, forward, args, {**kwargs, "use_cache": False})
         if labels is None and shift_labels is None:
             return BaseModelOutput(last_hidden_state=states)
@@ -151,7 +151,7 @@ def add_fused_head(
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = cast(nn.Linear, self.get_output_embeddings())
         return _fused_scores(
-            states, shift_labels, label_index, head, known, temperature, cast_lm_head_to_fp32, outputs
+            states, shift_labels, label_index, head, rule_of_head, temperature, cast_lm_head_to_fp32, outputs
         )
 
     model.forward = types.MethodType(fused_forward, model)
@@ -159,7 +159,7 @@ def add_fused_head(
 
 
 def _without_fused_head(forward: Callable) -> Callable:
-    """What a forward was before TRL added its fused head."""
+    """Returns a forward as it was before TRL added its fused head."""
     function = getattr(forward, "__func__", None)
     if function is None or function.__globals__.get("__name__") != add_fused_lm_head.__module__:
         return forward
@@ -176,22 +176,22 @@ def _fused_scores(
     in_fp32: bool,
     outputs: tuple[str, ...],
 ) -> FusedCausalLMOutput:
-    """Scores of labels `(B, S)`, 0 where they are -100, from states `(B, S, H)`."""
+    """Computes scores of labels `(B, S)`, 0 where labels are -100, from states `(B, S, H)`."""
     dtype = torch.float32 if in_fp32 else states.dtype
     weight, bias = _joined(head.weight, dtype), None if head.bias is None else _joined(head.bias, dtype)
-    states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
+    states, labels = states.to(weight.device), labels.to(weight.device)  # `device_map` may have put them elsewhere
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
-    places = None
+    label_index = None
     if _has_kernel(device):
-        places = mask.flatten().nonzero()[:, 0] if index is None else index
+        label_index = mask.flatten().nonzero()[:, 0] if index is None else index
     autocast = torch.autocast(device, enabled=False) if in_fp32 else nullcontext()
     with autocast, gather_weights(weight, bias):
         scores = ChunkedLogProbFunction.apply(
-            states.flatten(0, 1) if places is None else states.flatten(0, 1).index_select(0, places),
+            states.flatten(0, 1) if label_index is None else states.flatten(0, 1).index_select(0, label_index),
             weight,
             bias,
-            labels.clamp(min=0).flatten() if places is None else labels.flatten().index_select(0, places),
+            labels.clamp(min=0).flatten() if label_index is None else labels.flatten().index_select(0, label_index),
             temperature,
             _CHUNK_SIZE,
             rule.softcap,
@@ -200,35 +200,35 @@ def _fused_scores(
         )
 
     def placed(values: torch.Tensor) -> torch.Tensor:
-        if places is None:
+        if label_index is None:
             return values.view(mask.shape).masked_fill(~mask, 0)
         # Depends on the model even without labels, so that the backward pass runs on all ranks
-        return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
+        return values.new_zeros(mask.numel()).index_copy(0, label_index, values).view(mask.shape)
 
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    found = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
-    return FusedCausalLMOutput(**found, label_mask=mask)
+    computed = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
+    return FusedCausalLMOutput(**computed, label_mask=mask)
 
 
 def _joined(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight; parts of FSDP2 are cast before they are joined, so that ranks exchange half as much."""
+    """Returns a whole weight. FSDP2's parts are cast before they are joined, so that ranks exchange half as much."""
     return cast(DTensor, parameter.to(dtype)).full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Within the context, ZeRO-3 holds the whole weights of a head."""
-    return maybe_gather_lm_head_ctx(*(cast(nn.Parameter, each) for each in (weight, bias) if each is not None))
+    """Returns a context in which ZeRO-3 holds the whole weights of a head."""
+    return maybe_gather_lm_head_ctx(*(cast(nn.Parameter, tensor) for tensor in (weight, bias) if tensor is not None))
 
 
 def _has_kernel(device: str) -> bool:
-    """Whether the head scores labels alone. Elsewhere, their number would recompile the kernel for each batch."""
+    """Returns whether the head scores labels alone. Elsewhere, a new number of labels would recompile the kernel."""
     return device in ("cuda", "xpu")
 
 
 def scores_of_logits(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, entropy_requires_grad: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of tokens `(...)` and entropies of their distributions, from logits `(..., V)`."""
+    """Computes log-probabilities of tokens `(...)` and entropies of their distributions, from logits `(..., V)`."""
     logits = logits.float()
     if temperature < 1:
         # The lowest number masks tokens. Divided, it would become infinite and entropies NaN.
@@ -239,27 +239,27 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """The module whose states the head gets, also in models without `base_model` (encoders and head side by side)."""
+    """Returns the module whose states the head gets, even without `base_model` (encoders and head side by side)."""
     if model.base_model is not model:
         return model.base_model
     head, decoder = model.get_output_embeddings(), model.get_decoder()
-    siblings = next((each for module in model.modules() if head in (each := [*module.children()])), [])
-    found = [each for each in siblings if isinstance(each, PreTrainedModel)]
-    return decoder if decoder in found else next(iter(found), None)
+    siblings = next((inner for module in model.modules() if head in (inner := [*module.children()])), [])
+    models = [inner for inner in siblings if isinstance(inner, PreTrainedModel)]
+    return decoder if decoder in models else next(iter(models), None)
 
 
 def run_backbone(
     model: PreTrainedModel, forward: Callable[..., ModelOutput], args: tuple, kwargs: dict
 ) -> torch.Tensor:
-    """Last states of the backbone. Without a `base_model`, the model's forward runs with an idle head."""
+    """Returns the backbone's last states. Without a `base_model`, the model's forward runs with an idle head."""
     if model.base_model is not model:
         return model.base_model(*args, **kwargs).last_hidden_state
-    backbone, head, taken = _backbone(model), model.get_output_embeddings(), []
+    backbone, head, outputs = _backbone(model), model.get_output_embeddings(), []
     assert backbone is not None and head is not None
-    hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
+    hook = backbone.register_forward_hook(lambda module, inputs, output: outputs.append(output.last_hidden_state))
     with hook, replaced(head, forward=lambda states: states):
         forward(*args, **kwargs)
-        return taken[-1]
+        return outputs[-1]
 
 
 class _BackboneOutput:

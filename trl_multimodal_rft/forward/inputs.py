@@ -16,7 +16,7 @@ from .layout import to_device
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     """
-    A left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and token `fields` `(B, P, ...)`.
+    Returns a left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and `fields` `(B, P, ...)`.
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]
@@ -46,19 +46,19 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
 def media_inputs(
     prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Media of prompts for one forward, joined on its device. Other tensors than features are on the host, too."""
+    """Joins media of prompts for one forward on its device. Encoders can read tensors of integers on the host, too."""
     prompts = list(prompts)
     moved = join_tensors(_uploaded(prompt, model.dtype, device) for prompt in prompts)
     if device.type == "cpu":
         return moved
-    given = join_tensors(
+    host = join_tensors(
         {name: value for name, value in prompt.media.items() if not value.is_floating_point()} for prompt in prompts
     )
-    return {name: remember_on_host(value, given[name]) if name in given else value for name, value in moved.items()}
+    return {name: remember_on_host(value, host[name]) if name in host else value for name, value in moved.items()}
 
 
 def _uploaded(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """A prompt's media on a device, features in a dtype: copied once while the prompt is in use."""
+    """Returns a prompt's media on a device, features in a dtype, copied once while the prompt is in use."""
     key = device, dtype
     if key not in prompt.on_device:
         moved = {name: to_device(value, device) for name, value in prompt.media.items()}
@@ -69,7 +69,7 @@ def _uploaded(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -
 
 
 def encode_once(model: PreTrainedModel, prompts: Iterable[EncodedPrompt], device: torch.device) -> None:
-    """Computes what frozen encoders make of the media of prompts, unless they have it, see [`encode_frozen`]."""
+    """Computes outputs of frozen encoders for the media of prompts without them, see [`encode_frozen`]."""
 
     def inputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
         inputs = {

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which attention kernels run on a GPU."""
+"""Attention kernels of torch and of flash-attn, by device and dtype."""
 
 import functools
 import inspect
@@ -28,7 +28,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 def has_varlen_kernel(query: torch.Tensor) -> bool:
-    """Whether device and dtype have a variable-length kernel: from Ampere on, in half precision."""
+    """Returns whether a variable-length kernel supports device and dtype: from Ampere on, in half precision."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -46,9 +46,9 @@ def varlen_attention(
     library: bool = False,
 ) -> torch.Tensor:
     """
-    Attention within sequences of a row, by the kernel of torch or of the flash-attn `library`.
+    Computes attention within sequences of a row, by the kernel of torch or of the flash-attn `library`.
 
-    `window_size` is how many keys before and after its own a query attends to, -1 for all. Shapes: states
+    `window_size` is the number of keys before and after its own that a query attends to, -1 for all. Shapes: states
     `(T, heads, head_dim)`; returns `(T, heads, head_dim)`.
     """
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
@@ -59,7 +59,7 @@ def varlen_attention(
         options = {"causal": window_size[1] == 0, "window_size": window_size, "softcap": softcap or 0.0}
         output = flash_attn_varlen_func(query, key, value, *sequences, softmax_scale=scaling, **options)
     else:
-        from torch.nn.attention.varlen import varlen_attn  # whose import takes longer than that of this folder
+        from torch.nn.attention.varlen import varlen_attn  # takes longer to import than this folder
 
         # Before 2.13, torch always permits fewer heads of keys than of queries
         gqa = {"enable_gqa": True} if "enable_gqa" in _signature(varlen_attn).parameters else {}
@@ -69,9 +69,9 @@ def varlen_attention(
 
 
 def _of_one_size(*states: torch.Tensor) -> list[torch.Tensor]:
-    """Pads heads: kernels want one size, a multiple of 8, while those of latent attention have 192 and 128."""
-    width = -(-max(each.size(-1) for each in states) // 8) * 8
-    return [each if each.size(-1) == width else F.pad(each, (0, width - each.size(-1))) for each in states]
+    """Pads heads to one size, a multiple of 8, as kernels require. Heads of latent attention have 192 and 128."""
+    width = -(-max(tensor.size(-1) for tensor in states) // 8) * 8
+    return [tensor if tensor.size(-1) == width else F.pad(tensor, (0, width - tensor.size(-1))) for tensor in states]
 
 
 def merged_attention(
@@ -87,9 +87,9 @@ def merged_attention(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """
-    Causal attention within sequences of a row, of which the queries at `index` (`None`: all) also attend to all shared
-    keys of theirs: two calls of torch's kernel, merged by log-sum-exp as in
-    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes as in [`varlen_attention`].
+    Computes causal attention within sequences of a row, with queries at `index` (`None`: all) that also attend to all
+    keys of their shared sequence. Two calls of torch's kernel are merged by log-sum-exp as in
+    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are those of [`varlen_attention`].
     """
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
     states = _of_one_size(query, key, value, shared_key, shared_value)
@@ -97,7 +97,7 @@ def merged_attention(
 
 
 class _Merged(torch.autograd.Function):
-    """The gradient of `varlen_attn` would leave out that of the log-sum-exp."""
+    """The function of [`merged_attention`]; the gradient of `varlen_attn` would leave out that of the log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -113,16 +113,16 @@ class _Merged(torch.autograd.Function):
         scaling: float,
     ) -> torch.Tensor:
         output, lse = flash_forward(query, key, value, sequences, True, scaling)
-        others, others_lse = flash_forward(
+        shared_output, shared_lse = flash_forward(
             rows_at(query, index), shared_key, shared_value, shared_sequences, False, scaling
         )
-        before, both = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, others_lse)
-        weight = (others_lse - both).exp().T[..., None]
-        merged = torch.lerp(before.to(weight.dtype), others.to(weight.dtype), weight).to(output.dtype)
+        before, total_lse = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
+        weight = (shared_lse - total_lse).exp().T[..., None]
+        merged = torch.lerp(before.to(weight.dtype), shared_output.to(weight.dtype), weight).to(output.dtype)
         if index is None:
-            output, lse = merged, both
+            output, lse = merged, total_lse
         else:
-            output, lse = output.index_copy(0, index, merged), lse.index_copy(1, index, both)
+            output, lse = output.index_copy(0, index, merged), lse.index_copy(1, index, total_lse)
         ctx.save_for_backward(query, key, value, shared_key, shared_value, index, output, lse)
         ctx.settings = sequences, shared_sequences, scaling
         return output
@@ -133,19 +133,19 @@ class _Merged(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
         sequences, shared_sequences, scaling = ctx.settings
-        # With the output and the log-sum-exp of both calls, each gives its share of the gradient
+        # With the merged output and log-sum-exp, either call gives its share of the gradient
         of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
-        gradient, query, output = (rows_at(each, index) for each in (gradient, query, output))
+        gradient, query, output = (rows_at(tensor, index) for tensor in (gradient, query, output))
         lse = rows_at(lse.T, index).T.contiguous()
-        more, *of_shared = flash_backward(
+        of_shared_query, *of_shared = flash_backward(
             gradient, query, shared_key, shared_value, output, lse, shared_sequences, False, scaling
         )
-        of_query = of_query + more if index is None else of_query.index_add(0, index, more)
+        of_query = of_query + of_shared_query if index is None else of_query.index_add(0, index, of_shared_query)
         return of_query, *of_own, *of_shared, None, None, None, None
 
 
 def rows_at(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """Values at an index along the first dimension, `None` for all."""
+    """Returns values at an index along the first dimension, or all values if it is `None`."""
     return values if index is None else values.index_select(0, index)
 
 
@@ -157,7 +157,7 @@ def flash_forward(
     is_causal: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of torch's kernel, and the log-sum-exp of the scores `(heads, Q)`."""
+    """Returns the output of torch's kernel, and the log-sum-exp of the scores `(heads, Q)`."""
     forward = torch.ops.aten._flash_attention_forward
     return forward(query, key, value, *sequences, 0.0, is_causal, False, scale=scaling)[:2]
 
@@ -173,8 +173,8 @@ def flash_backward(
     is_causal: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values, from the output and the log-sum-exp over all keys, these or others."""
-    # Of dropout, which there is none of
+    """Returns gradients of queries, keys and values; the output and log-sum-exp may be over further keys, too."""
+    # The random state of dropout, of which there is none
     random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
     backward = torch.ops.aten._flash_attention_backward
     return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random, scale=scaling)
@@ -183,10 +183,10 @@ def flash_backward(
 @contextmanager
 def without_cudnn() -> Iterator[None]:
     """
-    Within the context, attention runs on other kernels than cuDNN's, which prepares each shape anew: for 0.02 to 1 s,
-    and prompts and completions have ever other shapes.
+    Keeps attention off cuDNN's kernels within the context: cuDNN prepares a new shape for 0.02 to 1 s, and prompts and
+    completions keep having new shapes.
     """
-    if torch.compiler.is_compiling():  # which would break the graph here
+    if torch.compiler.is_compiling():  # a change of the setting would break the graph
         yield
         return
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
@@ -207,8 +207,8 @@ def attention_with_lse(
     shown: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention of states `(B, heads, T, head_dim)` to all keys, with a `mask` that is added to scores, but to none of
-    the key at `shown`, and the log-sum-exp of the scores `(B, heads, Q)`. Queries may have more heads than keys.
+    Computes attention of states `(B, heads, T, head_dim)` to all keys, and the log-sum-exp of scores `(B, heads, Q)`.
+    The `mask` is added to scores, and doesn't mask the key at `shown`. Queries may have more heads than keys.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":
@@ -217,7 +217,7 @@ def attention_with_lse(
         if mask is None and query.size(-1) % 8 == 0 and has_varlen_kernel(query):
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
-    folded = query.reshape(len(key), key.size(1), -1, query.size(-1))  # heads that share keys as one sequence
+    folded = query.reshape(len(key), key.size(1), -1, query.size(-1))  # query heads that share a key as one sequence
     scores, wide = folded @ key.mT, torch.promote_types(query.dtype, torch.float32)
     if softcap is not None:
         scores, scaling = softcap * torch.tanh(scores.to(wide) * (scaling / softcap)), 1.0

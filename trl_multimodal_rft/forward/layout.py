@@ -19,25 +19,26 @@ from .trees import Node, leaf, walk
 # Keys and values of a prompt in each attention layer, both `(1, heads, P, head_dim)`
 States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
-# Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest of each
+# Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest length of queries and of keys
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
-# A prompt or a branch in a row: its start, its length, the start of what it continues, and how many tokens it shares
-# with that; a prompt continues itself and shares 0 tokens, a branch all but the last of what it continues
+# A prompt or a branch in a row: its start, its length, the start of its parent, and the number of tokens it shares. A
+# branch continues its parent and shares all tokens before the parent's last one; a prompt is its own parent and shares
+# 0 tokens.
 Segment = tuple[int, int, int, int]
 
 # Prompts share an attention call if the longest exceeds the shortest by no more than this factor, which bounds padding
 _LENGTH_TOLERANCE = 1.25
 
-# Prompts of unequal length in one call need a mask per branch. Beyond so many entries (1 MiB in float32), each prompt
-# gets its own call, where its branches share a mask; by then the work outweighs a call.
+# Prompts of unequal length in one call need a mask per branch. Beyond this many entries (1 MiB in float32), each
+# prompt gets its own call, where its branches share a mask; by then the work outweighs the cost of a call.
 MASK_ENTRIES = 2**18
 
-# From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
+# From this many copied keys on, completions attend to their prompt and to themselves in two calls that copy none.
 # With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
 _COPIED_KEYS = 2**14
 
-# Kernels want the length of a mask's rows, and their first column, to be multiples of this
+# Kernels require the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
 
 
@@ -47,9 +48,9 @@ class PrefixBlock:
     `N` prompts of similar length and their `M` branches, attended in two calls: the prompts, then the branches.
 
     A branch is a copy of the prompt's last token followed by the completion without its last token: exactly the
-    positions that predict the completion. Where prompts start alike, what they share is a prompt, too, whose branches
-    are their rests; a prompt with a rest is attended as a branch, and its own branches are in another block. Indices
-    are positions in the packed row, padded on the right.
+    positions that predict the completion. Where prompts start alike, their common start is a prompt, too, with their
+    remainders as branches. The completions behind a remainder are in another block, whose prompts aren't attended
+    again, as their remainders are branches. Indices are positions in the packed row, padded on the right.
     """
 
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if they are attended as branches
@@ -61,7 +62,7 @@ class PrefixBlock:
     linear: list[Mapping[str | None, LayerMask]]  # `linear_masks` of each prompt
 
     def unseen_keys(self, kind: str | None) -> int:
-        """The first keys of a branch, which no branch sees in layers of type `kind`."""
+        """Returns the number of first keys that no branch sees in layers of type `kind`."""
         masks = [linear[kind] for linear in self.linear]
         windows = [mask.window for mask in masks if isinstance(mask, Causal) and mask.window is not None]
         return max(min(self.sizes) - max(windows), 0) if len(windows) == len(masks) else 0
@@ -76,7 +77,7 @@ class Continued:
 
     head_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
     head_mask: torch.Tensor | None  # False on padding, `(N, H)`; `None` without padding
-    # Of the branches, padded on the right, `(M, L)`; the last token of a prompt without any
+    # Of the branches, padded on the right, `(M, L)`; for a prompt without branches, its last token
     branch_index: torch.Tensor
     owner: torch.Tensor  # prompt of each branch, `(M,)`
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of both batches, `(T,)`
@@ -84,15 +85,15 @@ class Continued:
 
 @dataclass(eq=False)
 class PrefixLayout:
-    """Which token of a packed row attends to which, as the attention backends need it."""
+    """The attention pattern of a packed row, in the forms that attention backends need."""
 
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
-    # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
-    # whether the prompts are, too
+    # By layer type in which text behind all prompts is causal in one window, as varlen kernels need it: the window
+    # (`None`: all tokens), and whether the prompts are causal in it, too
     windows: dict[str | None, tuple[int | None, bool]]
-    # What the forward of a lone prompt fills, or that of its completions in a row without it reads
+    # Filled by the forward of a lone prompt, or read by the forward of its completions in a row without it
     states: States | None = None
     n_cached: int = 0  # tokens at the start of the row that aren't forwarded with it, as their states are cached
 
@@ -104,20 +105,20 @@ class PrefixLayout:
 
     @cached_property
     def before(self) -> dict[int, torch.Tensor]:
-        """Positions in the row of what each segment, by its start, shares."""
+        """Positions in the row of the tokens that each segment shares, by its start."""
         return _before(self.segments)
 
     def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
         """
-        The branches, and the prompts or not, as `S` sequences of variable length for a kernel, cached for all layers.
+        Returns the branches, with or without the prompts, as `S` sequences for a variable-length kernel: positions in
+        the row of queries `(Q,)`, `None` for all, and of keys `(K,)`, and the arguments of the kernel.
 
         Attention is causal, aligned to the last key, so that a sequence needs only the keys of its prompt that its
-        first token sees in a `window`. Returns positions in the row of queries `(Q,)`, `None` for all, and of keys
-        `(K,)`, and the arguments of the kernel.
+        first token sees in a `window`. The result is cached for all layers.
         """
         key = ("sequences", window, with_prompts)
         if key not in self._masks:
-            segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
+            segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
             starts, lengths, _, shared = torch.tensor(segments).T
             seen = shared if window is None else shared.clamp(max=window - 1)
             pieces = [
@@ -128,7 +129,7 @@ class PrefixLayout:
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
             device = self.restore_index.device
             queries = None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device)
-            sequences = [to_device(each, device) for each in bounds]
+            sequences = [to_device(entry, device) for entry in bounds]
             longest = int(lengths.max()), int((seen + lengths).max())
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._masks[key]
@@ -137,12 +138,13 @@ class PrefixLayout:
         self, with_prompts: bool
     ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
         """
-        What [`sequences`] returns without a window, for two calls: each sequence attends to its own tokens, and all
-        that continue the same tokens, as one sequence, to these; `None` where this would save few copies of keys.
+        Returns the [`sequences`] without a window for two kernel calls, or `None` where these save few copies of keys.
 
-        Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
-        the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
-        the row, cached ones included, `(K,)`; and the arguments for them.
+        In the first call, sequences attend to their own tokens; in the second, all sequences that continue the same
+        tokens attend to these as one sequence. Returns positions in the row of the first call's queries, which are
+        its keys, too, `(Q,)`, `None` for all; its arguments; indices of the queries that attend to shared tokens
+        `(R,)`, `None` for all; positions in the row of shared keys, cached ones included, `(K,)`; and the arguments
+        of the second call.
         """
         key = ("shared", with_prompts)
         if key not in self._masks:
@@ -150,32 +152,32 @@ class PrefixLayout:
         return self._masks[key]
 
     def _shared_sequences(self, with_prompts: bool):
-        segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
+        segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
         shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
         behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
-        taken = 0
+        offset = 0
         for _, length, parent, n in segments:
             if n:
-                behind[parent].append(torch.arange(taken, taken + length))
-            taken += length
-        free = 0 if self.n_cached else 1  # cached keys are copied to stand before others
-        n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
+                behind[parent].append(torch.arange(offset, offset + length))
+            offset += length
+        free = 0 if self.n_cached else 1  # cached keys are copied in any case, to stand before those of the row
+        n_copied = sum(len(shared[parent]) * (len(entry) - free) for parent, entry in behind.items())
         if not n_copied or n_copied < _COPIED_KEYS:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
-        rows = [torch.cat(each) for each in behind.values()]
+        rows = [torch.cat(entry) for entry in behind.values()]
         index, device = torch.cat(rows), self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
-        own, longest = bounds(lengths)
-        queries, most = bounds(torch.tensor([len(each) for each in rows]))
-        keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
+        own_bounds, longest = bounds(lengths)
+        queries, most = bounds(torch.tensor([len(entry) for entry in rows]))
+        keys, farthest = bounds(torch.tensor([len(entry) for entry in shared.values()]))
         return (
             None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device),
-            (own, own, longest, longest),
-            None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
+            (own_bounds, own_bounds, longest, longest),
+            None if len(index) == offset and (index.diff() == 1).all() else to_device(index, device),
             to_device(torch.cat([*shared.values()]), device),
             (queries, keys, most, farthest),
         )
@@ -183,55 +185,55 @@ class PrefixLayout:
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
         """Index of each row position in the outputs of the prompts of all blocks, followed by all branches, `(T,)`."""
-        spans, taken = [], 0
+        spans, offset = [], 0
         for block in self.blocks:
             n, width = block.prompt_index.shape
-            spans += [(block.starts[i], block.sizes[i], taken + i * width) for i in range(n)]
-            taken += n * width
+            spans += [(block.starts[i], block.sizes[i], offset + i * width) for i in range(n)]
+            offset += n * width
         for start, length, prompt_start, _ in self.segments:
             if start != prompt_start:
-                spans.append((start, length, taken))
-                taken += length
+                spans.append((start, length, offset))
+                offset += length
         return to_device(_restore_index(spans), self.restore_index.device)
 
     @cached_property
     def continued(self) -> Continued:
-        """The layout for layers that carry a state along the row, computed once for all of them."""
+        """The layout for layers that carry a state from token to token, computed once for all of them."""
         prompts = [(start, length) for start, length, parent, _ in self.segments if start == parent]
-        numbers = {start: i for i, (start, _) in enumerate(prompts)}
+        prompt_numbers = {start: i for i, (start, _) in enumerate(prompts)}
         inner = {parent for start, _, parent, _ in self.segments if start != parent}
-        # What follows the head of a prompt up to the end of each completion. The states of a rest, which several
-        # prompts or completions share, are computed for each.
-        ways, owner = [], []
+        # Tokens behind the head of a prompt up to the end of a completion. The states of a remainder, which several
+        # prompts or completions share, are computed for each of them.
+        paths, owner = [], []
         for start, length, parent, _ in self.segments:
-            owns = numbers[start] = numbers[parent]
+            number = prompt_numbers[start] = prompt_numbers[parent]
             if start not in inner:
                 whole = torch.cat([self.before[start], torch.arange(start, start + length)])
-                ways.append(whole[prompts[owns][1] - 1 :])
-                owner.append(owns)
+                paths.append(whole[prompts[number][1] - 1 :])
+                owner.append(number)
 
         starts, sizes = torch.tensor(prompts).T[:, :, None]
         longest = max(1, int(sizes.max()) - 1)
         head_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
         head_index = starts + head_steps.clamp(min=0)
 
-        lengths = torch.tensor([[len(way)] for way in ways])
-        # At least two: mixers take a single token for a decoding step, which has no gradient
+        lengths = torch.tensor([[len(path)] for path in paths])
+        # At least two steps: mixers take a single token for a decoding step, which has no gradient
         steps = torch.arange(max(2, int(lengths.max())))
-        branch_index = torch.stack([way[steps.clamp(max=len(way) - 1)] for way in ways])
+        branch_index = torch.stack([path[steps.clamp(max=len(path) - 1)] for path in paths])
 
         is_head, is_branch = head_steps >= 0, steps < lengths
-        head_places, branch_places = torch.arange(head_index.numel() + branch_index.numel()).split(
+        head_outputs, branch_outputs = torch.arange(head_index.numel() + branch_index.numel()).split(
             [head_index.numel(), branch_index.numel()]
         )
         restore = torch.empty_like(self.restore_index, device="cpu")
-        restore[head_index[is_head]] = head_places.view_as(head_index)[is_head]
-        restore[branch_index[is_branch]] = branch_places.view_as(branch_index)[is_branch]
-        # A branch begins with a copy of the last token of what it continues
-        lasts = {start: start + length - 1 for start, length, *_ in self.segments}
+        restore[head_index[is_head]] = head_outputs.view_as(head_index)[is_head]
+        restore[branch_index[is_branch]] = branch_outputs.view_as(branch_index)[is_branch]
+        # The last token of a parent takes the output of its copy, with which a branch begins
+        last_positions = {start: start + length - 1 for start, length, *_ in self.segments}
         for start, _, parent, _ in reversed(self.segments):
             if start != parent:
-                restore[lasts[parent]] = restore[start]
+                restore[last_positions[parent]] = restore[start]
 
         device = self.restore_index.device
         return Continued(
@@ -250,12 +252,11 @@ class PrefixLayout:
         self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        How a block's prompts are attended in layers of type `kind`; cached, on the row's device, for all layers.
+        Returns the queries, keys and mask of a block's prompts in layers of type `kind`; cached, on the row's device.
 
-        Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and what is added to their
-        scores, `(1 or N * C, 1, L, K)`, or `None` for plain causal attention if the caller `is_causal` without a mask.
-        Where windows are much shorter than prompts, these are in `C` chunks, whose tokens see only the keys nearby,
-        else in one.
+        Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is added to scores,
+        `(1 or N * C, 1, L, K)`, or `None` for plain causal attention if the caller `is_causal` without a mask. Prompts
+        that are much longer than windows are split into `C` chunks, whose tokens see only nearby keys; else `C` is 1.
         """
         plain = all(linear[kind] is None for linear in block.linear)
         if plain and is_causal:
@@ -265,7 +266,7 @@ class PrefixLayout:
             self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
         if self._masks[key] is None:
             n, width = block.prompt_index.shape
-            if plain:  # one for all, as no token sees padding behind it
+            if plain:  # one mask for all, as no token sees padding behind it
                 masks = self._hidden(1, width, width, dtype).triu_(1)
             else:
                 masks = self._hidden(n, width, width, dtype)
@@ -279,11 +280,11 @@ class PrefixLayout:
         self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, groups: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        How a block's branches are attended in layers of type `kind`; cached, on the row's device, for all layers.
+        Returns the queries, keys and mask of a block's branches in layers of type `kind`; cached, on the row's device.
 
-        `groups` `G` is the number of query heads that share a key and are attended as one sequence. Returns positions
-        in the row of queries `(M, L)` and of keys `(M, K)`, without those that no branch sees, and what is added to
-        their scores, `(1 or M, 1, L * G, K)`: one for all branches, except for short prompts of unequal length.
+        `groups` `G` is the number of query heads that share a key and are attended as one sequence. Queries `(M, L)`
+        and keys `(M, K)`, without keys that no branch sees, are positions in the row. The mask is added to scores,
+        `(1 or M, 1, L * G, K)`: one for all branches, except for short prompts of unequal length.
         """
         skipped = block.unseen_keys(kind)
         positions = block.branch_index, block.key_index[:, skipped:]
@@ -303,10 +304,10 @@ class PrefixLayout:
         return *positions, self._masks[key]
 
     def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
-        """The mask of a block's branches: a view of one for all blocks whose prompts are of equal length."""
+        """Returns the mask of a block's branches: a view of one mask for all blocks with prompts of equal length."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
-            """Keys before that of the first query, and queries."""
+            """Returns the numbers of keys before that of the first query, and of queries."""
             return block.sizes[0] - 1, block.branch_index.size(1)
 
         shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
@@ -330,7 +331,7 @@ class PrefixLayout:
         ]
         if len(causal) < len(masks):
             return None
-        window, lookahead = max(each[0] for each in causal), max(each[1] for each in causal)
+        window, lookahead = max(values[0] for values in causal), max(values[1] for values in causal)
         size, width = max(window, lookahead), block.prompt_index.size(1)
         n_keys = window - 1 + size + lookahead
         if width < 2 * n_keys:
@@ -340,20 +341,20 @@ class PrefixLayout:
         distance = queries[:, :, None] - keys[:, None]
         allowed = []
         for (own_window, _, prompt), length in zip(causal, block.sizes, strict=True):
-            rows, columns = (each.clamp(0, length - 1) for each in (queries[:, :, None], keys[:, None]))
+            rows, columns = (values.clamp(0, length - 1) for values in (queries[:, :, None], keys[:, None]))
             seen = (distance >= 0) & (distance < own_window)
             if prompt is not None:
                 seen = (columns >= prompt[rows, 0]) & (columns < prompt[rows, 1])
             allowed.append((seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
         device = self.restore_index.device
         seen = to_device(torch.cat(allowed), device)
-        added = self._hidden(len(seen), size, n_keys, dtype).masked_fill_(seen, 0.0)[:, None]
+        additive = self._hidden(len(seen), size, n_keys, dtype).masked_fill_(seen, 0.0)[:, None]
         starts, lengths = torch.tensor([block.starts, block.sizes])[:, :, None, None]
-        queries, keys = (starts + each.clamp(min=0).minimum(lengths - 1) for each in (queries, keys))
-        return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), added
+        queries, keys = (starts + values.clamp(min=0).minimum(lengths - 1) for values in (queries, keys))
+        return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), additive
 
     def _boolean_mask(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
-        """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""
+        """Returns the boolean mask of the first `end` tokens of a sequence for queries from `start` to `end`."""
         device = self.restore_index.device
         if isinstance(mask, torch.Tensor):
             return span_mask(mask[start:end].to(device), end)
@@ -372,7 +373,7 @@ class PrefixLayout:
         return repeated
 
     def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Masks that hide everything, with aligned rows."""
+        """Returns additive masks that hide everything, with aligned rows."""
         shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
         masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
         return masks[:, :, :columns]
@@ -386,15 +387,15 @@ class PackedRow:
     shift_labels: torch.Tensor  # the token that each position predicts, -100 on prompts, `(1, T)`
     position_ids: torch.Tensor  # of each token in its own sequence, `(1, T)` or `(R, 1, T)`
     token_fields: dict[str, torch.Tensor]  # each `(1, T)`
-    nodes: dict[int, Node]  # prompts, or what several share, by their start in the row
-    parts: list[EncodedPrompt]  # with the media of the row, in their order
+    nodes: dict[int, Node]  # prompts, or common starts of several, by their start in the row
+    parts: list[EncodedPrompt]  # parts of prompts with the media of the row, in row order
     layout: PrefixLayout
     label_index: torch.Tensor  # positions with a label, `(N,)`
     score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`
 
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
-    """Indices of the completions of each prompt."""
+    """Returns the indices of the completions of each prompt."""
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
@@ -402,18 +403,18 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 
 class CompletionBatch(NamedTuple):
-    """The prompts of completions, these, padded on the right, and 1 on their tokens, `(B, C)`."""
+    """A batch of completions: their prompts, their ids padded on the right, and 1 on their tokens, `(B, C)`."""
 
     prompts: Sequence[EncodedPrompt]
     ids: torch.Tensor
     mask: torch.Tensor
 
     def rows(self, index: Sequence[int]) -> "CompletionBatch":
-        """Some of them."""
+        """Returns the batch of the completions at an index."""
         return CompletionBatch([self.prompts[i] for i in index], rows_of(self.ids, index), rows_of(self.mask, index))
 
     def padded(self, dummies: Sequence[EncodedPrompt]) -> "CompletionBatch":
-        """With dummy prompts, which have no completion and don't affect the others."""
+        """Returns the batch with dummy prompts, which have no completion and don't affect the other prompts."""
         padding = (0, 0, 0, len(dummies))
         return CompletionBatch([*self.prompts, *dummies], F.pad(self.ids, padding), F.pad(self.mask, padding))
 
@@ -441,7 +442,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         key = tuple(
             sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
         )
-        # The only difference where the processor pads images to one shape
+        # The only difference of images that the processor pads to one shape
         sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
         parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
@@ -486,34 +487,34 @@ def pack(
     offset = 0
     for node, parent in walk([*map(leaf, groups)] if trees is None else trees):
         prompt, first = node.prompt, 0 if parent is None else parent.stop - 1
-        place = slice(first, node.stop)
+        span = slice(first, node.stop)
         start, size = offset, node.stop - first
         starts[node] = start
         segments.append((start, size, start if parent is None else starts[parent], first))
-        ids.append(prompt.input_ids[place])
+        ids.append(prompt.input_ids[span])
         labels.append(torch.full((size,), -100))
-        positions.append(prompt.position_ids[..., place])
+        positions.append(prompt.position_ids[..., span])
         if first <= (prompt.media_span or (0,))[0] < node.stop:
             parts.append(prompt.parts[0])
         for name in fields:
-            columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[place])
+            columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[span])
         offset += size
         for member in [] if node.children else groups[prompt]:
             if (length := lengths[member]) == 0:
                 continue
             completion = completions[member, :length]
-            taken = length if with_last else length - 1
-            ids.append(torch.cat([prompt.input_ids[-1:], completion[:taken]]))
-            labels.append(F.pad(completion, (0, taken + 1 - length), value=-100))
-            whole = prompts[member]  # a conversation has more than the prompt that is shared
-            positions.append(torch.cat([whole.position_ids[..., -1:], whole.positions_after(taken)], dim=-1))
+            n_tokens = length if with_last else length - 1
+            ids.append(torch.cat([prompt.input_ids[-1:], completion[:n_tokens]]))
+            labels.append(F.pad(completion, (0, n_tokens + 1 - length), value=-100))
+            whole = prompts[member]  # a conversation has more tokens than the prompt that is shared
+            positions.append(torch.cat([whole.position_ids[..., -1:], whole.positions_after(n_tokens)], dim=-1))
             parts += whole.parts[1:]
             for name in fields:
                 fill = (field_fill or {}).get(name, 0)
-                columns[name].append(F.pad(whole.field_after(name, taken, fill), (1, 0), value=fill))
-            segments.append((offset, taken + 1, start, len(prompt) - 1))
+                columns[name].append(F.pad(whole.field_after(name, n_tokens, fill), (1, 0), value=fill))
+            segments.append((offset, n_tokens + 1, start, len(prompt) - 1))
             score_start[member] = offset
-            offset += taken + 1
+            offset += n_tokens + 1
 
     labels = torch.cat(labels)
     steps = torch.arange(completion_ids.size(1))
@@ -533,7 +534,7 @@ def pack(
 
 
 def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Expands positions `(1, n)` to `(R, 1, n)` if others have several axes, as media may."""
+    """Expands positions `(1, n)` to `(R, 1, n)` if other positions have `R` axes, as those of media may."""
     most = max(positions, key=lambda p: p.dim())
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 
@@ -541,20 +542,20 @@ def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
 def _layout(
     segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
 ) -> PrefixLayout:
-    """The layout of segments, with the masks of prompts by their start."""
-    before, owned = _before(segments), {start: [] for start in masks}
+    """Returns the layout of segments, from the masks of prompts by their start."""
+    before, branches_of = _before(segments), {start: [] for start in masks}
     for start, length, parent, _ in segments:
         if start != parent:
-            owned[parent].append((start, length))
+            branches_of[parent].append((start, length))
     units = [
         _Unit(
             torch.cat([before[start], torch.arange(start, start + length)]),
-            owned[start],
+            branches_of[start],
             masks[start],
             start == parent,
         )
         for start, length, parent, _ in segments
-        if start in masks and (start == parent or owned[start])
+        if start in masks and (start == parent or branches_of[start])
     ]
     # Clusters of prompts of similar length, so that many short ones need few attention calls
     clusters: list[list[_Unit]] = []
@@ -564,14 +565,14 @@ def _layout(
         else:
             clusters.append([unit])
 
-    blocks, spans, taken = [], [], 0
+    blocks, spans, offset = [], [], 0
     for cluster in clusters:
         block = _block(cluster, device)
         prompts = [(int(unit.tokens[0]), len(unit.tokens)) for unit in cluster if unit.is_first]
         branches = [branch for unit in cluster for branch in unit.branches]
         for index, sequences in ((block.prompt_index, prompts), (block.branch_index, branches)):
-            spans += [(start, size, taken + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
-            taken += index.numel()
+            spans += [(start, size, offset + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
+            offset += index.numel()
         blocks.append(block)
     reaches = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
     windows = {kind: _window([unit.masks[kind] for unit in units], reaches) for kind in units[0].masks}
@@ -581,7 +582,7 @@ def _layout(
 
 @dataclass
 class _Unit:
-    """A prompt, or what several share, and what continues it."""
+    """A prompt, or the common start of several, and its branches."""
 
     tokens: torch.Tensor  # positions in the row, `(P,)`
     branches: list[tuple[int, int]]  # (start, length) in the row
@@ -590,7 +591,7 @@ class _Unit:
 
 
 def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
-    """Positions in the row of what each segment, by its start, shares."""
+    """Returns the positions in the row of the tokens that each segment shares, by its start."""
     before, below = {}, {}
     continued = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
@@ -602,9 +603,8 @@ def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
 
 def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | None, bool] | None:
     """
-    The window in which text behind each prompt is causal, and whether the prompts are, too; `None` for other masks.
-
-    Transformers creates no mask for sequences, of lengths `reaches`, that are shorter than the window.
+    Returns the window in which text behind all prompts is causal, and whether the prompts are causal, too; `None` for
+    other masks. Transformers creates no mask for sequences, of lengths `reaches`, that are shorter than the window.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):
@@ -617,12 +617,12 @@ def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | N
 
 
 def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor from the host without waiting for what the device still computes."""
+    """Copies a tensor from the host to a device, without waiting for the device to finish earlier work."""
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
 
 def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
-    """Rows of a tensor: a view of neighbours, and a copy of others without waiting for the device."""
+    """Returns rows of a tensor: a view if they are consecutive, else a copy, without waiting for the device."""
     if not isinstance(rows, slice):
         stop = rows[0] + len(rows) if rows else 0
         if list(rows) != list(range(stop - len(rows), stop)):
@@ -632,19 +632,19 @@ def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
 
 
 def _restore_index(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """The index of each row position in outputs, from spans with their start, length and index there."""
+    """Returns the index of each row position in outputs, from spans with their start, length and index in outputs."""
     starts, lengths, outputs = torch.tensor(spans).T
     return _ranges(outputs, lengths)[_ranges(starts, lengths).argsort()]
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The integers from each start, as many as its length, one after the other."""
+    """Returns the concatenated ranges of integers with these starts and lengths."""
     starts, lengths = starts.flatten(), lengths.flatten()
     return (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _share_a_call(units: Sequence[_Unit]) -> bool:
-    """Whether one call attends prompts, given from the shortest to the longest."""
+    """Returns whether one call should attend these prompts, which are sorted from the shortest to the longest."""
     shortest, longest = len(units[0].tokens), len(units[-1].tokens)
     if units[0].is_first != units[-1].is_first or longest > _LENGTH_TOLERANCE * shortest:
         return False

@@ -41,10 +41,10 @@ def _running(
     model: PreTrainedModel, batch: "_Batch", *, encodes: bool = True, **kwargs: bool
 ) -> Iterator[list[ModelOutput]]:
     """
-    Within the context, an unwrapped model runs a batch. Yields the list of its text decoder's outputs.
+    Prepares an unwrapped model for the forward of a batch, and yields the list of its text decoder's outputs.
 
-    Arguments of the decoder are overridden by those of the batch and `kwargs`: the outer model gets ordinary inputs
-    and merges media as usual, so nothing here depends on the family.
+    The batch and `kwargs` override arguments of the decoder, while the outer model gets ordinary inputs and merges
+    media as usual, so that nothing here depends on the family.
     """
     if encodes:
         encode_once(model, batch.parts, batch.labels.device)
@@ -54,7 +54,7 @@ def _running(
         outputs.append(output)
         if not kwargs:
             return None
-        # Some outer models, as LLaVA's since transformers 5.24, take no router logits of their decoder
+        # Some outer models, such as LLaVA since transformers 5.24, accept no router logits from their decoder
         return type(output)(**{name: value for name, value in output.items() if name != "router_logits"})
 
     with (
@@ -87,7 +87,7 @@ def completion_scores(
     states: States | None = None,
 ) -> Scores:
     """
-    Log-probabilities and entropies of completions, packed or padded.
+    Computes log-probabilities and entropies of completions, packed or padded.
 
     Args:
         model, unwrapped_model (`torch.nn.Module`, [`~transformers.PreTrainedModel`]):
@@ -98,42 +98,42 @@ def completion_scores(
         completion_ids, completion_mask, packed (`torch.Tensor`, `torch.Tensor`, `bool`):
             Right-padded completions, and 1 on their tokens, shape `(B, C)`; whether prompts are forwarded once.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
-            Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all, in
-            so many forwards at least, of which surplus ones weigh nothing. By default all prompts share one.
+            Prompts with a separate forward: `"media"` for prompts whose media don't join exactly, `"prompt"` for all;
+            by default, all prompts share one. `min_forwards` run at least, of which surplus ones weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~models.ValueHead`].
         logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
             For models without a fused head: temperature of log-probabilities from the model's logits, which are in
-            memory for all tokens; what is added to them, by token; and further fields of the head to compute.
+            memory for all tokens; biases to add to these logits, by token; and further fields of the head to compute.
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
         hidden, logps (`bool`, *optional*, default to `False` and `True`):
             Whether to return the LM head's input for each token, and log-probabilities and entropies.
         target ([`~forward.divergence.Target`], *optional*):
-            Distributions to compare the tokens' with, for `divergences` and entropies.
+            Target to compare distributions of tokens with, for `divergences` and entropies.
         states (`dict`, *optional*):
-            [`prompt_states`] of the prompt, of which there is one, behind which completions alone are forwarded.
+            [`prompt_states`] of a single prompt, behind which its completions alone are forwarded.
 
     Returns:
-        [`~forward.scores.Scores`]: what was requested, such as `logps` and, if the head computes them, `entropies`,
+        [`~forward.scores.Scores`]: the requested scores, such as `logps` and, if the head computes them, `entropies`,
         shape `(B, C)`, and `hidden`, `(B, C, H)`, 0 where the mask is 0.
 
     Raises:
         `ValueError`: If a model has no router logits to return.
     """
     config = unwrapped_model.get_decoder().config
-    # Only the decoder returns router logits: the model, or TRL's head, would compute the loss of the rows as they are
-    outside = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+    # Only the decoder returns router logits: the model, or TRL's head, would compute a loss of the rows as they are
+    outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
         batch = _batch(unwrapped_model, completions, packed, whole, output_router_logits, states)
-        inputs = {**batch.inputs, **outside}
+        inputs = {**batch.inputs, **outer_options}
         router = {"output_router_logits": True} if output_router_logits else {}
         with (
-            _running(unwrapped_model, batch, encodes=not whole, **router) as decoded,  # whole sequences run once
+            _running(unwrapped_model, batch, encodes=not whole, **router) as decoded,  # whole sequences run only once
             hidden_states(unwrapped_model, instead_of_logits=logits_temperature is None) as outputs_of_text,
         ):
             if not logps:
@@ -150,18 +150,18 @@ def completion_scores(
         top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
         computed = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
         computed |= {"mean_logits": outputs.mean_logits, "log_sum_sq_probs": outputs.log_sum_sq_probs}
-        found = {name: batch.placed(values) for name, values in computed.items() if values is not None}
+        results = {name: batch.placed(values) for name, values in computed.items() if values is not None}
         if value_head is not None:
-            found["values"] = batch.placed(value_head(outputs_of_text[0]))
+            results["values"] = batch.placed(value_head(outputs_of_text[0]))
         if hidden:
-            found["hidden"] = batch.placed(outputs_of_text[0])
+            results["hidden"] = batch.placed(outputs_of_text[0])
         if output_router_logits:
-            found["router"] = _router(unwrapped_model, decoded[0], batch)
+            results["router"] = _router(unwrapped_model, decoded[0], batch)
         if target is not None:
             head = head_of(unwrapped_model, target.student_rule)
-            found["divergences"], entropies = divergences(batch.placed(outputs_of_text[0]), head, target.rows(rows))
-            found.setdefault("entropies", entropies)
-        return Scores(**found)
+            results["divergences"], entropies = divergences(batch.placed(outputs_of_text[0]), head, target.rows(rows))
+            results.setdefault("entropies", entropies)
+        return Scores(**results)
 
     return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards)
 
@@ -179,10 +179,10 @@ def completion_values(
     states: States | None = None,
 ) -> torch.Tensor:
     """
-    Values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
+    Computes values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    `critic` is a [`~models.Critic`], or returns values of all states as one does, `unwrapped_model` its model; the
-    other arguments are those of [`completion_scores`].
+    `critic` is a [`~models.Critic`], or a function that returns values as a critic does, and `unwrapped_model` its
+    model; the other arguments are those of [`completion_scores`].
     """
 
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
@@ -207,15 +207,15 @@ def completion_rewards(
     states: States | None = None,
 ) -> torch.Tensor:
     """
-    Scores of a reward model, float32 at least, `(B, 1)`: at the last token of each completion that isn't the model's
-    padding token, where transformers' sequence classifiers read them.
+    Computes scores of a reward model, float32 at least, `(B, 1)`, at the last token of each completion that isn't the
+    model's padding token, where transformers' sequence classifiers read them.
 
-    `model` is called, with its wrappers; `unwrapped_model` is its [`~models.reward_model.as_reward_model`]; the other
-    arguments are those of [`completion_values`].
+    `model` is the model to call, with its wrappers; `unwrapped_model` is its [`~models.reward_model.as_reward_model`].
+    The other arguments are those of [`completion_values`].
     """
     scored = completion_mask.bool() & (completion_ids != unwrapped_model.config.get_text_config().pad_token_id)
-    places = torch.arange(1, scored.size(1) + 1, device=scored.device)
-    ends = (scored * places).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
+    next_index = torch.arange(1, scored.size(1) + 1, device=scored.device)
+    ends = (scored * next_index).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
     # A value is that of the state before a token: one more token reads the state after the last
     ids, mask = F.pad(completion_ids, (0, 1)), F.pad(completion_mask, (0, 1))
     mask = mask.scatter(1, completion_mask.sum(1, keepdim=True), 1)
@@ -232,21 +232,21 @@ def completion_rewards(
 
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
-    """Keys and values of a prompt in each attention layer of unwrapped models that run packed rows."""
-    nothing, found = torch.zeros(1, 0, dtype=torch.long, device=device), {}
+    """Computes keys and values of a prompt in each attention layer of unwrapped models that run packed rows."""
+    empty, states_of_all = torch.zeros(1, 0, dtype=torch.long, device=device), {}
     for model in models:
-        batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
+        batch, states = _packed_batch(model, [prompt], empty, empty), {}
         cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
         with _running(model, batch):
             last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-        # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
+        # Weights on which only the last states of a prompt depend get a gradient of 0, as in a row with completions
         layer, (key, value) = next(iter(states.items()))
-        found |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
-    return found
+        states_of_all |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
+    return states_of_all
 
 
 def _router(model: PreTrainedModel, decoded: ModelOutput, batch: "_Batch") -> torch.Tensor:
-    """Router statistics of a forward, from the outputs of its decoder."""
+    """Returns router statistics of a forward, from the output of its decoder."""
     router_logits = decoded.get("router_logits")
     if not router_logits:
         raise ValueError(
@@ -262,7 +262,7 @@ def _in_parts(
     isolate: Literal["media", "prompt"] | None,
     min_forwards: int,
 ) -> Scores:
-    """Scores with the forwards that `isolate` needs."""
+    """Computes scores in the forwards that `isolate` requires, `min_forwards` at least."""
     if isolate is None:
         return score(completions, slice(None))
     parts = split_samples(completions.prompts, isolate)
@@ -285,15 +285,15 @@ def _scores_from_logits(
     bias: dict[int, float],
     extra_outputs: Collection[str],
 ) -> FusedCausalLMOutput:
-    """The output of TRL's fused head with `shift_labels`, from the model's logits where tokens are scored."""
-    part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
-    logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))["logits"]
-    logits = (logits if part else logits[:, kept]).float()
+    """Computes the output of TRL's fused head with `shift_labels`, from the model's logits of scored tokens."""
+    skips_logits, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
+    logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if skips_logits else {}))["logits"]
+    logits = (logits if skips_logits else logits[:, kept]).float()
     kept_labels = labels[:, kept]
     if bias:
-        added = logits.new_zeros(logits.size(-1))
-        added[list(bias)] = logits.new_tensor(list(bias.values()))
-        logits = logits + added
+        bias_by_token = logits.new_zeros(logits.size(-1))
+        bias_by_token[list(bias)] = logits.new_tensor(list(bias.values()))
+        logits = logits + bias_by_token
     logps, entropies = scores_of_logits(logits, kept_labels.clamp(min=0), temperature)
     computed = {"log_probs": logps, "entropy": entropies}
     if "is_top1" in extra_outputs:
@@ -309,29 +309,29 @@ def _scores_from_logits(
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Whether a model's forward can skip logits."""
+    """Returns whether a model's forward can skip logits."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 @dataclass
 class _Batch:
-    """Inputs of one forward, and where completions are in its outputs."""
+    """The inputs of one forward, and the positions of completions in its outputs."""
 
-    parts: Sequence[EncodedPrompt]  # whose media the inputs hold, in their order
+    parts: Sequence[EncodedPrompt]  # parts of prompts whose media the inputs hold, in order
     inputs: dict[str, torch.Tensor]
     injected: Mapping[str, torch.Tensor | PrefixLayout]  # overrides of the text decoder's inputs
     labels: torch.Tensor  # the next token where it is scored, else -100
     kept: Callable[[], torch.Tensor]  # positions that are scored
-    n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
-    of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
+    n_rows: Callable[[], torch.Tensor]  # number of padded rows with each token; 0 for dummy prompts
+    of_completions: Callable[[torch.Tensor], torch.Tensor]  # selects values `(B, C, ...)` from values at each position
     label_index: torch.Tensor | None = None  # positions of the labels, if the host knows them
 
     def placed(self, values: torch.Tensor) -> torch.Tensor:
-        """Values `(B, C, ...)` of completions, from values at each position, or at those that are scored."""
+        """Returns values `(B, C, ...)` of completions, from values at all positions, or at scored positions."""
         return self.of_completions(self.everywhere(values))
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
-        """Values at each position, from values at all, or at those that are scored."""
+        """Returns values at all positions, from values at all positions, or at the scored ones with 0 elsewhere."""
         if values.shape[:2] == self.labels.shape:
             return values
         return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.kept(), values)
@@ -353,7 +353,7 @@ def _batch(
 
 
 def _scoring_prompts(batch: _Batch, sequences: CompletionBatch, packed: bool) -> _Batch:
-    """A batch without completions, in which the tokens that follow them score those of the prompts."""
+    """Returns a batch without completions with labels for the prompts: the tokens that follow in their sequences."""
     prompts, following, mask = sequences
     scored, device = mask.bool(), mask.device
     if packed:
@@ -383,17 +383,17 @@ def _packed_batch(
     states: States | None = None,
 ) -> _Batch:
     """
-    One row that holds each prompt, and its media, once, and so what several prompts start with. It is exact: every
-    token attends to what it would in a row of its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had
-    the idea of sharing a prefix in RL.
+    Returns a batch of one row that holds prompts, their media, and common starts of prompts once. It is exact: every
+    token attends to the same tokens as in a padded row. [Prefix Grouper](https://huggingface.co/papers/2506.05433)
+    had the idea of sharing a prefix in RL.
     """
-    # The host waits once, for both
+    # One copy of both, so that the host waits once
     ids, mask = torch.stack([completion_ids, completion_mask.to(completion_ids.dtype)]).cpu()
     lengths = mask.sum(1).tolist()
     groups = group_by_prompt(prompts)
     masks = [linear_masks(model, prompt, max(lengths)) for prompt in groups]
     fill = family_of(model).token_field_fill
-    # Without completions, tokens of prompts are scored, and each prompt has labels of its own
+    # Without completions, tokens of prompts are scored, so that each prompt needs labels of its own
     trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
     device = completion_ids.device
     row = pack(prompts, ids, mask, masks, fill, with_last=with_last, trees=trees, device=device)
@@ -410,10 +410,10 @@ def _packed_batch(
         counts = torch.ones_like(row.input_ids)
         for start, length, parent, _ in row.layout.segments:
             if start in row.nodes:
-                owned = (len(groups[each]) for each in row.nodes[start].leaves if not isinstance(each, DummyPrompt))
-                counts[0, start : start + length] = sum(owned)
+                sizes = (len(groups[leaf]) for leaf in row.nodes[start].leaves if not isinstance(leaf, DummyPrompt))
+                counts[0, start : start + length] = sum(sizes)
             if start != parent:
-                counts[0, start] = 0  # a copy of the last token of what it continues
+                counts[0, start] = 0  # a copy of the last token of its parent
         return counts
 
     return _Batch(
@@ -438,7 +438,7 @@ def _padded_batch(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
 ) -> _Batch:
-    """One padded row per completion, as in TRL, for models and prompts that gain nothing from sharing."""
+    """Returns a batch of one padded row per completion, as in TRL, where sharing prompts gains nothing."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
@@ -447,10 +447,10 @@ def _padded_batch(
         batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], first)
     following = same_rank([prompt.positions_after(n_new) for prompt in prompts])
     fields = {name: continued_field(model, name, value, n_new) for name, value in batch["fields"].items()}
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         for part in prompt.parts[1:]:
             for name, value in part.token_fields.items():
-                fields[name][place, -n_new:][: len(value)] = value[:n_new]
+                fields[name][index, -n_new:][: len(value)] = value[:n_new]
     parts = [part for prompt in prompts for part in prompt.parts]
     inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
@@ -478,10 +478,10 @@ def _padded_batch(
 
 
 def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Values `(B, C, ...)`, 0 where the mask `(B, C)` is 0."""
+    """Returns values `(B, C, ...)`, 0 where the mask `(B, C)` is 0."""
     return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
 def _token_positions(model: PreTrainedModel, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Positions of tokens in their sequences, for families whose layers would use those in the row."""
+    """Returns positions of tokens in their sequences, for families whose layers would use positions in the row."""
     return {} if family_of(model).query_scale is None else {"token_positions": positions}

@@ -22,7 +22,7 @@ from .trees import Node, prompt_trees
 # Layer types whose tokens interact through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Elements of a mask that are made at a time
+# Number of mask elements that are created at a time
 _MASK_ELEMENTS = 2**24
 
 # Functions of transformers that create sliding-window masks
@@ -39,12 +39,12 @@ POINTWISE_LAYERS = {"mlp", "moe"}
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
     """
-    The masks the model itself would create for a prompt followed by text, by layer type (`None` for models with one
-    type), cached on the prompt.
+    Returns the masks that the model itself would create for a prompt followed by `n_new` tokens of text, by layer type
+    (`None` for models with one type). They are cached on the prompt.
 
-    They hold all that a family does to its masks: sliding windows, bidirectional images or prefixes. A causal mask
-    instead would be wrong by up to 2 nats, silently. A mask that is no [`~forward.layer_masks.Causal`] is that of
-    [`~forward.layer_masks.LayerMask`], of at least `P + n_new` tokens.
+    Masks include all that a family does to them: sliding windows, bidirectional images or prefixes. A causal mask
+    instead would silently be wrong by up to 2 nats. Masks other than [`~forward.layer_masks.Causal`] are a
+    [`~forward.layer_masks.LayerMask`] of at least `P + n_new` tokens.
     """
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
@@ -57,7 +57,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         return {name: torch.cat([value[:size], after[name]])[None] for name, value in fields_of_prompt}
 
     if not any(value.any() for value in prompt.token_fields.values()):
-        # Of text, masks depend on distances alone, so that those of a short prompt tell the window
+        # Masks of text depend on distances alone, so that masks of a short prompt show the window
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
@@ -72,11 +72,11 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 def _described_masks(
     model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
 ) -> dict[str | None, LayerMask]:
-    """The masks that a model creates for a prompt of `size` tokens and `n_new` behind it."""
+    """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens behind it."""
     total = size + n_new
     default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default)
-    # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
+    # For sdpa, the function returns a boolean mask, or `None` where attention is plain causal
     with replaced(model.config.get_text_config(decoder=True), _attn_implementation="sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
@@ -98,8 +98,8 @@ def _described_masks(
 
 
 def _spans(mask: torch.Tensor) -> torch.Tensor | None:
-    """For each row of a boolean mask the first and the end of what it sees, `(R, 2)`; `None` if any row has gaps."""
-    starts, ends = (each.to(torch.uint8).argmax(1) for each in (mask, mask.flip(1)))
+    """Returns the first and the end of the tokens that each row of a mask sees, `(R, 2)`; `None` if a row has gaps."""
+    starts, ends = (values.to(torch.uint8).argmax(1) for values in (mask, mask.flip(1)))
     spans = torch.stack([starts, mask.size(1) - ends], dim=1)
     return spans if mask.sum(1).equal(spans[:, 1] - starts) else None
 
@@ -107,8 +107,8 @@ def _spans(mask: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def _masks_by_rows() -> Iterator[None]:
     """
-    Within the context, transformers creates masks for sdpa as `(T, 2)`, the first token that each token sees and the
-    one behind the last, if it sees all between. It creates a few rows at a time, as whole masks may be large.
+    Makes transformers create masks for sdpa as spans `(T, 2)` within the context: the first token that a token sees,
+    and the one behind the last, if it sees all between. Masks are created a few rows at a time, as they may be large.
     """
     make = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
@@ -140,7 +140,7 @@ def _masks_by_rows() -> Iterator[None]:
 
 
 def _described(mask: torch.Tensor, size: int) -> LayerMask:
-    """A mask of a prompt and of text behind it, without what follows from a window."""
+    """Returns a mask of a prompt and of text behind it, as [`Causal`] if the text is causal in a window."""
     whole = mask[0, 0] if mask.dim() == 4 else None
     spans = mask if whole is None else _spans(whole[size - 1 :])
     if spans is None:
@@ -160,21 +160,21 @@ def _described(mask: torch.Tensor, size: int) -> LayerMask:
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
-    """Trees of the prompts of completions, as the row that packs them holds them."""
+    """Returns the trees of the completions' prompts that their packed row holds."""
     groups = group_by_prompt(prompts)
     behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
-    return prompt_trees(behind, {prompt for prompt, own in masks.items() if _is_causal(own)})
+    return prompt_trees(behind, {prompt for prompt, by_type in masks.items() if _is_causal(by_type)})
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
-    """Whether no token of a prompt sees later ones, and all see the same window."""
+    """Returns whether no token of a prompt sees later tokens, and all tokens see the same window."""
     return all(mask is None or (isinstance(mask, Causal) and mask.prompt is None) for mask in masks.values())
 
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
-    A model's config without attention windows that its forward ignores.
+    Returns a model's config without attention windows that its forward ignores.
 
     Transformers' masks and caches follow the config alone, while a forward that creates one causal mask attends to
     everything.
@@ -192,7 +192,7 @@ def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _without_pointwise_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config without layers whose tokens don't interact, for which transformers creates no mask."""
+    """Returns a config without layers whose tokens don't interact, for which transformers creates no mask."""
     text_config = config.get_text_config(decoder=True)
     kinds = getattr(text_config, "layer_types", None) or ()
     if POINTWISE_LAYERS.isdisjoint(kinds):
@@ -203,16 +203,18 @@ def _without_pointwise_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why completions of this model can't share their prompt in one row; `None` if they can."""
+    """Returns why completions of this model can't share their prompt in one row, or `None` if they can."""
     family = family_of(model)
     if family.padded is not None:
         return family.padded
     if family.token_masks:
         return f"its layers look at media through a mask for each token ({', '.join(family.token_masks)})"
     config = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - STATE_LAYERS - POINTWISE_LAYERS
-    if others:
-        return f"how layers of type {', '.join(sorted(others))} see a prompt is unknown"
+    unknown_types = (
+        set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - STATE_LAYERS - POINTWISE_LAYERS
+    )
+    if unknown_types:
+        return f"how layers of type {', '.join(sorted(unknown_types))} see a prompt is unknown"
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel) or not decoder._can_set_attn_implementation():
         return "its attention can't be replaced (it does not use transformers' attention interface)"

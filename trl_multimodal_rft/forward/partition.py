@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Partitions of completions: into micro-batches, and into parts of these within a token budget."""
+"""Partitions of completions into micro-batches, and of micro-batches into parts within a token budget."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,10 +18,10 @@ def micro_batch_order(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, generator: torch.Generator | None = None
 ) -> list[int]:
     """
-    An order of completions that keeps groups together, and prompts that start alike, and balances packed lengths over
-    equally large micro-batches, which come in random order. A group that fits into none is split over as few as
-    possible. The order depends on the data alone, so that updates are the same with packed and with padded rows. With
-    equal generators, the longest micro-batches of several ranks come at the same place.
+    Returns an order of completions in equally large micro-batches, which have balanced packed lengths and come in
+    random order. Groups, and prompts that start alike, stay together; a group that fits into no micro-batch is split
+    over as few as possible. The order depends on the data alone, so that updates are the same with packed and with
+    padded rows. With equal generators, the longest micro-batches of several ranks have the same position.
     """
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
@@ -43,10 +43,10 @@ def micro_batch_order(
         while members:
             room = [size - len(batch) for batch in batches]
             fitting = [b for b in range(n_batches) if room[b] >= len(members)]
-            # The lightest that takes the whole bundle, else the one that takes most of it
+            # The lightest micro-batch that takes the whole bundle, else the one that takes most of it
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
-            taken, members = members[: room[b]], members[room[b] :]
-            batches[b] += taken
+            chosen, members = members[: room[b]], members[room[b] :]
+            batches[b] += chosen
             loads[b] += load
     if generator is not None:
         batches = [batches[b] for b in sorted(range(n_batches), key=lambda b: -loads[b])]
@@ -54,7 +54,7 @@ def micro_batch_order(
 
 
 def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-    """Tokens of the packed row that holds these completions."""
+    """Returns the number of tokens of the packed row that holds these completions."""
     return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
 
 
@@ -62,10 +62,10 @@ def split_by_tokens(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
 ) -> list[list[int]]:
     """
-    Splits completions into parts of at most so many tokens, by first-fit decreasing.
+    Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing.
 
-    Groups stay together. One that is larger is split into chunks, which come last, one group after the other; its
-    prompt counts in each, and a packed chunk has at least one completion with tokens.
+    Groups stay together. A larger group is split into chunks, which come last, one group after the other; its prompt
+    counts in each chunk, and a packed chunk has at least one completion with tokens.
     """
 
     def size(part: list[list[int]]) -> int:
@@ -80,16 +80,16 @@ def split_by_tokens(
         if len(scored) < 2 or size([members]) <= max_tokens:
             groups.append(members)
             continue
-        own = [sum(chunk, []) for chunk in first_fit(scored, size, max_tokens)]
-        chunks += [own[0] + [i for i in members if [i] not in scored], *own[1:]]
+        group_chunks = [sum(chunk, []) for chunk in first_fit(scored, size, max_tokens)]
+        chunks += [group_chunks[0] + [i for i in members if [i] not in scored], *group_chunks[1:]]
     return [sum(part, []) for part in first_fit(groups, size, max_tokens)] + chunks
 
 
 def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
-    """Fills bins by first-fit decreasing."""
+    """Fills bins of a `capacity` with items, by first-fit decreasing."""
     bins: list[list[T]] = []
     for item in sorted(items, key=lambda item: -size([item])):
-        fitting = next((each for each in bins if size([*each, item]) <= capacity), None)
+        fitting = next((candidate for candidate in bins if size([*candidate, item]) <= capacity), None)
         if fitting is None:
             bins.append([item])
         else:

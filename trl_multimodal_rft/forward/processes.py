@@ -24,9 +24,9 @@ from .layout import split_samples
 
 class Processes:
     """
-    Gives each rank the forwards, and dummy inputs for the encoders, that the others need.
+    The forwards, and dummy inputs for encoders, that a rank must run because other ranks need them.
 
-    Without an `accelerator` there is one process. Several need the model's `processor`.
+    Without an `accelerator`, there is one process. Several processes need the model's `processor`.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class Processes:
         self._dummies: dict[str | None, EncodedPrompt] = {}
         # A wrapped model, its trained encoders, and whether text is trained, too
         self._trained: tuple[nn.Module, set[str], bool] | None = None
-        self._used: set[str] = set()  # kinds whose encoders got a gradient on any rank
+        self._used: set[str] = set()  # modalities whose encoders got a gradient on any rank
 
     def dummies(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_others: bool = False
     ) -> list[EncodedPrompt]:
         """
-        Dummy prompts with the kinds of media that this rank's prompts don't have, but the collectives of an engine
-        need, as all ranks gather sharded weights, and reduce gradients, of the same encoders. `with_others` says that
-        another batch of the same forward has them already. Where the language model is frozen, text alone gets them,
-        too, as it would have no gradient.
+        Returns dummy prompts of the modalities that this rank's prompts don't have, but the collectives of an engine
+        need, as all ranks gather sharded weights, and reduce gradients, of the same encoders. With `with_others`,
+        another batch of the same forward has these modalities already. If the language model is frozen, prompts of
+        text alone get dummy prompts, too, as they would have no gradient.
         """
         if self.accelerator is None:
             return []
@@ -54,16 +54,16 @@ class Processes:
         if self.accelerator.num_processes == 1:
             pass
         elif not is_unsharded(self.accelerator):
-            held = torch.tensor([[kind in present for kind in MODALITIES]], device=self.accelerator.device)
-            everyone = self.accelerator.gather(held).any(0).tolist()
-            needed = {kind for kind, any_has in zip(MODALITIES, everyone, strict=True) if any_has}
+            presence = torch.tensor([[kind in present for kind in MODALITIES]], device=self.accelerator.device)
+            on_any_rank = self.accelerator.gather(presence).any(0).tolist()
+            needed = {kind for kind, is_present in zip(MODALITIES, on_any_rank, strict=True) if is_present}
             if torch.is_grad_enabled() and is_deepspeed_zero3_enabled():
-                # It reuses a stale gradient where an encoder gets none
+                # ZeRO-3 reuses a stale gradient where an encoder gets none
                 encoders = _encoders(needed)
                 self._used |= encoders
                 needed |= (self._used - encoders) & self._encoders_to_train(model)
         elif torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and not with_others:
-            # With `find_unused_parameters` it also reduces weights that only an earlier forward used
+            # With `find_unused_parameters`, DDP also reduces weights that only an earlier forward used
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
         if torch.is_grad_enabled() and not (present | needed or with_others) and not self._trained_parts(model)[2]:
@@ -73,7 +73,7 @@ class Processes:
     def dummies_for_rest(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], chosen: Sequence[EncodedPrompt]
     ) -> list[EncodedPrompt]:
-        """Dummy prompts that give the encoders of all prompts a gradient where some are chosen, or none."""
+        """Returns dummy prompts of modalities that `chosen` prompts lack; one of text if none is chosen or lacking."""
         kinds: list[str | None] = [*sorted(kinds_of(prompts) - kinds_of(chosen))]
         return [self._dummy(kind, model) for kind in kinds or ([] if chosen else [None])]
 
@@ -83,7 +83,7 @@ class Processes:
         isolate: Literal["media", "prompt"] | None,
         dummies: Sequence[EncodedPrompt] = (),
     ) -> int:
-        """Number of forwards on the rank with most."""
+        """Returns the number of forwards on the rank with most."""
         parts = split_samples(prompts, isolate)
         if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
             return len(parts)
@@ -94,9 +94,9 @@ class Processes:
         if not is_unsharded(self.accelerator):
             kinds = [kinds_of([*(prompts[i] for i in part), *dummies]) for part in parts]
             kinds += kinds[-1:] * (count - len(kinds))
-            forwards = torch.tensor([[[kind in each for kind in MODALITIES] for each in kinds]], device=device)
-            everyone = self.accelerator.gather(forwards)
-            if (everyone != everyone[0]).any():
+            forwards = torch.tensor([[[kind in present for kind in MODALITIES] for present in kinds]], device=device)
+            gathered = self.accelerator.gather(forwards)
+            if (gathered != gathered[0]).any():
                 raise ValueError(
                     "Ranks hold different modalities, but this model needs separate forward passes, which would "
                     "deadlock the collectives of FSDP or DeepSpeed. Use DDP, or batches of one modality."
@@ -110,7 +110,7 @@ class Processes:
         return self._dummies[kind]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
-        """[`trained_encoders`] of a wrapped model, from when it was wrapped, as the engine knows them."""
+        """Returns [`trained_encoders`] of a wrapped model as of the first call, as engines follow no later change."""
         return self._trained_parts(model)[1]
 
     def _trained_parts(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
@@ -122,7 +122,7 @@ class Processes:
 
 
 def check_one_run(num_processes: int, consequence: str) -> None:
-    """Raises where a launcher started several processes that Accelerate would silently run independently."""
+    """Raises an error if a launcher started several processes that Accelerate would silently run independently."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and num_processes == 1:
         raise RuntimeError(
@@ -132,12 +132,12 @@ def check_one_run(num_processes: int, consequence: str) -> None:
 
 
 def kinds_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
-    """Kinds of media in prompts."""
+    """Returns the modalities of prompts."""
     return set().union(*(prompt.modalities for prompt in prompts))
 
 
 def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
-    """Kinds whose media pass trained weights before the language model."""
+    """Returns the modalities whose media pass trained weights before the language model."""
     kinds = {kind for kind in ("image", "audio") if kind in policy.input_modalities}
     trained = set()
     for model in module.modules():
@@ -145,22 +145,22 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
             continue
         encoders = {kind: model.get_submodule(name) for kind, name in find_towers(model).items()}
         known = {p for part in (model.get_decoder(), *encoders.values()) for p in part.parameters()}
-        # Weights between encoders and decoder may be of any kind
+        # Weights between encoders and decoder may belong to any modality
         if any(p.requires_grad and p not in known for p in model.base_model.parameters()):
             return kinds
-        trained |= {kind for kind, each in encoders.items() if any(p.requires_grad for p in each.parameters())}
+        trained |= {kind for kind, encoder in encoders.items() if any(p.requires_grad for p in encoder.parameters())}
     return trained
 
 
 def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """
-    Trained parameters that outputs don't depend on, such as layers behind the one whose features are taken; none where
-    reentrant checkpointing hides the graph.
+    Returns trained parameters that outputs don't depend on, such as those of layers behind the one whose features are
+    used; none if reentrant checkpointing hides the graph.
     """
     reached = leaves_of_graph([*outputs])
     return [] if None in reached else [p for p in module.parameters() if p.requires_grad and p not in reached]
 
 
 def _encoders(kinds: set[str]) -> set[str]:
-    """Images and videos share an encoder."""
+    """Returns the encoders of modalities: images and videos share one, `image`."""
     return {"image" if kind == "video" else kind for kind in kinds}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores of completions as tensors, and how those of parts of a batch are combined."""
+"""Scores of completions as tensors, and their combination from parts of a batch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from .layout import rows_of, to_device
 
 
-# The types of scores leave it out, so that callers needn't assert what they have requested
+# The types of scores leave `None` out, so that callers needn't assert that requested scores exist
 _NONE = cast(torch.Tensor, None)
 
 
@@ -34,8 +34,8 @@ class Scores:
     aux_loss: torch.Tensor = _NONE  # load-balancing loss of a mixture of experts, a scalar
     router: torch.Tensor = _NONE  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
     supervised: torch.Tensor = _NONE  # log-probabilities of other, supervised completions
-    deferred: "DeferredParts | None" = field(default=None, init=False)  # these come from it, with pending gradients
-    view: "Scores | None" = field(default=None, init=False)  # of the same completions after a view of their prompts
+    deferred: "DeferredParts | None" = field(default=None, init=False)  # parts whose gradients are pending
+    view: "Scores | None" = field(default=None, init=False)  # scores of the completions after a view of their prompts
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape[:2]) for name, value in self.tensors(per_completion=True).items()}
@@ -43,24 +43,24 @@ class Scores:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
-        """Tensors by field, none that is `None`: all, those with a row per completion, or the others."""
-        names = [each.name for each in fields(self) if each.name not in ("deferred", "view")]
-        rows = [each.name for each in fields(self) if "per_completion" in each.metadata]
+        """Returns tensors by field, without `None`: all, only those with a row per completion, or only the others."""
+        names = [entry.name for entry in fields(self) if entry.name not in ("deferred", "view")]
+        rows = [entry.name for entry in fields(self) if "per_completion" in entry.metadata]
         if per_completion is not None:
             names = [name for name in names if (name in rows) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def map(self, function: Callable) -> "Scores":
-        """Applies a function to each tensor."""
+        """Returns scores with a function applied to each tensor."""
         return Scores(**{name: function(value) for name, value in self.tensors().items()})
 
     def rows(self, index: slice | Sequence[int]) -> "Scores":
-        """Scores of some completions; fields without a row per completion stay."""
+        """Returns scores of some completions; fields without a row per completion stay."""
         chosen = {name: rows_of(value, index) for name, value in self.tensors(per_completion=True).items()}
         return Scores(**chosen, **self.tensors(per_completion=False))
 
     def spread(self, indices: Sequence[int], n: int) -> "Scores":
-        """The first scores at these places among `n` completions, and 0 at the others."""
+        """Returns scores of `n` completions: the first of these scores at `indices`, and 0 elsewhere."""
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             index = to_device(torch.tensor(indices, dtype=torch.long), values.device)
@@ -69,7 +69,7 @@ class Scores:
         return self.rearranged(spread)
 
     def rearranged(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Scores":
-        """Applies a differentiable function to each tensor with a row per completion."""
+        """Returns scores with a differentiable function applied to each tensor with a row per completion."""
         chosen = {name: function(value) for name, value in self.tensors(per_completion=True).items()}
         scores = Scores(**chosen, **self.tensors(per_completion=False))
         scores.deferred = self.deferred
@@ -78,8 +78,8 @@ class Scores:
     @classmethod
     def join(cls, parts: Sequence["Scores"], indices: Sequence[Sequence[int]]) -> "Scores":
         """
-        Joins parts of a batch, whose rows come from these `indices` in it, in its order, with the sum of their router
-        statistics and the supervised rows of the part that has them.
+        Joins scores of parts of a batch in the order of the batch, where `indices` are those of the parts' rows.
+        Router statistics are summed, and supervised rows are those of the part that has some.
         """
         chosen = [part.tensors(per_completion=True) for part in parts]
         order = [index for rows in indices for index in rows]
@@ -95,7 +95,7 @@ class Scores:
 
 def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
     """
-    For each expert how often it was chosen and the sum of its probabilities, over all layers, `(2, E)`, from which the
+    Counts how often each expert was chosen, and sums its probabilities, over all layers, `(2, E)`, from which the
     load-balancing loss is computed. Statistics of parts of a batch add up.
 
     Shapes: `router_logits` of each layer `(N, E)`; `weights`, how often each token counts, `N` numbers.
@@ -112,11 +112,11 @@ def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights
 
 def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
     """
-    Load-balancing loss of the [Switch Transformer](https://huggingface.co/papers/2101.03961), as transformers computes
-    it, from [`router_statistics`] of a batch `(2, E)`.
+    Computes the load-balancing loss of the [Switch Transformer](https://huggingface.co/papers/2101.03961), as in
+    transformers, from [`router_statistics`] of a batch `(2, E)`.
     """
     chosen, probabilities = router
-    n_tokens = probabilities.detach().sum()  # those of a token sum to 1
+    n_tokens = probabilities.detach().sum()  # probabilities of a token sum to 1
     return len(chosen) * (chosen * probabilities).sum() / n_tokens**2
 
 
@@ -126,8 +126,8 @@ class DeferredParts:
 
     A loss is computed from [`joined`] as from scores of the whole; [`backward_by_parts`] then recomputes each part for
     its gradient. `score` takes the index of a part and its rows and returns their [`~forward.scores.Scores`]. All
-    ranks run `n_parts` forwards: surplus ones repeat the last. `device` has the random state to restore, besides the
-    CPU's.
+    ranks run `n_parts` forwards: surplus ones repeat the last. Random states of the `device` and of the CPU are
+    restored.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
@@ -146,7 +146,7 @@ class DeferredParts:
         self.seconds = time.perf_counter() - start  # of these additional forwards
 
     def joined(self) -> Scores:
-        """Scores in the order of the rows, as one call for all rows would return them."""
+        """Returns scores in the order of the rows, as one call for all rows would return them."""
         scores = Scores.join(self.outputs[: self.n_local], self.parts[: self.n_local])
         scores.deferred = self
         return scores
@@ -161,18 +161,18 @@ class DeferredParts:
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """A score for the loss. `backward()` of this would end at the score, in silence."""
+    """Returns a score for the loss, at which `backward()` raises an error, since it would end there silently."""
 
     def raise_error(leaf: torch.Tensor) -> None:
         raise lost_gradient("a score")
 
     leaf = value.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(raise_error)  # which `torch.autograd.grad` doesn't call
+    leaf.register_post_accumulate_grad_hook(raise_error)  # `torch.autograd.grad` doesn't call it
     return leaf
 
 
 def lost_gradient(name: str) -> RuntimeError:
-    """The error of a loss whose gradient of something would be lost under a token budget."""
+    """Returns the error for a loss whose gradient of a tensor would be lost under a token budget."""
     return RuntimeError(
         f"The gradient of {name} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "
         "compute the loss from one call of the trainer's `_score`, or call `backward_by_parts` with the scores' "

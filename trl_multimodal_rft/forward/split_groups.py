@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A group that doesn't fit: its prompt is forwarded once, and its completions behind it in chunks."""
+"""Forwards of a group that exceeds the token budget: its prompt once, and the completions behind it in chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ class KeptPrompt:
     """
     Keys and values of a prompt for chunks of its completions.
 
-    With gradients, chunks attend to copies without a graph, and the gradients of these are summed in float32. The last
-    chunk attends to what the prompt's forward returned, so that its backward pass, which takes the sums along, is that
-    of the prompt.
+    With gradients, chunks attend to states without a graph, and the gradients of these are summed in float32. The last
+    chunk attends to the states that the prompt's forward returned, so that its backward pass, to which the sums are
+    added, is also that of the prompt.
 
     Args:
         forward (`Callable`):
@@ -32,7 +32,7 @@ class KeptPrompt:
         self._sums: dict[tuple, torch.Tensor] = {}
 
     def states(self, is_first: bool, is_last: bool) -> States:
-        """The states for a chunk; the first of a pass over all chunks has the prompt forwarded, the last frees it."""
+        """Returns the states for a chunk. The first chunk of a pass forwards the prompt, and the last one frees it."""
         if is_first:
             self._states, self._sums = self._forward(), {}
         states, sums = self._states, self._sums
@@ -48,7 +48,7 @@ class KeptPrompt:
 
 
 def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
-    """A copy without a graph, whose gradient is added to a sum."""
+    """Returns a state without a graph, whose gradient is added to a sum."""
 
     def add(leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -63,7 +63,7 @@ def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) ->
 
 
 def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
-    """The state, whose gradient is that of its chunk and the sum of those before."""
+    """Returns the state, to whose gradient the sum from earlier chunks is added."""
     if not state.requires_grad:
         return state
     state = state.view_as(state)
@@ -72,7 +72,7 @@ def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) 
 
 
 def behind_prompt(row: PackedRow, states: States) -> PackedRow:
-    """The completions of a row with one prompt, as a row that continues the states of that prompt."""
+    """Returns the completions of a row with one prompt, as a row that continues the states of that prompt."""
     [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
     layout = replace(
         row.layout,
@@ -98,12 +98,12 @@ def behind_prompt(row: PackedRow, states: States) -> PackedRow:
 
 
 def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
-    """The parts of completions that are chunks of a group, and whether each is the first and the last of it."""
+    """Returns whether a part of completions is the first and the last chunk of a group, for parts that are chunks."""
     owners = [{prompts[i].shared for i in part} for part in parts]
-    counts, seen = Counter(prompt for each in owners for prompt in each), Counter()
+    counts, seen = Counter(prompt for members in owners for prompt in members), Counter()
     ends = {}
-    for index, each in enumerate(owners):
-        for prompt in [prompt for prompt in each if counts[prompt] > 1]:  # alone in its part
+    for index, members in enumerate(owners):
+        for prompt in [prompt for prompt in members if counts[prompt] > 1]:  # such a prompt is alone in its part
             seen[prompt] += 1
             ends[index] = seen[prompt] == 1, seen[prompt] == counts[prompt]
     return ends
@@ -111,8 +111,8 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """
-    Whether completions can be forwarded behind a prompt that is kept: not where layers carry a state from token to
-    token, and not where reentrant checkpointing hides the prompt's graph.
+    Returns whether completions can be forwarded behind a [`KeptPrompt`]: not if layers carry a state from token to
+    token, and not if reentrant checkpointing hides the prompt's graph.
     """
     if has_states(model):
         return False

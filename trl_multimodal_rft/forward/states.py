@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Layers that carry a state along the row: the state behind a prompt starts each of its completions."""
+"""Layers that carry a state from token to token: completions start from the state behind their prompt."""
 
 import functools
 import inspect
@@ -24,8 +24,8 @@ _STATES = {"get_conv_state", "get_recurrent_state"}
 # Names of a mixer's argument for the cache
 _CACHES = {*CACHE_NAMES, "cache_params"}
 
-# Names of a kernel's argument for the initial state. Without one, a mixer ignores the state for more than one token,
-# silently, as that of Mamba 1 does.
+# Names of a kernel's argument for the initial state. A mixer without one, such as Mamba 1's, silently ignores the
+# state if it gets more than one token.
 _INITIAL_STATES = {"initial_state", "initial_states"}
 
 
@@ -48,14 +48,14 @@ class _GatherCopies(torch.autograd.Function):
 
 def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """
-    `index_select` with a gradient that is summed in float32, since completions share keys, values and states of their
-    prompt: one after the other in bfloat16, 65 terms would be 1 % off.
+    Selects states by `index_select`, with a gradient that is summed in float32. Completions share keys, values and
+    states of their prompt: summed one after the other in bfloat16, 65 terms would be 1 % off.
     """
     return _GatherCopies.apply(states, index, dim)
 
 
 class _States:
-    """A mixer's cache. Those of transformers copy states into buffers, which cuts off the gradient."""
+    """A mixer's cache that keeps the gradient; caches of transformers copy states into buffers, which cuts it off."""
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
         self.conv, self.recurrent = conv, recurrent
@@ -95,14 +95,14 @@ class _States:
 
 
 def install_prefix_states(model: PreTrainedModel) -> None:
-    """Makes mixers with a state able to run packed rows; without a [`PrefixLayout`] they compute what they did."""
+    """Enables mixers with a state to run packed rows. Without a [`PrefixLayout`], they compute the same as before."""
     for mixer in _mixers(model):
-        # A method of the module, so that a copy of the module runs its own weights
+        # A bound method, so that a copy of the module runs its own weights
         mixer.forward = types.MethodType(_prefix_forward, mixer)
 
 
 def states_obstacle(model: PreTrainedModel) -> str | None:
-    """Why completions can't start from the state behind their prompt; `None` if they can, or layers have no state."""
+    """Returns why completions can't start from the state behind their prompt; `None` if they can, or have no state."""
     mixers = _mixers(model)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     n_layers = sum(kind in STATE_LAYERS for kind in layer_types)
@@ -131,8 +131,8 @@ def _prefix_forward(
     **kwargs: torch.Tensor | Cache | None,
 ) -> torch.Tensor:
     """
-    The forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. All ranks run the mixer equally
-    often, whatever their rows, since engines may gather its weights each time.
+    Runs the forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. The mixer then runs twice on
+    every rank, whatever its row, since engines may gather weights for each run.
     """
     forward = type(mixer).forward
     if not isinstance(prefix_layout, PrefixLayout):
@@ -151,7 +151,7 @@ def _prefix_forward(
 
 
 def has_states(model: PreTrainedModel) -> bool:
-    """Whether layers of a model carry a state from token to token."""
+    """Returns whether layers of a model carry a state from token to token."""
     return bool(_mixers(model))
 
 
@@ -165,11 +165,11 @@ def _cache_name(mixer: nn.Module) -> str | None:
 
 @functools.cache
 def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes, and keywords of calls, in the code of a module's class."""
-    classes = [each for each in module_class.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
-    functions = [f for each in classes for f in vars(each).values() if inspect.isfunction(f)]
+    """Returns the names of attributes, and of keywords in calls, in the code of a module's class."""
+    classes = [source for source in module_class.__mro__ if issubclass(source, nn.Module) and source is not nn.Module]
+    functions = [f for source in classes for f in vars(source).values() if inspect.isfunction(f)]
     code = [inspect.unwrap(f).__code__ for f in functions]
     # The compiler keeps the names of a call's keyword arguments as a constant tuple
-    constants = [value for each in code for value in each.co_consts if isinstance(value, tuple)]
-    names = (name for each in code for name in each.co_names)
+    constants = [value for source in code for value in source.co_consts if isinstance(value, tuple)]
+    names = (name for source in code for name in source.co_names)
     return frozenset(names), frozenset(name for names in constants for name in names)

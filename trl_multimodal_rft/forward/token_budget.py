@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A loss of a whole micro-batch, differentiated part by part."""
+"""The backward pass of a micro-batch's loss, part by part."""
 
 from contextlib import contextmanager
 
@@ -18,13 +18,13 @@ def backward_by_parts(
     """
     Runs the backward pass of all parts but the last, for a scalar loss of the joined scores.
 
-    Returns a scalar with the value of the loss, whose backward pass is that of the last part. `divisor` is what the
-    caller divides it by, such as the number of accumulation steps. Raises a `RuntimeError` where the loss has a
-    gradient of anything but the scores, which would be lost.
+    Returns a scalar with the value of the loss, whose backward pass is that of the last part. `divisor` is the number
+    by which the caller divides the loss, such as the number of accumulation steps. Raises a `RuntimeError` if the loss
+    has a gradient for other tensors than the scores, which would be lost.
     """
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
-    if others := leaves_of_graph([loss]) - {*leaves}:
-        raise lost_gradient(f"{len(others)} tensors besides the last scores")
+    if other_leaves := leaves_of_graph([loss]) - {*leaves}:
+        raise lost_gradient(f"{len(other_leaves)} tensors besides the last scores")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
     surrogate = loss.new_zeros(())
@@ -36,7 +36,7 @@ def backward_by_parts(
             for name, leaf in outputs.tensors().items():
                 if scores[name].requires_grad:
                     gradient = by_leaf[id(leaf)]
-                    # Surplus parts have no gradient, but the collectives of a backward pass
+                    # Surplus parts have no gradient, but must run the collectives of a backward pass
                     surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
             if not last:
                 engine = accelerator.distributed_type == DistributedType.DEEPSPEED

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts that start alike, with the same media or the same system prompt, as trees whose nodes are forwarded once."""
+"""Trees of prompts that start alike, with the same media or system prompt, whose nodes are forwarded once."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,47 +16,47 @@ _WORTH_SHARING = 0.1
 
 @dataclass(eq=False)
 class Node:
-    """Tokens that prompts start with, behind those of the node above; without children, the rest of one prompt."""
+    """Tokens that several prompts share behind those of the parent node; in a leaf, the other tokens of one prompt."""
 
-    prompt: EncodedPrompt  # the longest of the prompts, whose mask holds for all
+    prompt: EncodedPrompt  # the longest of the prompts; its mask holds for all of them
     stop: int  # tokens of the prompt up to the end of the node
     children: list["Node"] = field(default_factory=list)
 
     @property
     def leaves(self) -> list[EncodedPrompt]:
-        """The prompts."""
+        """The prompts that start with the tokens of the node."""
         return [leaf for child in self.children for leaf in child.leaves] or [self.prompt]
 
 
 def leaf(prompt: EncodedPrompt) -> Node:
-    """A prompt that shares nothing."""
+    """Returns the node without children of one prompt."""
     return Node(prompt, len(prompt))
 
 
 def walk(nodes: Sequence[Node], parent: Node | None = None) -> Iterator[tuple[Node, Node | None]]:
-    """Nodes with their parents, in row order."""
+    """Yields nodes with their parents, in row order."""
     for node in nodes:
         yield node, parent
         yield from walk(node.children, node)
 
 
 def count_tokens(trees: Sequence[Node]) -> int:
-    """Prompt tokens in the row. A node repeats the last token of the one above."""
+    """Returns the number of prompt tokens in the row, in which a node repeats the last token of its parent."""
     return sum(node.stop - (0 if parent is None else parent.stop - 1) for node, parent in walk(trees))
 
 
 def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[EncodedPrompt]) -> list[Node]:
     """
-    Trees of unique prompts, given with the tokens behind each, and those of them in which attention is causal.
+    Returns trees of unique `prompts`, which are keys of the number of tokens behind each prompt.
 
-    These share tokens with equal ids, fields and positions. Media are shared if they are equal, and wholly within
-    these tokens.
+    Only the `causal` prompts share tokens: those with equal ids, fields and positions. Media are shared if they are
+    equal, and wholly within the shared tokens.
     """
     shareable = [prompt for prompt in prompts if prompt in causal]
     trees = _grow(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
     order = {prompt: i for i, prompt in enumerate(prompts)}
-    alone = [leaf(prompt) for prompt in prompts if prompt not in causal]
-    return sorted([*trees, *alone], key=lambda node: min(order[prompt] for prompt in node.leaves))
+    leaves = [leaf(prompt) for prompt in prompts if prompt not in causal]
+    return sorted([*trees, *leaves], key=lambda node: min(order[prompt] for prompt in node.leaves))
 
 
 def _grow(
@@ -65,12 +65,12 @@ def _grow(
     symbols: Mapping[EncodedPrompt, torch.Tensor],
     behind: Mapping[EncodedPrompt, int],
 ) -> list[Node]:
-    """Nodes of prompts that have so many tokens in common with a node above."""
+    """Returns the nodes of prompts below a node with their first `depth` tokens."""
     if len(prompts) == 1:
         return [leaf(prompts[0])]
     first = prompts[0]
     equal = common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
-    # A node that would cut media, or whose last token, which is repeated, is a placeholder, holds none of them
+    # A node ends before media that it would cut, or whose last placeholder would be its last token, which is repeated
     starts, ends = zip(*(prompt.media_span or (equal, 0) for prompt in prompts), strict=True)
     if min(starts) < equal <= max(ends):
         common = min(starts)
@@ -92,7 +92,7 @@ def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tensor]:
-    """All that distinguishes the tokens of prompts, `(P, K)`: ids, fields, positions, and media where these start."""
+    """Returns all that distinguishes tokens of prompts, `(P, K)`: ids, fields, positions, and media at their start."""
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
     axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
     share_media(prompts)
@@ -111,7 +111,7 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
 
 
 def share_media(prompts: Iterable[EncodedPrompt]) -> None:
-    """Lets prompts with equal media share what forwards keep of these."""
+    """Gives prompts with equal media a common `on_device`, in which forwards keep tensors and features of media."""
     alike: dict[tuple, list[EncodedPrompt]] = {}
     for prompt in dict.fromkeys(prompts):
         if prompt.media:
@@ -124,7 +124,7 @@ def share_media(prompts: Iterable[EncodedPrompt]) -> None:
 
 
 def _digest(prompt: EncodedPrompt) -> bytes:
-    """A hash of the media's content, cached."""
+    """Returns a hash of the content of a prompt's media, cached on the prompt."""
     if "media" not in prompt.mask_cache:
         digest = hashlib.blake2b()
         for name, value in sorted(prompt.media.items()):

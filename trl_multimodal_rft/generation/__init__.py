@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling completions, each prompt and its media prefilled once."""
+"""Sampling of completions, with each prompt and its media prefilled once."""

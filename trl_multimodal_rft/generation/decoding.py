@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The loop that samples behind a cache, in place of that of transformers' `generate`."""
+"""The sampling loop behind a cache of prompts, in place of the loop of transformers' `generate`."""
 
 import inspect
 from collections.abc import Callable
@@ -35,10 +35,10 @@ from ..versions import cache_name
 from .graphs import TokenStep, weights_cast_once
 
 
-# Tokens between two looks at whether all completions have ended, where the host would wait for the device
+# Number of tokens between two checks whether all completions have ended, as the host waits for the device in a check
 _TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
 
-# Options for which `generate` does more than to draw from the last token's logits, and their neutral values
+# Options that make `generate` do more than draw from the last token's logits, and their neutral values
 _NEEDS_GENERATE = {
     **dict.fromkeys(("max_time", "stop_strings", "watermarking_config", "prefill_chunk_size"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing"), (None, False)),
@@ -48,16 +48,16 @@ _NEEDS_GENERATE = {
 
 
 def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Whether [`decode`], behind a cache of prompts, gives what a model's `generate` gives with these options."""
+    """Returns whether [`decode`], behind a cache of prompts, gives the output of `generate` with these options."""
     neutral = all(getattr(config, name, None) in values for name, values in _NEEDS_GENERATE.items())
     draws = config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
-    is_theirs = getattr(model.generate, "__module__", "").startswith("transformers.")
+    is_of_transformers = getattr(model.generate, "__module__", "").startswith("transformers.")
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
     _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
-    named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-    needs_media = any(each.default is each.empty for each in named) or bool(family_of(model).token_masks)
-    return neutral and draws and is_theirs and is_known and not needs_media
+    named_options = (option for option in parameters if option.kind is option.POSITIONAL_OR_KEYWORD)
+    needs_media = any(option.default is option.empty for option in named_options) or bool(family_of(model).token_masks)
+    return neutral and draws and is_of_transformers and is_known and not needs_media
 
 
 def decode(
@@ -76,21 +76,21 @@ def decode(
     **inputs: torch.Tensor | Cache | bool | int | None,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """
-    Continues prompts that a cache holds: `custom_generate` of transformers' `generate`.
+    Samples completions of prompts that a cache holds, as `custom_generate` of transformers' `generate`.
 
-    Draws the same random numbers, so that the same seed gives the same tokens and leaves the generator in the same
-    state. Completions that have ended leave the batch, unless their logits or the cache are asked for.
+    Random numbers are those of `generate`, so that the same seed gives the same tokens and leaves the generator in the
+    same state. Completions that have ended leave the batch, unless their logits or the cache are requested.
 
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
-            What `generate` made of its arguments. Of the criteria, ends and the length are used, see [`decodes`].
+            Arguments as `generate` prepares them. Of the criteria, ends and the length are used, see [`decodes`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits behind them, shape `(B, V)`.
         layout, keeps, in_step ([`~forward.decoding.Decoding`], `bool`, `bool`, *optional*):
-            How prompts are shared; whether the cache is used afterwards: it then holds all tokens but the last; and
-            whether processes need each other's forwards, so that all go on until the last has ended.
+            Prompts that completions share; whether the cache is used afterwards: it then holds all tokens but the
+            last; and whether processes need each other's forwards, so that all go on until the last process has ended.
         runs, casts_once ([`~generation.graphs.TokenStep`], `bool`, *optional*):
-            What runs the step of a token if the layout has a `room`, so that shapes stay; whether autocast, in which
+            Runner of the step of a token if the layout has a `room`, so that shapes stay; whether autocast, in which
             the model's forward runs, casts weights once, see [`~generation.graphs.weights_cast_once`].
 
     Returns:
@@ -98,27 +98,27 @@ def decode(
         [`~transformers.generation.GenerateDecoderOnlyOutput`] with them.
     """
     config, device, cache = generation_config, input_ids.device, cast(Cache, inputs[cache_name()])
-    start = n = looked = input_ids.size(1)
+    start = n = n_checked = input_ids.size(1)
     stop = cast(int, stopping_criteria.max_length)
-    ends = next((each.eos_token_id.to(device) for each in stopping_criteria if hasattr(each, "eos_token_id")), None)
+    ends = next((entry.eos_token_id.to(device) for entry in stopping_criteria if hasattr(entry, "eos_token_id")), None)
     pad = config.pad_token_id if config.pad_token_id is not None or ends is None else int(ends[0])
-    kept = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
-    leaves = not (keeps or kept)
+    records = {name: list[torch.Tensor]() for name in ("logits", "scores") if getattr(config, f"output_{name}")}
+    drops_ended = not (keeps or records)
     ids, mask = F.pad(input_ids, (0, stop - n)), None if layout is not None else inputs.get("attention_mask")
     mask = None if mask is None else F.pad(cast(torch.Tensor, mask), (0, stop - n), value=1)
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **{**inputs, "attention_mask": None})
     step["position_ids"], step["input_ids"] = _last_positions(step, cache), step["input_ids"].clone()
-    finished, rows, left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
+    finished, rows, n_left = torch.zeros(len(ids), dtype=torch.bool, device=device), None, len(ids)
     groups, logits = 1 if layout is None else layout.n_prompts, logits.float()
-    states, every = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
-    random, of_device = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
-    processors = [_as_sum(each, input_ids, logits) for each in logits_processor]
+    random_states, interval = [], 1 if in_step else _TOKENS_PER_WAIT.get(device.type, 1)
+    random, device_args = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+    processors = [_as_sum(entry, input_ids, logits) for entry in logits_processor]
     shared = nullcontext() if layout is None else decoder_inputs(model, prefix_layout=layout)
     optimized = getattr(model, "_optimize_model_for_decode", nullcontext)()
     runs = TokenStep() if runs is None or layout is None or not layout.room else runs
 
     def forward() -> torch.Tensor:
-        """Logits behind the tokens in the inputs of a step. It changes these in place."""
+        """Returns the logits behind the input tokens of `step`, whose inputs and positions change in place."""
         step["position_ids"].add_(1)
         if layout is not None:
             layout.advance()
@@ -127,9 +127,9 @@ def decode(
     with shared, kernels.without_cudnn(), optimized, weights_cast_once(model) if casts_once else nullcontext():
         while True:
             scores, before = logits, ids[:, :n]
-            for process in processors:  # the list would inspect the signature of each, for each token
+            for process in processors:  # the list would inspect their signatures for each token
                 scores = process(before, scores)
-            for name, values in kept.items():
+            for name, values in records.items():
                 values.append((logits if name == "logits" else scores).clone())
             token = ids[:, n : n + 1]
             if config.do_sample:
@@ -137,24 +137,24 @@ def decode(
             else:
                 torch.argmax(scores, -1, keepdim=True, out=token)
             n += 1
-            states.append(random.get_rng_state(*of_device))
-            if n == stop or (n - start) % every == 0:
+            random_states.append(random.get_rng_state(*device_args))
+            if n == stop or (n - start) % interval == 0:
                 if ends is not None:
-                    _pad_behind_ends(ids[:, looked:n], finished, ends, pad)
-                    left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most
-                    if left == 0:
+                    _pad_behind_ends(ids[:, n_checked:n], finished, ends, pad)
+                    n_left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most left
+                    if n_left == 0:
                         surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
-                        random.set_rng_state(states[-1 - surplus], *of_device)
+                        random.set_rng_state(random_states[-1 - surplus], *device_args)
                         n -= surplus
                         if keeps:
                             cache.crop(-surplus)
-                if left == 0 or n == stop:
+                if n_left == 0 or n == stop:
                     break
                 if in_step:
-                    _most(left, device)
-                looked, states = n, []
-                if leaves and 2 * left * groups <= len(step["input_ids"]):
-                    index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), left)
+                    _most(n_left, device)
+                n_checked, random_states = n, []
+                if drops_ended and 2 * n_left * groups <= len(step["input_ids"]):
+                    index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), n_left)
                     rows = index if rows is None else rows[index]
                     _select_rows(cache, layout, index)
                     step["position_ids"] = step["position_ids"].index_select(-2, index)
@@ -165,7 +165,7 @@ def decode(
                 layout.grow(cache, min(2 * layout.room, stop - start))
                 runs.reset()
             step["input_ids"].copy_(token if rows is None else token[rows])
-            step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # it may be longer than the ids
+            step["attention_mask"] = None if mask is None else mask[:, : n - stop]  # a mask may be longer than the ids
             logits = runs(forward)
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
@@ -176,26 +176,26 @@ def decode(
     if not config.return_dict_in_generate:
         return ids[:, :n]
     output = GenerateDecoderOnlyOutput(cast(torch.LongTensor, ids[:, :n]))
-    for name, value in {cache_name(): cache, **{name: tuple(kept[name][: n - start]) for name in kept}}.items():
+    for name, value in {cache_name(): cache, **{name: tuple(records[name][: n - start]) for name in records}}.items():
         output[name] = value
     return output
 
 
 def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
-    """Positions of the tokens before a step; models without them count the tokens of the cache, padding included."""
+    """Returns positions of the tokens before a step: in models without them, the tokens of the cache, with padding."""
     positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
     return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
 
 def _pad_behind_ends(drawn: torch.Tensor, finished: torch.Tensor, ends: torch.Tensor, pad: int | None) -> None:
-    """Notes which completions have `finished` `(B,)` with drawn tokens `(B, K)`; those after that become padding."""
+    """Pads drawn tokens `(B, K)` behind ends, and sets `finished` `(B,)` where completions have ended."""
     is_end = torch.isin(drawn, ends)
     drawn.masked_fill_(finished[:, None] | (is_end.cumsum(1) > is_end), cast(int, pad))
     finished |= is_end.any(1)
 
 
 def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Indices of the first `n` entries of each row that are false, if it has as many, `(rows * n,)`."""
+    """Returns indices `(rows * n,)` of `n` entries of each row: the first false ones, then true ones if needed."""
     starts = torch.arange(len(values), device=values.device)[:, None] * values.size(1)
     return (values.byte().argsort(dim=1, stable=True)[:, :n] + starts).flatten()
 
@@ -208,7 +208,7 @@ def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> 
 
 
 def _most(left: int, device: torch.device) -> int:
-    """What is left in the process that has most."""
+    """Returns the largest number `left` of all processes."""
     count = torch.tensor(left, device=device)
     dist.all_reduce(count, dist.ReduceOp.MAX)
     return int(count)
@@ -217,7 +217,7 @@ def _most(left: int, device: torch.device) -> int:
 def _as_sum(
     process: LogitsProcessor, input_ids: torch.LongTensor, logits: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A processor, or, if it suppresses the same tokens each time, what adds that, in one operation."""
+    """Returns the processor, or one addition to the logits with the same effect if it suppresses fixed tokens."""
     if type(process) is not SuppressTokensLogitsProcessor:
         return process
     bias = process(input_ids, cast(torch.FloatTensor, torch.zeros_like(logits[:1])))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The step of a token without the host: as a CUDA graph, and with weights that autocast casts once."""
+"""Faster steps of a token: CUDA graphs, which need no host, and weights that autocast casts once."""
 
 import functools
 import logging
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-# Graphs of failed captures, which torch's allocator goes on to ask whether they capture
+# Graphs of failed captures, which must live on, as torch's allocator still asks them whether they capture
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class TokenStep:
-    """Runs the step of a token, a function without arguments that reads and writes buffers that stay."""
+    """A runner of the step of a token: a function without arguments that reads and writes fixed buffers."""
 
     obstacle: str | None = None  # why the step isn't captured
 
@@ -27,12 +27,12 @@ class TokenStep:
         return step()
 
     def reset(self) -> None:
-        """Forgets what was captured, since buffers have moved or changed their shapes."""
+        """Forgets a captured step, since buffers have moved or changed their shapes."""
 
 
 class GraphedStep(TokenStep):
     """
-    Captures the step of a token, and replays it from then on.
+    A runner that captures the step of a token, and replays it from then on.
 
     The first step after a [`reset`] runs as it is, since kernels are compiled and tuned by their first call. A step
     that can't be captured, such as one that waits for a value, has the reason in `obstacle`, and runs as it is.
@@ -51,7 +51,7 @@ class GraphedStep(TokenStep):
         if self._output is None:
             try:
                 self._output = self.capture(step)
-            except Exception as error:  # of the driver, of torch, or of code that asks for a value
+            except Exception as error:  # from the driver, from torch, or from code that asks for a value
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
                 _warn(self.obstacle)
                 torch.clear_autocast_cache()  # casts that were captured didn't run
@@ -67,13 +67,13 @@ class GraphedStep(TokenStep):
         raise NotImplementedError
 
     def replay(self) -> None:
-        """Runs the step that was captured."""
+        """Runs the captured step."""
         raise NotImplementedError
 
 
 @functools.cache
 def _warn(obstacle: str) -> None:
-    """Says once why nothing is captured."""
+    """Logs once why no step is captured."""
     logger.warning(f"Tokens are sampled without a graph of the device: {obstacle}")
 
 
@@ -82,7 +82,7 @@ class CudaStep(GraphedStep):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._graph: torch.cuda.CUDAGraph | None = None  # of the last capture, without which the pool would end
+        self._graph: torch.cuda.CUDAGraph | None = None  # of the last capture; the pool ends without it
         self._pool: torch.cuda.MemPool | None = None  # memory of all captures, which is released with it
 
     def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -105,8 +105,8 @@ def _captured(
     step: Callable[[], torch.Tensor], pool: torch.cuda.MemPool, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """
-    A graph of a step, and its output. Unlike [`torch.cuda.graph`], this keeps what torch's allocator has cached, and
-    lets other threads allocate meanwhile.
+    Captures a step, and returns its graph and output. Unlike [`torch.cuda.graph`], this keeps memory that torch's
+    allocator has cached, and lets other threads allocate meanwhile.
     """
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -116,7 +116,7 @@ def _captured(
             output = step()
         except BaseException:
             _FAILED.append(graph)
-            with suppress(RuntimeError):  # that the capture failed
+            with suppress(RuntimeError):  # the error says again that the capture failed
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -127,8 +127,8 @@ def _captured(
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """
-    The stream of all captures. torch holds a workspace of cuBLAS, 33 MiB on Hopper, for each stream that multiplies
-    matrices. This stream gets it here, where it isn't a part of a graph's memory.
+    Returns the stream of all captures. torch holds a workspace of cuBLAS, 33 MiB on Hopper, for each stream that
+    multiplies matrices. This stream gets its workspace here, where that isn't a part of a graph's memory.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -140,8 +140,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
     """
-    Leaves a device as it was before a capture that failed: the allocator would go on to record, and the generator
-    would refuse to draw until a capture succeeds.
+    Restores a device after a failed capture: the allocator would go on to record, and the generator would refuse to
+    draw until a capture succeeds.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool.id)
@@ -149,44 +149,44 @@ def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
     _captured(lambda: value.add_(1), torch.cuda.MemPool(), device)
 
 
-# By the type of a device
+# Classes of captured steps, by type of device
 STEPS: dict[str, type[GraphedStep]] = {"cuda": CudaStep}
 
 
 def step_on(device: torch.device) -> TokenStep:
-    """What runs the step of a token on a device."""
+    """Returns the runner of token steps for a device."""
     return STEPS[device.type](device) if device.type in STEPS else TokenStep()
 
 
 @contextmanager
 def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     """
-    Within the context, autocast casts each weight of the decoder and of the head once, and keeps the result.
+    Makes autocast cast each weight of the decoder and of the head once within the context, and keep the result.
 
-    It otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Nothing may ask
-    for gradients here. Casts that fill more than half of the free memory aren't kept.
+    Autocast otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Nothing
+    may ask for gradients within the context. Casts that fill more than half of the free memory aren't kept.
     """
     head = model.get_output_embeddings()
     modules = [model.get_decoder(), *([] if head is None else [head])]
-    weights = {each for module in modules for each in module.parameters() if each.dtype == torch.float32}
-    frozen = [each for each in weights if not each.requires_grad and each.is_leaf]
-    if not weights or 2 * sum(each.numel() for each in weights) > _free_bytes(model.device) / 2:
+    weights = {weight for module in modules for weight in module.parameters() if weight.dtype == torch.float32}
+    frozen = [weight for weight in weights if not weight.requires_grad and weight.is_leaf]
+    if not weights or 2 * sum(weight.numel() for weight in weights) > _free_bytes(model.device) / 2:
         yield
         return
     torch.autocast_increment_nesting()  # casts are forgotten at the end of the outermost context
     try:
-        for each in frozen:  # which autocast takes for temporary tensors
-            each.requires_grad_(True)
+        for weight in frozen:  # autocast takes frozen weights for temporary tensors
+            weight.requires_grad_(True)
         yield
     finally:
-        for each in frozen:
-            each.requires_grad_(False)
+        for weight in frozen:
+            weight.requires_grad_(False)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Memory of a device that can be allocated."""
+    """Returns the memory of a device that can be allocated, in bytes."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)

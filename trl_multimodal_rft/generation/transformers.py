@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling with transformers: each prompt and its media are prefilled once for all its completions."""
+"""Sampling with transformers, with each prompt and its media prefilled once for all its completions."""
 
 import copy
 import functools
@@ -29,30 +29,30 @@ from .decoding import decode, decodes
 from .graphs import GraphedStep, TokenStep
 
 
-# Layers of caches without keys, of which older versions of transformers have one kind
+# Cache layers without keys; older versions of transformers lack the second class
 _WITHOUT_KEYS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
-# Prefixes are prefilled first if that leaves at most this share of the tokens
+# Prefixes are prefilled first if at most this share of the tokens is forwarded then
 _WORTH_PREFILLING = 0.9
 
-# By the place of a completion: its row in a cache, its prompt, and its tokens there
+# By the batch index of a completion: its row in a cache, its prompt, and its sampled tokens in the cache
 Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
 
 
 @dataclass
 class Branches:
     """
-    The cache behind completions, so that generation can continue from it without prefilling them again.
+    Holder of the cache of completions, from which generation can continue without prefilling them again.
 
-    [`generate_completions`] fills it, and takes the cache out of it.
+    [`generate_completions`] stores the cache, and takes it out for the next turn.
     """
 
-    # For each prompt to complete next, the index of the completion that it continues, and what was appended to that,
-    # `None` where the context was rewritten; `None` at first
+    # For each prompt to complete next, the index of the completion that it continues, and the tool results behind that
+    # (`None` if the context was rewritten); `None` in the first turn
     continuations: list[tuple[int, EncodedPrompt | None]] | None = None
-    obstacle: str | None = None  # why the latest prompts were prefilled instead
+    obstacle: str | None = None  # reason why the latest prompts were prefilled instead
 
-    # The cache, what its mask `(B, N)` is of, and what each completion has in it
+    # The cache, the mask `(B, N)` of its tokens, and the rows of completions in it
     _kept: tuple[DynamicCache, torch.Tensor, Rows] | None = field(default=None, init=False)
 
     def keep(
@@ -63,7 +63,7 @@ class Branches:
         completion_ids: torch.Tensor,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Keeps a cache with completions `(B, N)` behind what `mask` `(B, P)` is of."""
+        """Stores a cache of tokens with the mask `(B, P)` and of completions `(B, N)` behind them."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
         rows = {
@@ -78,22 +78,22 @@ class Branches:
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
     ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
         """
-        Hands out the cache, its mask, and the rest of the prompts behind it; `None`, with the reason as `obstacle`, if
-        the prompts must be prefilled.
+        Takes out the cache, and returns it with its mask and the parts of the prompts behind it. Returns `None` if the
+        prompts must be prefilled; `obstacle` then has the reason.
         """
-        kept, self._kept = self._kept, None
+        stored, self._kept = self._kept, None
         if self.continuations is None:
             return None
-        if kept is None:
+        if stored is None:
             self.obstacle = "`generate` has used another cache"
             return None
-        cache, mask, held = kept
-        self.obstacle = self._branch_obstacle(model, held, prompts)
+        cache, mask, stored_rows = stored
+        self.obstacle = self._branch_obstacle(model, stored_rows, prompts)
         if self.obstacle is not None:
             return None
         rests, rows = [], []
         for prompt, (parent, turn) in zip(prompts, self.continuations, strict=True):
-            row, before, ids = held[parent]
+            row, before, ids = stored_rows[parent]
             n = len(before) + len(ids)
             rests.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
             rows.append(row)
@@ -103,7 +103,7 @@ class Branches:
         return cache, mask[index], rests
 
     def _branch_obstacle(self, model: PreTrainedModel, held: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
-        """Why the cache isn't that of the prompts' first tokens."""
+        """Returns the reason why the cache doesn't hold the prompts' first tokens, or `None` if it does."""
         for prompt, (parent, turn) in zip(prompts, self.continuations or (), strict=True):
             if turn is None:
                 return "contexts were rewritten"
@@ -115,8 +115,8 @@ class Branches:
             n = len(tokens)
             if not torch.equal(prompt.input_ids[:n], tokens):
                 return "the prompt doesn't start with what was sampled"
-            now = prompt.position_ids[..., :n]
-            if not torch.equal(now, positions.expand_as(now)):
+            current = prompt.position_ids[..., :n]
+            if not torch.equal(current, positions.expand_as(current)):
                 return "what tools returned changes earlier positions"
             if any(mask is not None for mask in linear_masks(model, prompt, 0).values()):
                 return "its tokens see others than those before them"
@@ -140,14 +140,14 @@ def generate_completions(
     casts_once: bool = False,
 ) -> Any:
     """
-    Generates a completion of each prompt, equal to that of `generate` on repeated prompts.
+    Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
     Unique prompts are prefilled once, through the model's own forward, and [`~generation.decoding.decode`] continues.
-    So is what they start with ([`~forward.trees.Node`]), which takes one more forward, unless processes need each
-    other's forwards, `in_step`. Where family or options don't allow that, `generate` gets repeated prompts. `dummies`
-    are prefilled, for the collectives in their encoders, but not completed. `branches` hold a cache to continue from,
-    and get the new one. Texts that end completions (`stop_strings`) need the `tokenizer`. What `runs` the step of a
-    token may capture it, and where the forward runs under autocast, `casts_once` keeps casts of weights meanwhile.
+    Their common first tokens ([`~forward.trees.Node`]) are prefilled once, too, by one more forward, unless processes
+    need each other's forwards, `in_step`. If the family or options don't allow that, `generate` gets repeated prompts.
+    `dummies` are prefilled, for the collectives in their encoders, but not completed. `branches` may hold a cache to
+    continue from, and get the new one. Texts that end completions (`stop_strings`) need the `tokenizer`. `runs` runs
+    the step of a token, and may capture it. Under autocast, `casts_once` keeps the casts of weights meanwhile.
 
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
     rows of dummies at the end.
@@ -155,7 +155,7 @@ def generate_completions(
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
     if (is_static or isinstance(runs, GraphedStep)) and shares_prompts(unwrapped_model):
-        # Processes that wait for each other run more steps than they have tokens
+        # With `in_step`, a process may run more steps than it has tokens, while it waits for others
         config, room = copy.copy(config), 0 if in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
     if not (shared_prefill and decodes(unwrapped_model, config)):
@@ -168,7 +168,7 @@ def generate_completions(
         forwarded = windows_as_forwarded(unwrapped_model)
         takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
         if takes_cache and forwarded is not unwrapped_model.config:
-            inputs[cache_name()] = DynamicCache(config=forwarded)  # the default one forgets what leaves a window
+            inputs[cache_name()] = DynamicCache(config=forwarded)  # the default cache drops tokens that leave a window
         with frozen_features(unwrapped_model, rows):
             return _generated(model, unwrapped_model, inputs, generation_config, len(prompts))
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
@@ -182,8 +182,8 @@ def generate_completions(
         past = _prefilled_prefixes(model, unwrapped_model, unique, device, pad_token_id)
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
     index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model), None
-    size, rest = divmod(len(order), len(unique))
-    if not shares or rest or order != [i // size for i in range(len(order))]:
+    size, remainder = divmod(len(order), len(unique))
+    if not shares or remainder or order != [i // size for i in range(len(order))]:
         cache.reorder_cache(cast(torch.LongTensor, index))
         mask, logits, index = mask[index], logits[index], torch.arange(len(order), device=device)
     if shares:
@@ -191,8 +191,8 @@ def generate_completions(
     keeps, mask = branches is not None, mask[index]
     batch = left_pad(prompts, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
-    how = {"keeps": keeps, "in_step": in_step, "runs": runs, "casts_once": casts_once}
-    loop = functools.partial(decode, logits=logits[index], layout=layout, **how)
+    options = {"keeps": keeps, "in_step": in_step, "runs": runs, "casts_once": casts_once}
+    loop = functools.partial(decode, logits=logits[index], layout=layout, **options)
     inputs |= {"attention_mask": mask, cache_name(): cache, "custom_generate": loop}
     output = _generated(model, unwrapped_model, inputs, config, len(order))
     if branches is not None:
@@ -205,7 +205,7 @@ def generate_completions(
 def _generated(
     model: nn.Module, unwrapped_model: PreTrainedModel, inputs: dict[str, Any], config: GenerationConfig, n: int
 ) -> torch.Tensor | ModelOutput:
-    """What `generate` returns, or the ids after the first `n` prompts."""
+    """Returns the output of `generate`; if it is ids, the ids after the first `n` prompts."""
     # `generate` fills options that are `None` from the model's, so that a `min_p` or a repetition penalty that a
     # checkpoint recommends would change the distribution that completions are sampled from
     with replaced(unwrapped_model, generation_config=config):
@@ -214,7 +214,7 @@ def _generated(
 
 
 def _batch(rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int) -> tuple:
-    """Left-padded tensors per token, and the media, of rows."""
+    """Returns the left-padded tensors per token, and the media, of rows."""
     batch = left_pad(rows, pad_token_id)
     batch = {**batch.pop("fields"), **batch}
     return {name: value.to(device) for name, value in batch.items()}, media_inputs(rows, model, device)
@@ -228,8 +228,8 @@ def _prefilled_prefixes(
     pad_token_id: int,
 ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
     """
-    A cache of what prompts start with, with a row for each, its mask, and the rests of the prompts; `None` if that
-    saves too little, or isn't exact.
+    Returns a cache of the prompts' common first tokens, with a row for each prompt, its mask, and the rests of the
+    prompts; `None` if the cache saves too little, or isn't exact.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):
@@ -238,7 +238,7 @@ def _prefilled_prefixes(
     for number, tree in enumerate(trees):
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
         spans = [prompt.media_span or (0, len(prompt)) for prompt in tree.leaves if prompt.media]
-        if n < 1 or any(first < n < end for first, end in spans):  # which may hold a part of its media
+        if n < 1 or any(first < n < end for first, end in spans):  # the prefix may end within media
             return None
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
@@ -260,7 +260,7 @@ def _prefill(
     pad_token_id: int,
     past: tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None = None,
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-    """A cache of prompts, which holds what is in a `past` one already, its mask `(B, N)`, and the logits behind it."""
+    """Returns a cache of prompts, which continues a `past` one if there is one, its mask `(B, N)`, and last logits."""
     rows = prompts if past is None else past[2]
     with frozen_features(unwrapped_model, rows):
         batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
@@ -281,23 +281,23 @@ def _prefill(
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether completions of prompts hold keys and values of these once."""
+    """Returns whether a cache can hold a prompt's keys and values once for all its completions."""
     layers = {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
-    kinds = {DynamicLayer, DynamicSlidingWindowLayer}
-    has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # no windows
-    return set() < layers - _WITHOUT_KEYS <= kinds and not has_chunks and takes_layouts(model)
+    supported = {DynamicLayer, DynamicSlidingWindowLayer}
+    has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # not a window
+    return set() < layers - _WITHOUT_KEYS <= supported and not has_chunks and takes_layouts(model)
 
 
 def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
-    Turns `output_router_logits` of a config off within the context: `generate` would compute the load-balancing loss
+    Turns off `output_router_logits` of a config within the context: `generate` would compute the load-balancing loss
     of each decoding step, which fails on padded prompts.
     """
     return replaced(model.config.get_text_config(decoder=True), output_router_logits=False)
 
 
 def _cache_obstacle(model: PreTrainedModel) -> str | None:
-    """Why nothing can continue from a cache, as far as a model shows, else see [`Branches.take`]."""
+    """Returns a model's reason why no prompt can continue from its cache, or `None`; see also [`Branches.take`]."""
     if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
         return "its layers keep windows or carry states, which have no mask for padding"
     family = family_of(model)
@@ -305,6 +305,6 @@ def _cache_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
-    """Completions `(B, N)` up to their first end-of-sequence token."""
+    """Returns the ids of completions `(B, N)` up to their first end-of-sequence token."""
     lengths = up_to_first_end(completion_ids, eos_token_ids).sum(1).tolist()
     return [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths, strict=True)]

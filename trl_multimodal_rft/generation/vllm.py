@@ -55,15 +55,15 @@ if engine_obstacle() is None:
 
 
 def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's sampling parameters for ends of text, in place of those that it reads from the model's folder."""
+    """Returns vLLM's sampling parameters for ends of text, in place of ends that it reads from the model's folder."""
     return {"stop_token_ids": [*ids], "ignore_eos": True}
 
 
 def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
-    """vLLM's sampling parameters for a generation config."""
-    drawn = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    """Returns vLLM's sampling parameters for a generation config."""
+    random_sampling = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
     return {
-        **(drawn if config.do_sample else {"temperature": 0.0}),
+        **(random_sampling if config.do_sample else {"temperature": 0.0}),
         "max_tokens": config.max_new_tokens,
         **({} if config.eos_token_id is None else ends_of_text(config.eos_token_id)),
         "logit_bias": dict.fromkeys(config.suppress_tokens or (), -100.0),
@@ -73,8 +73,8 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
 
 class MultimodalVLLMGeneration(VLLMGeneration):
     """
-    TRL's engine for prompts with media, which are processed once for consecutive completions and for all turns of a
-    conversation.
+    TRL's engine for prompts with media. The media are processed once for consecutive completions and for all turns of
+    a conversation.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         **kwargs,
     ):
         self._placeholders = placeholders
-        self._connected: dict[str, float] = {}  # when, on the clocks of servers, by their addresses
+        self._connected: dict[str, float] = {}  # time of connection on a server's clock, by address
         self._warn = WarnOnce()
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
         self._adapter_folder = adapter_folder
-        self._while_sampling = while_sampling  # entered when the engine has the weights
-        self.vllm_client: Any = None  # of this rank's server; that of process 0 is of all servers
-        self._adapter_request: LoRARequest | None = None  # of the adapter in the engine, after the first sync
-        self.batch_index = 0  # of the batch for which the engine gets weights
-        # That servers have, by batch indices, as they may still sample with those before the last
+        self._while_sampling = while_sampling  # context that is entered when the engine has the weights
+        self.vllm_client: Any = None  # client of this rank's server; in process 0, of all servers
+        self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
+        self.batch_index = 0  # batch for which the engine gets weights
+        # Batch indices and folders of adapters on servers, which may still sample with earlier ones than the last
         self._adapters: list[tuple[int, Path]] = []
-        self._takes_all_weights = False  # known after the first sync
+        self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
         self._n_drafts = self._n_accepted = 0.0
         super().__init__(**kwargs)
@@ -115,9 +115,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 "or set `vllm_sync_adapter=False`."
             )
         try:
-            engine = getattr(vllm_generation, "LLM", None)  # which TRL constructs with fixed arguments
+            engine = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
             further = {**adapter_kwargs, **self._engine_kwargs}
-            with replaced(vllm_generation, LLM=lambda **own: engine(**{**own, **further})), processors_unchecked():
+            with (
+                replaced(vllm_generation, LLM=lambda **args: engine(**{**args, **further})),
+                processors_unchecked(),
+            ):
                 if self.mode == "server":
                     info = self._connect()
                 else:
@@ -131,7 +134,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
-            self._bad_words(self.sampling)  # or refuses them
+            self._bad_words(self.sampling)  # raises an error for unsupported options
             name = cast(str, self.model.name_or_path)
             renderer = server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
         else:
@@ -139,7 +142,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
 
     def _connect(self) -> dict[str, Any]:
-        """Connects each rank with its server, and process 0 with all of them. Returns the settings of the former."""
+        """Connects ranks with their servers, and process 0 with all. Returns the settings of this rank's server."""
         rank, n_ranks, timeout = self.accelerator.process_index, self.accelerator.num_processes, self.server_timeout
         urls = self._urls
         if len(urls) > n_ranks and self._max_staleness == 0:
@@ -149,12 +152,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
 
         def connect() -> tuple[ServerClient, dict[str, Any]]:
-            own = urls[rank % len(urls)]
-            client = ServerClient(own, timeout) if rank else ServerGroup(urls, self.group_port, timeout)
+            rank_url = urls[rank % len(urls)]
+            client = ServerClient(rank_url, timeout) if rank else ServerGroup(urls, self.group_port, timeout)
             info = client.get_server_info()
             check_server(client, info, self.model.config, self._engine_kwargs["dtype"])
-            asked = urls if rank == 0 or self._max_staleness > 0 else [own]
-            self._connected = {url: clock_of(url, timeout)[1] for url in asked}
+            used_urls = urls if rank == 0 or self._max_staleness > 0 else [rank_url]
+            self._connected = {url: clock_of(url, timeout)[1] for url in used_urls}
             return client, info
 
         self.vllm_client, info = on_all_ranks(self.accelerator, connect)
@@ -188,7 +191,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         options = self._bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
-            seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
+            seed += self.accelerator.process_index * len(prompts)  # unique over ranks, as a group may straddle them
         most = options["max_tokens"]
         requests = self._requests(prompts, images, seed, [min(n, most) for n in room or [most] * len(prompts)])
         # A sleeping engine has no weights
@@ -211,7 +214,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         seed: int | None,
         room: Sequence[int],
     ) -> list[EngineRequest]:
-        """Requests for completions of prompts, consecutive ones of a prompt together."""
+        """Returns requests for completions of prompts, one for consecutive completions of a prompt."""
         requests: list[EngineRequest] = []
         last = None
         for index, prompt in enumerate(prompts):
@@ -220,9 +223,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
             last = prompt
-            taken = self.prompts.take(prompt, prompt_images, index)
+            rendered = self.prompts.take(prompt, prompt_images, index)
             seed_of_prompt = None if seed is None else seed + index
-            requests.append(EngineRequest(taken["prompt_token_ids"], taken, 1, room[index], seed_of_prompt))
+            requests.append(EngineRequest(rendered["prompt_token_ids"], rendered, 1, room[index], seed_of_prompt))
         if any(len(request.ids) + request.most > self.prompts.max_length for request in requests):
             logger.warning_once(
                 f"The engine was started for {self.prompts.max_length} tokens, which leaves less than {max(room)} to "
@@ -231,14 +234,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return requests
 
     def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
-        """What a server is asked for completions of prompts."""
+        """Returns the requests to a server for completions of prompts."""
         requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
         return [request.for_server() for request in requests]
 
     def ask(self, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
-        Completions from a server. Ranks, the requests of a rank and the attempts take turns, so that another server
-        may answer what one doesn't in time. See [`server_completions`].
+        Returns completions from a server. The server depends on the rank, on the request and on the attempt, so that
+        another server may answer a request that one doesn't answer in time. See [`server_completions`].
         """
         rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
         url = urls[(rank + turn * n_ranks + attempt) % len(urls)]
@@ -252,9 +255,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _complete(
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
-        """Completions from a server, by the weights that it was sent."""
+        """Returns completions from a server, sampled by the weights that it was sent."""
         timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
-        if attempt > 0 and adapter is not None:  # a server that was started again doesn't know it
+        if attempt > 0 and adapter is not None:  # a server that was started again doesn't know the adapter
             load_adapter(url, Path(adapter.lora_path), timeout)
         completions = server_completions(
             url,
@@ -271,7 +274,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return completions
 
     def _check_start(self, url: str) -> None:
-        """Raises a `RuntimeError` for a server that was started again. An adapter has another name in each version."""
+        """
+        Raises a `RuntimeError` for a server that was started again and has lost weights. A lost adapter needs no such
+        check, as it has another name in each version.
+        """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
         # Dates are in whole seconds
         if loses_weights and clock_of(url, self.server_timeout)[0] > self._connected[url] + 1:
@@ -285,7 +291,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
         def check() -> None:
             for url in self._connected:
-                with suppress(RequestLost):  # what it has answered came before
+                with suppress(RequestLost):  # a server that is away gave its answers before
                     self._check_start(url)
 
         self._by_main(check)
@@ -308,8 +314,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        A copy of options, with speculative decoding without those that vLLM doesn't support with it: a bias of logits
-        becomes `bad_words`. Raises a `ValueError` for others.
+        Returns a copy of options. With speculative decoding, a bias of logits becomes `bad_words`, which vLLM supports
+        in its place. Raises a `ValueError` for other options that vLLM doesn't support with speculative decoding.
         """
         options = dict(options)
         if self._speculates and options.get("min_p"):
@@ -329,7 +335,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
 
     def acceptance_length(self) -> float | None:
-        """Tokens per step of an engine that speculates, since the last call; `None` where it tells none."""
+        """Returns the tokens per step of an engine that speculates, since the last call; `None` if it reports none."""
         if not self._speculates or not (counts := self._counters()):
             return None
         before = self._n_drafts, self._n_accepted
@@ -340,12 +346,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
-        """vLLM's counters, those of this rank's server in `server` mode; empty where it tells none."""
+        """Returns vLLM's counters, those of this rank's server in `server` mode; none if vLLM reports none."""
         try:
             if self.mode == "server":
                 return _server_counters(self.vllm_client)
-            return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
-        # The user has turned them off, or a server doesn't answer, which a log isn't worth ending the run for
+            return {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
+        # The user has turned metrics off, or a server doesn't answer; the run goes on without this entry of the log
         except (AssertionError, RuntimeError):
             return {}
 
@@ -359,7 +365,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             gathered: list[Any] = [None] * self.tensor_parallel_size
             torch.distributed.all_gather_object(gathered, requests, group=self.tp_group)
             rank = torch.distributed.get_rank(group=cast(torch.distributed.ProcessGroup, self.tp_group))
-            first, batch = sum(map(len, gathered[:rank])), [each for part in gathered for each in part]
+            first, batch = sum(map(len, gathered[:rank])), [item for part in gathered for item in part]
             if is_peft_model(self.model):
                 # Collectives of the update must end before those of the engine (huggingface/trl#3671)
                 torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
@@ -372,13 +378,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = True
         completions = []
         for output in outputs[first : first + len(requests)]:
-            for each in output.outputs:
-                logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
-                completions.append((list(each.token_ids), [*map(logp_or_none, logps)]))
+            for item in output.outputs:
+                logps = [entry[token].logprob for token, entry in zip(item.token_ids, item.logprobs, strict=True)]
+                completions.append((list(item.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
     def _run(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[Any]:
-        """`vllm.LLM.generate` without processing media again."""
+        """Returns the outputs of requests, as `vllm.LLM.generate` does, without processing media again."""
         engine, outputs = self.llm.llm_engine, {}
         for i, request in enumerate(requests):
             sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
@@ -392,7 +398,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
     ) -> list[ServerSample]:
         def complete(request: EngineRequest) -> list[ServerSample]:
-            request = request.for_server()  # while others are answered
+            request = request.for_server()  # in a thread, while other requests are answered
             url, patience = self.vllm_client.base_url, self.server_timeout
             return until_answered(lambda n: self._complete(url, request, options, n), patience, self._warn)
 
@@ -413,13 +419,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def adapter_alone(self) -> EngineAdapter | None:
-        """The adapter, if the engine gets it instead of weights."""
+        """Adapter that the engine gets instead of weights, `None` if it gets weights."""
         return self._adapter if self._adapter and self._adapter.alone else None
 
     @property
     def _needs_base_weights(self) -> bool:
         """
-        Whether an engine with an adapter also needs weights that aren't trained: dequantized ones, or after sleep.
+        `True` if an engine with an adapter also needs weights that aren't trained: dequantized ones, or after sleep.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -431,7 +437,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
             with ExitStack() as stack:
-                if self._max_staleness > 0:  # servers are sampling
+                if self._max_staleness > 0:  # servers sample during updates
                     self._by_main(lambda: stack.enter_context(self.vllm_client.paused()))
                 # First, so that no rank waits in a collective for a server that is gone
                 self._by_main(lambda: self.vllm_client.reset_encoder_caches())
@@ -451,7 +457,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if adapter is not None:
             self._load_adapter(adapter)
         self.llm.reset_prefix_cache()
-        # Whose keys don't depend on the weights (huggingface/trl#7198)
+        # The keys of this cache don't depend on the weights (huggingface/trl#7198)
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
@@ -466,7 +472,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_unneeded = _of_unused_towers(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # It holds those of a layer until it has all, perhaps for longer than adapters are merged
+            # vLLM holds a layer's weights until it has all of them, perhaps for longer than adapters are merged
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for, and returns names of its own
@@ -488,7 +494,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 engine.remove_lora(last.lora_int_id)
             engine.add_lora(request)
         self._adapter_request = request
-        # vLLM silently drops what is for layers that it doesn't find, or adapt
+        # vLLM silently drops the adapters of layers that it doesn't find, or can't adapt
         manager: Any = self._runner.lora_manager._adapter_manager
         left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
         if left_out:
@@ -503,7 +509,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
     def _load_adapter_by_servers(self, adapter: EngineAdapter) -> None:
-        # Unique, as other runs may use the servers
+        # A unique name, as other runs may use the servers
         [name] = broadcast_object_list([f"policy-{uuid.uuid4().hex}"])
         folder = Path(self._adapter_folder or "", name).absolute()
         is_main = self.accelerator.is_main_process
@@ -511,8 +517,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
         oldest = self.batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
-        before = [each for batch_index, each in self._adapters if batch_index < oldest]
-        kept = [each for each in self._adapters if each[0] >= oldest]
+        before = [entry for batch_index, entry in self._adapters if batch_index < oldest]
+        kept = [entry for entry in self._adapters if entry[0] >= oldest]
         self._adapters = [*kept, (self.batch_index, folder)]
         self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
         self._adapter_request = LoRARequest(name, 1, str(folder))
@@ -520,7 +526,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
 
 def _server_counters(client: ServerClient) -> dict[str, float]:
-    """Counters of a server, over its engines."""
+    """Returns the counters of a server, summed over its engines."""
     counters: dict[str, float] = defaultdict(float)
     answer = client.answer("/metrics", method="GET", seconds=_METRICS_SECONDS, patience=0.0)
     for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
@@ -529,9 +535,9 @@ def _server_counters(client: ServerClient) -> dict[str, float]:
 
 
 def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Returns whether a weight of the checkpoint is of an encoder that the engine was started without."""
+    """Returns a function that tells whether a weight is of an encoder that the engine was started without."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    unused = tuple(f"{place}." for place, module in model.named_modules() if isinstance(module, StageMissingLayer))
+    unused = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, StageMissingLayer))
     return lambda name: any(
-        each.startswith(unused) for each in ([name] if mapper is None else mapper.apply_list([name]))
+        engine_name.startswith(unused) for engine_name in ([name] if mapper is None else mapper.apply_list([name]))
     )

@@ -33,8 +33,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    The LoRA adapter of a policy for vLLM: by itself (`alone`), the engine has as many `versions` of it at a time, or
-    merged into dequantized 4-bit weights.
+    LoRA adapter of a policy for vLLM. With `alone`, the engine gets the adapter by itself, and has as many `versions`
+    of it at a time; otherwise the adapter is merged into dequantized 4-bit weights.
     """
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True, versions: int = 1):
@@ -50,7 +50,7 @@ class EngineAdapter:
             raise self._error(f"is one of several ({', '.join(model.active_adapters)})", "activate one")
         [self._name] = model.active_adapters
         self._check_config(model.peft_config[self._name])
-        self._layers: dict[str, Any] = {}  # by their names in the checkpoint
+        self._layers: dict[str, Any] = {}  # adapted layers by their names in the checkpoint
         for name, layer in base.named_modules():
             if isinstance(layer, LoraLayer) and self._name in layer.r:
                 stored = checkpoint_layer(base, name) if self._takes(layer) else None
@@ -59,9 +59,11 @@ class EngineAdapter:
                     raise self._error(f"is on the layer '{name}' ({kind})", "leave it out of `target_modules`")
                 self._layers[stored] = layer
         adapted = {id(parameter) for pair in self._pairs() for parameter in pair}
-        others = [name for name, each in base.named_parameters() if each.requires_grad and id(each) not in adapted]
-        if others:
-            raise self._error(f"isn't all that is trained ('{others[0]}' is, too)", "freeze the rest")
+        trained = [
+            name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in adapted
+        ]
+        if trained:
+            raise self._error(f"isn't all that is trained ('{trained[0]}' is, too)", "freeze the rest")
 
     def _takes(self, layer: "LoraLayer") -> bool:
         is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
@@ -99,12 +101,14 @@ class EngineAdapter:
         options["max_loras"] = self.versions
         decoder = {id(module) for module in self._base.get_decoder().modules()}
         head = self._base.get_output_embeddings()
-        if any(id(each) not in decoder and each is not head for each in self._layers.values()):
+        if any(
+            id(adapted_layer) not in decoder and adapted_layer is not head for adapted_layer in self._layers.values()
+        ):
             options["enable_tower_connector_lora"] = True
         return {**options, **unquantized}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights for the engine, without the adapter if that is `alone`, else merged with it."""
+        """Yields weights for the engine, without the adapter if that is `alone`, else merged with it."""
         adapted = {id(layer.get_base_layer().weight): layer for layer in self._layers.values()}
         for name, parameter in self._base.named_parameters():
             if "lora_" in name:
@@ -118,13 +122,13 @@ class EngineAdapter:
                 yield name.replace("base_layer.", ""), weight
 
     def write(self, folder: str | Path | None) -> None:
-        """Writes the adapter in vLLM's format. With ZeRO-3 all ranks must call it."""
+        """Writes the adapter in vLLM's format, if there is a `folder`. With ZeRO-3 all ranks must call this."""
         tensors = {}
         with self._dist.gather_params([parameter for pair in self._pairs() for parameter in pair]):
             if folder is None:
                 return
             for (name, layer), (down, up) in zip(self._layers.items(), self._pairs(), strict=True):
-                # Layers may have different scales, vLLM has one
+                # Layers may have different scales, and vLLM has one for all
                 scaled = up.data * layer.scaling[self._name]
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()
                 tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.cpu().contiguous()
@@ -135,11 +139,13 @@ class EngineAdapter:
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
     def replace_on_servers(self, clients: Sequence[Any], folder: Path, before: Sequence[Path]) -> None:
-        """Loads the adapter into servers, in place of others."""
+        """Loads the adapter into servers, and removes the adapters in the folders `before`, files included."""
         for client in clients:
             try:
-                given = client.base_url, folder, client.timeout
-                problem = until_answered(lambda _, given=given: load_adapter(*given), client.timeout, client.warn)
+                arguments = client.base_url, folder, client.timeout
+                problem = until_answered(
+                    lambda _, arguments=arguments: load_adapter(*arguments), client.timeout, client.warn
+                )
             except RuntimeError as error:
                 problem = str(error)
             if problem is not None:
@@ -152,16 +158,19 @@ class EngineAdapter:
                     f"{problem} Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
                     f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
                 )
-            for each in before:
-                unloaded = client.answer(_UNLOAD, {"lora_name": each.name})
-                if unloaded.status not in (200, 404):  # a server that was started again doesn't know it
+            for old_folder in before:
+                unloaded = client.answer(_UNLOAD, {"lora_name": old_folder.name})
+                if unloaded.status not in (200, 404):  # a server that was started again doesn't know the adapter
                     raise refusal(unloaded, client.base_url, _UNLOAD)
-        for each in before:
-            shutil.rmtree(each)
+        for old_folder in before:
+            shutil.rmtree(old_folder)
 
 
 def load_adapter(url: str, folder: Path, seconds: float) -> str | None:
-    """Loads an adapter into a server that doesn't have it. Returns why it can't; raises a [`RequestLost`]."""
+    """
+    Loads an adapter into a server that doesn't have it. Returns the reason if the server can't, else `None`; raises a
+    [`RequestLost`] without an answer.
+    """
     answer = answer_of(url, _LOAD, {"lora_name": folder.name, "lora_path": str(folder)}, seconds=seconds)
     is_loaded = answer.status == 200 or b"already been loaded" in answer.body
     return None if is_loaded else str(refusal(answer, url, _LOAD))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts as vLLM's engines and servers take them: token ids and media that vLLM's renderer has processed."""
+"""Prompts for vLLM's engines and servers: token ids, and media that vLLM's renderer has processed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ _ASSUMED_FPS = 24
 
 class EnginePrompts:
     """
-    Makes prompts for an engine of a mode (`"server"` or `"colocate"`), whose media are processed once for as long as
-    the decoded ones exist.
+    Converter of prompts for an engine of a mode (`"server"` or `"colocate"`). It processes media once for as long as
+    the decoded media exist.
     """
 
     def __init__(self, renderer: "BaseRenderer", processor: ProcessorMixin | PreTrainedTokenizerBase, mode: str):
@@ -38,13 +38,13 @@ class EnginePrompts:
 
     @property
     def max_length(self) -> int:
-        """Tokens of a prompt and its completion that the engine was started for."""
+        """Most tokens of a prompt and its completion, for which the engine was started."""
         return self.renderer.model_config.max_model_len
 
     def take(
         self, prompt: EncodedPrompt | dict[str, Any] | Sequence[int], images: Sequence | None, index: int
     ) -> dict[str, Any]:
-        """A prompt as the engine takes it, with processed media."""
+        """Returns a prompt as the engine takes it, with processed media."""
         if isinstance(prompt, EncodedPrompt):
             row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
             self._check_length(len(ids), row)
@@ -56,8 +56,8 @@ class EnginePrompts:
         if not media:
             self._check_length(len(tokens_prompt["prompt_token_ids"]), index)
             return tokens_input(tokens_prompt["prompt_token_ids"])
-        for modality, some in media.items():
-            self._check_number(modality, len(some), index)
+        for modality, modality_items in media.items():
+            self._check_number(modality, len(modality_items), index)
         processed = self._rendered(tokens_prompt)
         self._check_length(len(processed["prompt_token_ids"]), index)
         return processed
@@ -83,7 +83,9 @@ class EnginePrompts:
             for modality, ranges in part["mm_placeholders"].items():
                 kwargs[modality] += part["mm_kwargs"][modality]
                 hashes[modality] += part["mm_hashes"][modality]
-                placeholders[modality] += [replace(each, offset=span.start + each.offset) for each in ranges]
+                placeholders[modality] += [
+                    replace(placeholder, offset=span.start + placeholder.offset) for placeholder in ranges
+                ]
         return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(placeholders))
 
     def _rendered(self, prompt: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class EnginePrompts:
         return processed
 
     def with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
-        """A part of a prompt with decoded media, as the renderer takes it."""
+        """Returns a part of a prompt with decoded media, as the renderer takes it."""
         media: dict[str, Any] = dict(prompt.media)
         processor = self.processor
         for modality in media:
@@ -107,14 +109,14 @@ class EnginePrompts:
         if "video" in media:
             videos = options["videos_kwargs"]
             metadata = [
-                {"fps": _ASSUMED_FPS, **{name: value for name, value in each.items() if value is not None}}
-                for each in videos.pop("video_metadata")[0]
+                {"fps": _ASSUMED_FPS, **{name: value for name, value in video_metadata.items() if value is not None}}
+                for video_metadata in videos.pop("video_metadata")[0]
             ]
-            # Where vLLM keeps metadata with the frames, processors may not get options twice
+            # If vLLM keeps metadata with the frames, processors may not get options twice
             if getattr(self.renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
                 del videos["do_sample_frames"]
                 options["do_sample_frames"] = False
-                metadata = [{**each, "do_sample_frames": False} for each in metadata]
+                metadata = [{**video_metadata, "do_sample_frames": False} for video_metadata in metadata]
                 media["video"] = list(zip(media["video"], metadata, strict=True))
             else:
                 videos["video_metadata"] = [metadata]
@@ -131,9 +133,9 @@ class EnginePrompts:
         if number <= allowed:
             return
         most = info.supported_mm_limits.get(modality, 0) if info else None
-        held = f"row {row}: the prompt has media of the kind {modality!r}, {number} of them,"
+        message = f"row {row}: the prompt has media of the kind {modality!r}, {number} of them,"
         if most is not None and number > most:
-            raise MediaError(f"{held} of which vLLM takes {most} for this model; set `use_vllm=False`.")
+            raise MediaError(f"{message} of which vLLM takes {most} for this model; set `use_vllm=False`.")
         if self.mode == "server":
             remedy = f"start the server with `--limit-mm-per-prompt.{modality} {number}`."
         else:
@@ -141,7 +143,7 @@ class EnginePrompts:
                 "by default the most in a prompt of the trainer's datasets; raise "
                 f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{modality}': {number}}}}}`."
             )
-        raise MediaError(f"{held} and the engine was started for {allowed}; {remedy}")
+        raise MediaError(f"{message} and the engine was started for {allowed}; {remedy}")
 
     def _check_length(self, length: int, row: int) -> None:
         if length >= self.max_length:
@@ -152,7 +154,7 @@ class EnginePrompts:
 
     @property
     def remedy_of_length(self) -> str:
-        """What to do about prompts that are too long."""
+        """Remedy for prompts that are too long."""
         option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
         return f"raise {option}, or shorten the prompt or its media"
 
@@ -167,5 +169,5 @@ def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
 
 
 def processors_unchecked() -> AbstractContextManager[None]:
-    """vLLM calls processors on video placeholders without videos, which transformers refuses since 5.23."""
+    """Turns off the check with which processors since transformers 5.23 reject vLLM's placeholders without videos."""
     return replaced(ProcessorMixin, validate_inputs=lambda self, *args, **kwargs: None)

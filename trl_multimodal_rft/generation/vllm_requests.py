@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Requests to vLLM's servers: how long they may take, which are sent again, and which answers are believed."""
+"""Requests to vLLM's servers: their time limits, their repetition, and checks of their answers."""
 
 import json
 import math
@@ -22,25 +22,25 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Requests at the same time
+# Most requests at the same time
 _AT_ONCE = 64
-# Seconds: for a connection, before a request is sent again, which doubles, and at most
+# Seconds: for a connection, before a request is first sent again (doubled each time), and the longest of these waits
 _TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
 _MOST_BYTES = 2**24
 _SHOWN = 200  # bytes of an answer in an error
 
-# Ways in which a completion of vLLM is whole
+# Values of `finish_reason` of a whole completion
 _ENDS = ("stop", "length", "repetition")
-# What servers send for a log-probability that they don't have
+# Servers send it in place of a log-probability that they don't have
 _UNKNOWN = -9999.0
-_ROUNDING = 1e-3  # of a log-probability above 0
+_ROUNDING = 1e-3  # excess of a log-probability over 0 by rounding, at most
 
 # Ids of a completion, and their log-probabilities, `None` where the engine has none
 ServerSample = tuple[list[int], list[float | None]]
 
 
 class RequestLost(RuntimeError):
-    """A request was not answered, where it `timed_out` not in time, and may be by another server or later."""
+    """Error of a request without a usable answer, which may be sent again; it `timed_out` if time has run out."""
 
     def __init__(self, message: str, timed_out: bool = False):
         super().__init__(message)
@@ -48,7 +48,7 @@ class RequestLost(RuntimeError):
 
 
 class WarnOnce:
-    """Says of the first lost request that it is asked again."""
+    """Warning that a lost request is sent again, for the first of such requests alone."""
 
     warned = False
 
@@ -67,7 +67,7 @@ def answer_of(
     max_bytes: int = _MOST_BYTES,
     method: str = "POST",
 ) -> Answer:
-    """The answer of a server, whole after so many seconds. Raises a [`RequestLost`] without one, or if it is busy."""
+    """Returns a server's answer, whole within `seconds`. Raises a [`RequestLost`] without one, or if it is busy."""
     start = time.monotonic()
     try:
         return ask(
@@ -86,14 +86,14 @@ def answer_of(
 def lost(
     url: str, path: str, reason: str | int | Exception, answer: Answer | None = None, timed_out: bool = False
 ) -> RequestLost:
-    """An error that says why a server has to be asked again, with the start of what it answered."""
+    """Returns an error with the reason why a request has to be sent again, and the start of the server's answer."""
     shown = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
     url = without_credentials(url)
     return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{shown}).", timed_out)
 
 
 def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
-    """The content of an answer. Raises a `RuntimeError` for a refusal, and for what isn't JSON."""
+    """Returns the content of an answer. Raises a `RuntimeError` for a refusal, and for content that isn't JSON."""
     if answer.status != 200:
         raise refusal(answer, url, path)
     try:
@@ -103,14 +103,15 @@ def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
 
 
 def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
-    """An error that shows an answer other than the one that was asked for."""
+    """Returns an error that shows an answer of another kind than requested."""
     return RuntimeError(str(lost(url, path, answer.status, answer)))
 
 
 def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
     """
-    The result of an attempt, which gets its number. After a [`RequestLost`] that isn't for lack of time, there is
-    another one, in all so many as waits fit into `patience` seconds, each twice as long as the last one.
+    Returns the result of the first attempt, `attempt(n)`, that isn't lost. After a [`RequestLost`] that hasn't timed
+    out, it waits, twice as long as before up to a limit, and tries again, as long as the waits fit into `patience`
+    seconds; then it raises a `RuntimeError`.
     """
     n, waited = 0, 0.0
     while True:
@@ -127,7 +128,7 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """The results of work in threads. The first error, or an interrupt, waits for none of the others."""
+    """Returns the results of work in threads. After the first error, or an interrupt, it waits for no other thread."""
     free = threading.Semaphore(_AT_ONCE)
 
     def run(item: T) -> U:
@@ -135,9 +136,9 @@ def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
             return work(item)
 
     futures = [started(run, item) for item in items]
-    for each in as_completed(futures):
-        each.result()
-    return [each.result() for each in futures]
+    for future in as_completed(futures):
+        future.result()
+    return [future.result() for future in futures]
 
 
 # Answers
@@ -147,9 +148,9 @@ def completions_in(
     body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int] = ()
 ) -> list[ServerSample]:
     """
-    The `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary` that are no
-    `placeholders` of media, and of which only the last one `ends` a text. Raises a `ValueError` of one line for
-    anything else.
+    Returns the `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary`. No token
+    may be one of the `placeholders` of media, and none but the last one of `ends`. Raises a `ValueError` of one line
+    for any other answer.
     """
     try:
         content = json.loads(body)
@@ -158,15 +159,15 @@ def completions_in(
         raise ValueError("it holds no completions") from None
     if content.get("error"):
         raise ValueError("it holds an error beside completions")
-    if any(type(each) is not int for each in indices) or sorted(indices) != [*range(count)]:
+    if any(type(index) is not int for index in indices) or sorted(indices) != [*range(count)]:
         raise ValueError(f"it holds the completions {indices}, not {count}")
-    found: list[ServerSample] = [([], [])] * count
+    samples: list[ServerSample] = [([], [])] * count
     for choice in content["choices"]:
         try:
-            found[choice["index"]] = _sample_in(choice, most, vocabulary, placeholders, ends)
+            samples[choice["index"]] = _sample_in(choice, most, vocabulary, placeholders, ends)
         except ValueError as error:
             raise ValueError(f"completion {choice['index']} {error}") from None
-    return found
+    return samples
 
 
 def _sample_in(
@@ -177,15 +178,15 @@ def _sample_in(
         raise ValueError(f"ended by {end!r}")
     if not isinstance(ids, list) or not 1 <= len(ids) <= most:
         raise ValueError(f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {most} are possible")
-    for each in ids:
-        if type(each) is not int or not 0 <= each < vocabulary:
-            raise ValueError(f"has the token {each!r}, and the vocabulary {vocabulary}")
-        if each in placeholders:
-            raise ValueError(f"has the token {each}, which stands for media that don't exist")
+    for value in ids:
+        if type(value) is not int or not 0 <= value < vocabulary:
+            raise ValueError(f"has the token {value!r}, and the vocabulary {vocabulary}")
+        if value in placeholders:
+            raise ValueError(f"has the token {value}, which stands for media that don't exist")
     if behind := [token for token in ids[:-1] if token in ends]:
         raise ValueError(f"has tokens behind {behind[0]}, which ends a text")
     try:
-        logps = [each["logprob"] for each in choice["logprobs"]["content"]]
+        logps = [value["logprob"] for value in choice["logprobs"]["content"]]
     except (KeyError, TypeError):
         raise ValueError("has no log-probabilities") from None
     if len(logps) != len(ids):
@@ -193,12 +194,12 @@ def _sample_in(
     for token, entry in zip(ids, choice["logprobs"]["content"], strict=True):
         if re.fullmatch(r"token_id:\d+", name := str(entry.get("token"))) and name != f"token_id:{token}":
             raise ValueError(f"has the log-probability of {name} for the token {token}")
-    for each in logps:
-        if each is not None and (type(each) not in (int, float) or each > _ROUNDING):
-            raise ValueError(f"has the log-probability {each!r}")
-    return ids, [logp_or_none(each) for each in logps]
+    for value in logps:
+        if value is not None and (type(value) not in (int, float) or value > _ROUNDING):
+            raise ValueError(f"has the log-probability {value!r}")
+    return ids, [logp_or_none(value) for value in logps]
 
 
 def logp_or_none(logp: float | None) -> float | None:
-    """`None` for what engines and servers say of a token whose log-probability they don't have."""
+    """Returns a log-probability, or `None` for values that engines and servers report in place of one."""
     return None if logp is None or logp <= _UNKNOWN or math.isnan(logp) else logp

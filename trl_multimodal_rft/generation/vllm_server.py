@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-vLLM's servers: how they must be started, how prompts with media reach them, and how their caches are reset.
+Clients of vLLM's servers: checks of the servers' settings, requests with media, and resets of caches.
 
-They take token ids and processed media, which the trainer makes by vLLM's renderer with the server's settings. Media
+Servers take token ids and processed media, which the trainer makes by vLLM's renderer with a server's settings. Media
 themselves never travel: HTTP would encode them again, and has no place for the options of processors.
 """
 
@@ -48,42 +48,42 @@ if engine_obstacle() is None:
 
 T = TypeVar("T")
 
-# Settings of a server that processed media depend on, in the two parts of its configuration
+# A server's settings on which processed media depend, in the two parts of its configuration
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
 _OF_MEDIA = """
 mm_processor_kwargs mm_device_do_normalize video_pruning_rate video_pruning_method language_model_only
 """.split()
 _GENERATE = "/inference/v1/generate"
 _INFO = "/server_info?config_format=json"
-# Most bytes of an answer: per token and log-probability, and for the rest
+# Most bytes of an answer: per log-probability of a token, and for everything else
 _BYTES_PER_LOGP, _BYTES_AROUND = 2**10, 2**20
-# Equal for models that can exchange weights
+# Settings of a config that are equal for models that can exchange weights
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 class Limits(TypedDict, total=False):
-    """How a server is asked, and for how much."""
+    """HTTP method of a request, and most bytes of its answer."""
 
     method: str
     max_bytes: int
 
 
 class EngineRequest(NamedTuple):
-    """A prompt, and how to complete it."""
+    """Request for completions of a prompt."""
 
     ids: list[int]
-    media: dict[str, Any] | None  # a server's features; an engine gets the whole prompt, with processed media
-    count: int  # completions
-    most: int  # tokens of a completion
+    media: dict[str, Any] | None  # features for a server; for an engine, the whole prompt with processed media
+    count: int  # number of completions
+    most: int  # most tokens of a completion
     seed: int | None
 
     def for_server(self) -> "EngineRequest":
-        """The request with its media as a server takes them, which takes as long as they are large."""
+        """Returns the request with its media as a server takes them; the time depends on the size of the media."""
         return self._replace(media=server_features(self.media or {}))
 
 
 class ServerClient(VLLMClient):
-    """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""
+    """TRL's client with calls that end after `timeout` seconds, and that wait as long for a server that is away."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
         self.timeout, self.warn = timeout, WarnOnce()
@@ -97,7 +97,7 @@ class ServerClient(VLLMClient):
         seconds: float | None = None,
         **limits: Unpack[Limits],
     ) -> Answer:
-        """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
+        """Returns the server's answer; an attempt takes `seconds` and waits `patience`, each by default `timeout`."""
         seconds = self.timeout if seconds is None else seconds
         patience = self.timeout if patience is None else patience
         return until_answered(
@@ -107,7 +107,7 @@ class ServerClient(VLLMClient):
     def call(
         self, path: str, body: dict[str, Any] | None = None, patience: float | None = None, **limits: Unpack[Limits]
     ) -> dict[str, Any]:
-        """The content of the server's answer, as [`answer`]."""
+        """Returns the content of the server's answer, as [`answer`] gets it."""
         return content_of(self.answer(path, body, patience, **limits), self.base_url, path)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -115,7 +115,7 @@ class ServerClient(VLLMClient):
         self.call("/health", method="GET")
 
     def get_server_info(self) -> dict[str, Any]:
-        """The server's settings."""
+        """Returns the server's settings."""
         try:
             return self.call(_INFO, method="GET")["vllm_config"]
         except RuntimeError as error:
@@ -130,13 +130,13 @@ class ServerClient(VLLMClient):
 
 class ServerGroup(ServerClient):
     """
-    A client of several servers, which get the weights from one broadcast. It samples from the first one.
+    Client of several servers, which get the weights by one broadcast. The client samples with the first server.
 
     Args:
         urls (`Sequence[str]`):
             Addresses of the servers.
         group_port (`int`):
-            Port of this process at which the servers join the broadcast.
+            Port of this process, through which the servers join the broadcast.
         timeout (`float`):
             Seconds to wait for each server.
 
@@ -147,7 +147,7 @@ class ServerGroup(ServerClient):
     def __init__(self, urls: Sequence[str], group_port: int, timeout: float):
         super().__init__(urls[0], timeout, group_port=group_port)
         self.clients = [ServerClient(url, timeout) for url in urls]
-        seeds = [each.get_server_info()["model_config"]["seed"] for each in self.clients]
+        seeds = [client.get_server_info()["model_config"]["seed"] for client in self.clients]
         if len(set(seeds)) < len(seeds):
             raise ValueError(
                 f"The vLLM servers {', '.join(map(without_credentials, urls))} draw the same random numbers, by the "
@@ -155,44 +155,44 @@ class ServerGroup(ServerClient):
             )
 
     def get_world_size(self) -> int:
-        """Number of workers of all servers."""
-        return sum(each.get_world_size() for each in self.clients)
+        """Returns the number of workers of all servers."""
+        return sum(client.get_world_size() for client in self.clients)
 
     def reset_prefix_cache(self) -> None:
         """Resets the prefix caches of all servers."""
-        for each in self.clients:
-            each.call("/reset_prefix_cache")
+        for client in self.clients:
+            client.call("/reset_prefix_cache")
 
     def reset_encoder_caches(self) -> None:
         """Resets the encoder caches of all servers, whose keys don't depend on the weights (huggingface/trl#7198)."""
-        for each in self.clients:
-            each.call("/reset_encoder_cache")
+        for client in self.clients:
+            client.call("/reset_encoder_cache")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """All servers drop their caches and keep their requests, which go on after the context."""
+        """Pauses all servers within the context. They drop their caches, and keep their requests, which go on then."""
         with ExitStack() as stack:
-            for each in self.clients:
-                stack.push(partial(_resume, each))  # also after others have failed
-                each.call("/pause?mode=keep")
+            for client in self.clients:
+                stack.push(partial(_resume, client))  # resumes even if another server fails
+                client.call("/pause?mode=keep")
             yield
 
     def _post(self, url: str, json: dict[str, Any] | None = None, **options: float) -> dict[str, Any]:
-        """Posts to all servers at once, which wait for each other; returns the first answer."""
+        """Posts to all servers at once, as they wait for each other; returns the first server's answer."""
         path = url.removeprefix(self.base_url)
         bodies = [json] * len(self.clients)
         if path == "/init_weight_transfer_engine":
             assert json is not None
-            firsts = accumulate((each.get_world_size() for each in self.clients[:-1]), initial=1)
+            firsts = accumulate((client.get_world_size() for client in self.clients[:-1]), initial=1)
             bodies = [{"init_info": {**json["init_info"], "rank_offset": first}} for first in firsts]
-        # Not twice, as a server may have got a part of the weights
+        # Never sent again, as a server may have got a part of the weights
         pairs = zip(self.clients, bodies, strict=True)
         return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
 
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        """Sends weights. After an error, the other ranks gather the rest with this one, before they hear of it."""
+        """Sends weights. After an error, the ranks still gather the remaining weights, before others hear of it."""
         try:
             super().update_named_params(metadata, named_params)
         except Exception:
@@ -204,30 +204,30 @@ class ServerGroup(ServerClient):
 def _resume(
     client: ServerClient, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Ends a pause. Where an error ends it, that is the one to see."""
+    """Ends a server's pause. If an error ends it, an error of resuming must not hide the first one."""
     with nullcontext() if error is None else suppress(Exception):
         client.call("/resume", patience=None if error is None else 0.0)
 
 
 def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """The result of work on this rank. All ranks must call this, and get the error of one on which the work failed."""
+    """Returns the result of work on this rank. All ranks must call this; if work fails on one, all raise its error."""
     if accelerator.num_processes == 1:
         return work()
     result, error = None, None
     try:
         result = work()
-    except Exception as caught:
-        error = caught
+    except Exception as exception:
+        error = exception
     failed = torch.tensor([error is not None], dtype=torch.int32, device=accelerator.device)
     if accelerator.reduce(failed).item():
-        own = (isinstance(error, ValueError), f"Process {accelerator.process_index}: {error}")
-        is_refusal, line = gather_object([] if error is None else [own])[0]
+        report = (isinstance(error, ValueError), f"Process {accelerator.process_index}: {error}")
+        is_refusal, line = gather_object([] if error is None else [report])[0]
         raise (ValueError if is_refusal else RuntimeError)(line) from error
     return cast(T, result)
 
 
 def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
-    """Raises a `ValueError` for a server that would sample from another model, or can't take media."""
+    """Raises a `ValueError` if a server would sample from another model, or can't take media."""
     check_protocol(client)
     settings = info["model_config"]
     computed = settings["dtype"].removeprefix("torch.")
@@ -249,7 +249,7 @@ def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedC
 
 
 def check_protocol(client: ServerClient) -> None:
-    """Raises a `ValueError` for a server that can't take prompts as this process makes them."""
+    """Raises a `ValueError` if a server can't take prompts as this process makes them."""
     version = client.call("/version", method="GET")["version"]
     if version.split("+")[0] != vllm.__version__.split("+")[0]:
         raise ValueError(
@@ -264,30 +264,31 @@ def check_protocol(client: ServerClient) -> None:
 
 
 def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
-    """How the server's model differs, as far as its config is readable."""
+    """Returns the differences of the server's model as text, empty if there are none or its config isn't readable."""
     try:
         served = AutoConfig.from_pretrained(
             settings["model"], revision=settings["revision"], trust_remote_code=settings["trust_remote_code"]
         )
     except (OSError, ValueError):
         return ""  # a path of another machine
-    found, expected = served.get_text_config(), config.get_text_config()
-    values = {name: (getattr(found, name, None), getattr(expected, name, None)) for name in _SHAPE}
+    actual, expected = served.get_text_config(), config.get_text_config()
+    values = {name: (getattr(actual, name, None), getattr(expected, name, None)) for name in _SHAPE}
     return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
 
 
 def clock_of(url: str, timeout: float) -> tuple[float, float]:
     """
-    When a server was started, and its time now, in seconds of its clock. Raises a [`RequestLost`] without an answer.
+    Returns the start and the current time of a server, in seconds of its clock. Raises a [`RequestLost`] without an
+    answer.
     """
     answer = answer_of(url, _INFO, seconds=timeout, method="GET")
-    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # in nanoseconds
+    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # a time in nanoseconds
     now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf
     return float(start) / 1e9 if start.isdecimal() else 0.0, now
 
 
 def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> "BaseRenderer":
-    """A renderer that processes prompts as the server would, without an engine."""
+    """Returns a renderer that processes prompts as the server would, without an engine."""
     settings = info["model_config"]
     media = settings["multimodal_config"] or {}
     args = EngineArgs(
@@ -304,7 +305,7 @@ def server_renderer(info: dict[str, Any], model: str, revision: str | None, trus
 
 
 def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
-    """Processed media of a prompt and where their embeddings go; `None` without media."""
+    """Returns the processed media of a prompt and the positions of their embeddings; `None` without media."""
     if "mm_kwargs" not in rendered:
         return rendered.get("features")
     return {
@@ -321,7 +322,7 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _range(placeholders: "PlaceholderRange", modality: str) -> dict[str, int]:
-    """Where the embeddings of a medium go, without surrounding tokens."""
+    """Returns the offset and length of the embeddings of an image, sound or video, without surrounding tokens."""
     offset, length = placeholders.offset, placeholders.length
     if placeholders.is_embed is not None:
         first, last = placeholders.is_embed.nonzero().flatten()[[0, -1]].tolist()
@@ -346,10 +347,10 @@ def server_completions(
     salt: str | None = None,
 ) -> list[ServerSample]:
     """
-    Samples with a server, which shares the prompt's cache with requests of the same salt alone.
+    Returns completions from a server, which shares the prompt's cache with requests of the same `salt` alone.
 
-    Raises a [`RequestLost`] where it gives no answer in so many seconds, or one that isn't what was asked for, and a
-    `RuntimeError` where it refuses the request.
+    Raises a [`RequestLost`] if the server gives no answer within `timeout` seconds, or another answer than requested,
+    and a `RuntimeError` if it refuses the request.
     """
     sampling = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
     n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
@@ -368,8 +369,8 @@ def server_completions(
 
 def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
     """
-    Log-probabilities of the `k` most likely tokens at each position of prompts but the first, over the whole
-    vocabulary and at a temperature of 1.
+    Returns the log-probabilities of the `k` most likely tokens at each position of prompts but the first, over the
+    whole vocabulary and at a temperature of 1.
     """
 
     def score(request: EngineRequest) -> list[dict[int, float]]:
@@ -378,9 +379,9 @@ def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -
         # TRL's client doesn't read the answers of vLLM from 0.32 on
         answer = client.call(_GENERATE, _request_body(client.model, request, sampling), max_bytes=max_bytes)
         positions = answer["prompt_logprobs"][1:]
-        # The prompt's own token comes in addition where it isn't among them
-        found = [{int(token): each["logprob"] for token, each in position.items()} for position in positions]
-        return [dict(sorted(each.items(), key=lambda pair: -pair[1])[:k]) for each in found]
+        # vLLM adds the prompt's token if it isn't among the `k` most likely ones
+        scores = [{int(token): entry["logprob"] for token, entry in position.items()} for position in positions]
+        return [dict(sorted(entry.items(), key=lambda pair: -pair[1])[:k]) for entry in scores]
 
     return at_once(score, requests)
 

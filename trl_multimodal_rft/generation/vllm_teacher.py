@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A teacher on a vLLM server, which scores completions as parts of prompts."""
+"""Teacher on a vLLM server, which scores completions as parts of prompts."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from .vllm_versions import engine_obstacle
 
 class ServerTeacher:
     """
-    A teacher that vLLM serves.
+    Teacher on a vLLM server.
 
     Args:
         url (`str`):
             Address of the server.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The student's, by which prompts are encoded.
+            The student's processing class, by which prompts are encoded.
         timeout (`float`):
             Seconds to wait for the server.
         trust_remote_code (`bool`):
@@ -45,25 +45,27 @@ class ServerTeacher:
         self.vocab_size = renderer.model_config.get_vocab_size()
 
     def read(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
-        """Prompts with decoded media as the server takes them, each distinct one processed once."""
-        found: dict[int, EngineRequest] = {}
+        """Returns prompts with decoded media as requests to the server; processes each distinct prompt once."""
+        requests: dict[int, EngineRequest] = {}
         for i, prompt in enumerate(prompts):
-            if id(prompt) not in found:
-                taken = self.prompts.take(prompt, None, i)
-                found[id(prompt)] = EngineRequest(taken["prompt_token_ids"], server_features(taken), 1, 1, None)
-        return [found[id(prompt)] for prompt in prompts]
+            if id(prompt) not in requests:
+                rendered = self.prompts.take(prompt, None, i)
+                requests[id(prompt)] = EngineRequest(
+                    rendered["prompt_token_ids"], server_features(rendered), 1, 1, None
+                )
+        return [requests[id(prompt)] for prompt in prompts]
 
     def top_k(
         self, prompts: Sequence[EngineRequest], completions: Sequence[list[int]], width: int, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        The `k` most likely tokens at each place of completions, and their log-probabilities, `(N, width, k)` on the
-        CPU, 0 beyond their ends.
+        Returns the `k` most likely tokens at each position of completions, and their log-probabilities, `(N, width,
+        k)` on the CPU, 0 beyond the completions' ends.
         """
         ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
-        whole = [prompt._replace(ids=prompt.ids + own) for prompt, own in zip(prompts, completions, strict=True)]
-        for i, places in enumerate(prompt_scores(self.client, whole, k)):
-            own = places[len(prompts[i].ids) - 1 :]
-            ids[i, : len(own)] = torch.tensor([[*place] for place in own])
-            logps[i, : len(own)] = torch.tensor([[*place.values()] for place in own])
+        whole = [prompt._replace(ids=prompt.ids + part) for prompt, part in zip(prompts, completions, strict=True)]
+        for i, positions in enumerate(prompt_scores(self.client, whole, k)):
+            part = positions[len(prompts[i].ids) - 1 :]
+            ids[i, : len(part)] = torch.tensor([[*position] for position in part])
+            logps[i, : len(part)] = torch.tensor([[*position.values()] for position in part])
         return ids, logps

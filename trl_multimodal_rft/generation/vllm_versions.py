@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supported versions of vLLM, and what differs between them."""
+"""Supported versions of vLLM, and imports that differ between them."""
 
 from importlib.metadata import packages_distributions, version
 
@@ -12,16 +12,16 @@ SUPPORTED = "vllm" + (_BOUNDS := bounds().get("vllm", ""))
 
 
 def engine_obstacle() -> str | None:
-    """Why vLLM can't sample here; `None` if it can."""
+    """Returns the reason why vLLM can't sample here, or `None` if it can."""
     remedy = 'run `pip install "trl-multimodal-rft[vllm]"`, or set `use_vllm=False`.'
     if not is_vllm_available():
         return f"vLLM isn't installed; {remedy}"
     # The distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    place = side(installed, _BOUNDS)
-    if place < 0:
+    position = side(installed, _BOUNDS)
+    if position < 0:
         return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
-    if place > 0:
+    if position > 0:
         warn_of_newer({"vllm": installed})
     return None
 
@@ -34,5 +34,5 @@ if engine_obstacle() is None:
     except ImportError:  # until 0.24
         from vllm.entrypoints.serve.disagg import mm_serde as mm_serde
 
-    # Loads weights that are beneath an adapter; from 0.28 on
+    # Whether vLLM can load weights that are beneath an adapter, as it does from 0.28 on
     LOADS_BENEATH_ADAPTERS = hasattr(BaseLayerWithLoRA, "load_weights")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights with the names and shapes of checkpoints, which vLLM loads."""
+"""Conversion of weights to the names and shapes of checkpoints, as vLLM loads them."""
 
 import copy
 import math
@@ -26,18 +26,18 @@ from transformers.core_model_loading import (
 from ..models.wrapped import replaced
 
 
-# What wrappers of adapters and of checkpointing add to the names of weights
+# Parts of weights' names that wrappers of adapters and of checkpointing add
 _WRAPPERS = (".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module.")
 
-# Of each model's weights by name: the name in the checkpoint and 0; where it is converted beyond renaming, the group
-# of weights that are converted together, and their number
+# By model, and by the name of its weight: the name in the checkpoint and 0; for a weight that is converted beyond
+# renaming, the name of the group of weights that are converted together, and their number
 _targets_of: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[str, float]]] = WeakKeyDictionary()
 
 
 def checkpoint_weights(
     model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Converts weights of a model in memory to those of its checkpoint."""
+    """Converts the weights of a model in memory to the weights of its checkpoint."""
     groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, weight in weights:
         target, size = _target(model, name)
@@ -57,12 +57,13 @@ def gathered_weights(
     module: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    Weights of a model that FSDP2 has sharded, cast as for a forward: before they are gathered. All ranks must call it.
+    Yields the weights of a model that FSDP2 has sharded, cast before they are gathered, as in a forward. All ranks
+    must call this.
     """
     for name, parameter in module.named_parameters():
         for part in _WRAPPERS:
             name = name.replace(part, "")
-        # Adapters are merged, and beside a layer of `modules_to_save` is the one that it replaces
+        # Adapters are merged, and a layer of `modules_to_save` replaces its `original_module`
         if is_peft_model(module) and (cast(str, module.prefix) in name or "original_module" in name):
             continue
         shard = parameter.detach()
@@ -71,7 +72,7 @@ def gathered_weights(
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
-    """The name of a layer in its model's checkpoint; `None` if its weight is converted beyond renaming."""
+    """Returns the name of a layer in its model's checkpoint; `None` if its weight is converted beyond renaming."""
     stored, size = _target(model, f"{name}.weight")
     return stored.removesuffix(".weight") if size == 0 and stored.endswith(".weight") else None
 
@@ -79,21 +80,21 @@ def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
 def load_and_find_unread(
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
-    """Loads weights, and returns the names of those that no operation read. Views of a weight don't read it."""
+    """Loads weights, and returns the names of weights that no operation read. Views of a weight don't read it."""
     with _Reads() as reads:
-        given = reads.give(weights)
-        load(given)
-        for _ in given:  # what it didn't ask for
+        copies = reads.give(weights)
+        load(copies)
+        for _ in copies:  # weights that `load` didn't ask for are unread, too
             pass
     return [name for name, _ in reads.unread.values()]
 
 
-# What operations take and return: tensors, and others, in containers
+# Arguments and results of operations: tensors and other values, in containers
 Tree = torch.Tensor | tuple | list | dict[str, Any] | float | None
 
 
 class _Reads(TorchDispatchMode):
-    """Finds out which weights are read. It holds the others, so that nothing else gets their memory."""
+    """Record of the weights that are unread so far, which holds them so that no other tensor gets their memory."""
 
     def __init__(self):
         super().__init__()
@@ -101,8 +102,8 @@ class _Reads(TorchDispatchMode):
         self._is_loading = True
 
     def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives copies of weights, which share no memory."""
-        self._is_loading = False  # what makes the weights may have tensors without memory
+        """Yields copies of weights, which share no memory."""
+        self._is_loading = False  # operations that make the weights may have tensors without memory
         for name, weight in weights:
             copied = weight.clone()
             if copied.numel():
@@ -117,22 +118,22 @@ class _Reads(TorchDispatchMode):
     ) -> Tree:
         output = func(*args, **(kwargs or {}))
         if self._is_loading:
-            for place in _memory((args, kwargs)) - _memory(output):
-                self.unread.pop(place, None)
+            for address in _memory((args, kwargs)) - _memory(output):
+                self.unread.pop(address, None)
         return output
 
 
 def _memory(values: Tree) -> set[int]:
-    return {each.untyped_storage().data_ptr() for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
 def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
-    """A weight's entry in `_targets_of`."""
+    """Returns a weight's entry in `_targets_of`."""
     targets = _targets_of.get(model)
     if targets is None:
-        names = [each for each, _ in model.named_parameters()]
+        names = [key for key, _ in model.named_parameters()]
         for part in _WRAPPERS:
-            names = [each.replace(part, "") for each in names]
+            names = [key.replace(part, "") for key in names]
         targets = _targets_of[model] = _find_targets(model, names)
     if name not in targets:
         targets |= _find_targets(model, [name], complete=False)
@@ -140,7 +141,7 @@ def _target(model: PreTrainedModel, name: str) -> tuple[str, float]:
 
 
 def _find_targets(model: PreTrainedModel, names: list[str], complete: bool = True) -> dict[str, tuple[str, float]]:
-    """The entries of weights, of all the model's with `complete`."""
+    """Returns the entries of weights in `_targets_of`; with `complete`, the names are those of the whole model."""
     converters = _converters(model)
     groups, joins = {}, {}
     for name in names:
@@ -151,25 +152,27 @@ def _find_targets(model: PreTrainedModel, names: list[str], complete: bool = Tru
                 break
     sizes = Counter(groups.values())
     # A group of unknown size is complete when no more weights follow
-    found = {
+    entries = {
         name: (group, sizes[group] if complete else math.inf if joins[name] else 1) for name, group in groups.items()
     }
     markers = {name: torch.empty(0) for name in names if name not in groups}
     names_of = {id(marker): name for name, marker in markers.items()}
-    found |= {names_of[id(marker)]: (stored, 0) for stored, marker in _revert(model, markers).items()}
-    return found
+    entries |= {names_of[id(marker)]: (stored, 0) for stored, marker in _revert(model, markers).items()}
+    return entries
 
 
 def _converters(model: PreTrainedModel) -> list[WeightTransform]:
-    """Conversions from the checkpoint, other than renaming, reversed."""
+    """Returns the model's reversed conversions from the checkpoint, without those that only rename."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # built from a config, not loaded
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return [each.reverse_transform() for each in conversions[::-1] if isinstance(each, WeightConverter)]
+    return [
+        conversion.reverse_transform() for conversion in conversions[::-1] if isinstance(conversion, WeightConverter)
+    ]
 
 
 class _Exchange(GroupWeightRename):
-    """Renames a weight without the others of its group, by which it tells whether weights are renamed already."""
+    """Renaming of a weight even without the others of its group, which show whether weights are renamed already."""
 
     __slots__ = ()
 
@@ -180,20 +183,20 @@ class _Exchange(GroupWeightRename):
 
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Some weights as the checkpoint holds them."""
+    """Returns weights as the checkpoint holds them."""
     # Before transformers 5.21, conversions don't know that a thinker is a part of the model that vLLM loads
     prefix = "thinker." if model.base_model_prefix == "thinker" else ""
     return {prefix + name: weight for name, weight in _revert_conversions(model, weights).items()}
 
 
 def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Reverts each weight by itself, whichever others of its group it comes with."""
+    """Returns weights with their conversion reverted, each by itself, even without the others of its group."""
     loaded = vars(model).get("_weight_conversions") or []
-    if not any(isinstance(each, GroupWeightRename) for each in loaded):
+    if not any(isinstance(conversion, GroupWeightRename) for conversion in loaded):
         return revert_weight_conversion(model, weights)
-    conversions = [copy.copy(each) for each in loaded]
-    for each in conversions:
-        if isinstance(each, GroupWeightRename):
-            each.__class__ = _Exchange
+    conversions = [copy.copy(conversion) for conversion in loaded]
+    for conversion in conversions:
+        if isinstance(conversion, GroupWeightRename):
+            conversion.__class__ = _Exchange
     with replaced(model, _weight_conversions=conversions):
         return revert_weight_conversion(model, weights)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LightRFT's name for what holds the options of a run, which is a config here."""
+"""LightRFT's function for the strategy of a run, which is a config in this package."""
 
 from argparse import Namespace
 from typing import Any
@@ -9,7 +9,8 @@ from ..spelling import spelled
 from ..trainers.ppo_config import MultimodalPPOConfig
 
 
-# Options of LightRFT's command lines, and their names here. Models, sampling and the loop take theirs as arguments.
+# Options of LightRFT's command lines, and their names in the config. Models, sampling and the loop take their options
+# as arguments.
 OPTIONS = {
     "save_path": "output_dir",
     "num_episodes": "num_train_epochs",
@@ -31,12 +32,12 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     """
     Makes the config of a run from the options of one of LightRFT's command lines.
 
-    Engines, sharding and batches of processes aren't read: `accelerate launch` chooses them.
+    Options of engines, sharding and batches of processes are ignored, since `accelerate launch` chooses them.
 
     Args:
         args (`argparse.Namespace`):
             Options by LightRFT's names, see `OPTIONS`; `advantage_estimator` with `gamma` and `lambd`,
-            `use_kl_loss` for a KL divergence in the loss, and `use_kl_estimator_k3`. Others, and `None`, are left out.
+            `use_kl_loss` for a KL divergence in the loss, and `use_kl_estimator_k3`. Others, and `None`, are ignored.
 
     Returns:
         [`MultimodalPPOConfig`]: The strategy of the PPO trainers.
@@ -44,16 +45,16 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     Raises:
         `ValueError`: If options contradict each other, as for the config itself.
     """
-    passed: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
-    options = {OPTIONS[name]: value for name, value in passed.items() if name in OPTIONS}
-    if "advantage_estimator" in passed:
-        discounts = {"gamma": "gamma", "lam": "lambd"} if passed["advantage_estimator"] == "gae" else {}
-        settings = {name: float(passed[theirs]) for name, theirs in discounts.items() if theirs in passed}
-        options["advantage_estimator"] = spelled(passed["advantage_estimator"], settings)
-    uses_k3 = passed.get("use_kl_estimator_k3")
-    if passed.get("use_kl_loss"):
-        named = options.get("advantage_estimator", "gae")
-        options["kl_estimator"] = "k3" if uses_k3 else as_estimator(named).kl_in_loss
+    arguments: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
+    options = {OPTIONS[name]: value for name, value in arguments.items() if name in OPTIONS}
+    if "advantage_estimator" in arguments:
+        discounts = {"gamma": "gamma", "lam": "lambd"} if arguments["advantage_estimator"] == "gae" else {}
+        settings = {name: float(arguments[option]) for name, option in discounts.items() if option in arguments}
+        options["advantage_estimator"] = spelled(arguments["advantage_estimator"], settings)
+    uses_k3 = arguments.get("use_kl_estimator_k3")
+    if arguments.get("use_kl_loss"):
+        estimator = options.get("advantage_estimator", "gae")
+        options["kl_estimator"] = "k3" if uses_k3 else as_estimator(estimator).kl_in_loss
     elif uses_k3:
         raise ValueError("`use_kl_estimator_k3` in the reward gives a biased gradient; pass `use_kl_loss`, too.")
     return MultimodalPPOConfig(**options)

@@ -16,7 +16,7 @@ def get_tokenizer(
         pretrain (`str`):
             Folder or name of the model.
         model ([`~transformers.PreTrainedModel`]):
-            Gets the token of padding where that of the end stands in for it.
+            Model whose config gets the padding token if the tokenizer has none and pads with the end token.
         padding_side (`str`, *optional*, defaults to `"left"`):
             Side of the padding.
         use_fast (`bool`, *optional*, defaults to `True`):

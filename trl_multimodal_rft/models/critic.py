@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A value model of the policy's tokens and media."""
+"""Critics: value models that read the policy's tokens and media."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -28,7 +28,7 @@ _HEAD = "value_head.safetensors"
 
 class ValueHead(nn.Linear):
     """
-    From hidden states to values: linear, in float32, and 0 before training.
+    Linear head from hidden states to values, in float32. Values are 0 before training.
 
     Args:
         hidden_size (`int`):
@@ -44,7 +44,7 @@ class ValueHead(nn.Linear):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """
-        Values of states.
+        Computes the values of states.
 
         Args:
             hidden_states (`torch.Tensor`):
@@ -63,7 +63,7 @@ class ValueHead(nn.Linear):
 
         Args:
             folder (`str` or `Path`):
-                Where to save it.
+                Folder to save it in.
             state_dict (`dict[str, torch.Tensor]`, *optional*):
                 Its whole weights, if ranks hold shards.
         """
@@ -73,7 +73,7 @@ class ValueHead(nn.Linear):
 
     def load(self, folder: str | Path, **kwargs) -> bool:
         """
-        Loads what [`save_pretrained`] wrote.
+        Loads a head that [`save_pretrained`] wrote.
 
         Args:
             folder (`str` or `Path`):
@@ -82,7 +82,7 @@ class ValueHead(nn.Linear):
                 Arguments of `from_pretrained` that locate files, such as `revision` and `subfolder`.
 
         Returns:
-            `bool`: Whether there was a head.
+            `bool`: `True` if there is a head.
         """
         path = cached_file(str(folder), _HEAD, _raise_exceptions_for_missing_entries=False, **kwargs)
         if path is not None:
@@ -92,8 +92,8 @@ class ValueHead(nn.Linear):
 
 class Critic(nn.Module):
     """
-    A multimodal backbone with a value head: the expected return of the state before each token. It runs through the
-    same packed forward as the policy.
+    Multimodal backbone with a value head, which estimates the expected return of the state before each token. Its
+    forward is packed like the policy's.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -110,7 +110,7 @@ class Critic(nn.Module):
         self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor
     ) -> torch.Tensor:
         """
-        Values of the states after every token.
+        Computes the values of the states after every token.
 
         Args:
             input_ids (`torch.LongTensor`):
@@ -124,7 +124,7 @@ class Critic(nn.Module):
             `torch.Tensor`: Values, float32, shape `(B, S)`.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # Not the model's forward, which may cap or scale what its head returns
+        # Not the model's forward, which may cap or scale the output of its head
         with hidden_states(self.model) as states:
             self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
         return self.head(states[-1])
@@ -141,7 +141,7 @@ class Critic(nn.Module):
         self.head.save_pretrained(folder, head)
 
     def load(self, folder: str | Path) -> bool:
-        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`]; nothing without a head."""
+        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`], or nothing without a head."""
         if not self.head.load(folder):
             return False
         self.load_state_dict(Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype).state_dict())
@@ -150,8 +150,10 @@ class Critic(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, model_class: type[PreTrainedModel], **kwargs) -> "Critic":
         """
-        Loads a critic: what [`save_pretrained`] wrote, a reward model (a sequence classifier with one label, whose
-        score is the first value) or an adapter of one, which is merged, or a backbone, whose first values are 0.
+        Loads a critic that [`save_pretrained`] wrote, or makes one from a saved reward model or backbone.
+
+        A reward model is a sequence classifier with one label; its score gives the first values. An adapter of one is
+        merged. The first values of a backbone are 0.
 
         Args:
             folder (`str` or `Path`):
@@ -173,7 +175,7 @@ class Critic(nn.Module):
             return cls.from_model(cast("PeftModel", adapter).merge_and_unload(), model_class)
         source = {name: kwargs[name] for name in SOURCE if name in kwargs}
         config, _ = PreTrainedConfig.get_config_dict(folder, **source)
-        # A saved omni model contains that of its thinker
+        # The config of a saved omni model contains the config of its thinker
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
         if getattr(model_class.config_class, "model_type", None) not in types:
             # It would load as the policy's class, with random weights
@@ -192,12 +194,12 @@ class Critic(nn.Module):
     @classmethod
     def from_model(cls, model: PreTrainedModel, model_class: type[PreTrainedModel]) -> "Critic":
         """
-        Makes a critic of a model of the policy's family, whose weights it takes over.
+        Makes a critic from a model of the policy's family, and takes over its weights.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
-                A model of the policy's class, or a reward model (a sequence classifier with one label) on the same
-                backbone, whose score is the first value.
+                Model of the policy's class, or a reward model (a sequence classifier with one label) on the same
+                backbone, whose score gives the first values.
             model_class (`type`):
                 Class of the policy.
 
@@ -212,7 +214,7 @@ class Critic(nn.Module):
         if model.config.model_type != getattr(model_class.config_class, "model_type", None):
             raise other_family(type(model).__name__, model_class.__name__)
         with torch.device("meta"):
-            shell = model_class(model.config)  # this class knows masks and positions
+            shell = model_class(model.config)  # the policy's class knows masks and positions
         if type(model.base_model) is not type(shell.base_model):
             raise other_family(type(model).__name__, model_class.__name__)
         setattr(shell, shell.base_model_prefix, model.base_model)
@@ -232,32 +234,32 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
     `save_pretrained` skips it.
     """
     policy.critic = critic
-    if isinstance(policy, PreTrainedModel):  # an adapter saves only its weights
+    if isinstance(policy, PreTrainedModel):  # an adapter saves its own weights only
         skipped = {f"critic.{name}" for name in critic.state_dict()}
         policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *skipped}
 
 
 def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
-    A module of the policy's class that shares all of its modules but the critic, for what saves, loads or synchronizes
-    weights; the policy itself if it has no critic. It must be unwrapped from its engine.
+    Returns a module of the policy's class that shares all modules of the policy but the critic, or the policy itself
+    if it has none, to save, load or synchronize weights. The policy must be unwrapped from its engine.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
-    alone = object.__new__(next(each for each in type(policy).__mro__ if not issubclass(each, FSDPModule)))
+    alone = object.__new__(next(base for base in type(policy).__mro__ if not issubclass(base, FSDPModule)))
     modules = {name: module for name, module in policy._modules.items() if name != "critic"}
     vars(alone).update({**vars(policy), "_modules": modules})
     return cast(PolicyModule, alone)
 
 
 def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
-    """The weights of an LM head alone, which a critic doesn't have."""
+    """Returns the weights of an LM head that aren't tied, which a critic doesn't have."""
     head, tied = model.get_output_embeddings() or nn.Identity(), model.get_input_embeddings()
     return {*head.parameters()} - {*tied.parameters()}
 
 
 def other_family(label: str, policy: str) -> ValueError:
-    """The error of a critic that takes other tokens or media than its policy."""
+    """Returns the error for a critic that takes other tokens or media than its policy."""
     return ValueError(
         f"The critic must be of the policy's family, to take the same tokens and media: it is a {label}, the policy a "
         f"{policy}."

@@ -45,7 +45,7 @@ def kept_random_state() -> Iterator[None]:
 def checkpoint_activations(
     model: PreTrainedModel, kwargs: dict[str, bool] | str | None = None, enable: bool = True
 ) -> None:
-    """Switches activation checkpointing by the name that the installed transformers has and doesn't deprecate."""
+    """Switches activation checkpointing on or off, by the name that the installed transformers doesn't deprecate."""
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enable:
         getattr(model, f"{kind}_checkpointing_enable")(kwargs)
@@ -65,7 +65,8 @@ def ignore_deprecated_names() -> None:
 def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:
     """Switches activation checkpointing off where the model has none, as TRL has it on by default."""
     if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
-        for name in {"gradient_checkpointing", "activation_checkpointing"} & vars(args).keys():  # by one's two names
+        # Two names of one option
+        for name in {"gradient_checkpointing", "activation_checkpointing"} & vars(args).keys():
             setattr(args, name, False)
         logger.warning(
             f"{type(model).__name__} has no gradient checkpointing, so it trains with `gradient_checkpointing=False`, "
@@ -77,7 +78,7 @@ def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None
 def measuring(
     model: nn.Module, device: torch.device, evaluation: bool = True, checkpointing: bool = False
 ) -> Iterator[None]:
-    """Makes forwards within the context leave no trace: gradients, modes, random states, checkpointing."""
+    """Switches off gradients, training mode and checkpointing within the context, and restores random states."""
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -92,7 +93,7 @@ def without_checkpointing(module: nn.Module) -> Iterator[None]:
     """Switches activation checkpointing off within the context: without a graph, it would warn that there is none."""
     with ExitStack() as stack:
         for part in module.modules():
-            if vars(part).get("gradient_checkpointing"):  # `vars`, as wrappers forward attributes of what they wrap
+            if vars(part).get("gradient_checkpointing"):  # `vars`, as wrappers forward attributes of inner modules
                 stack.enter_context(replaced(part, gradient_checkpointing=False))
         yield
 
@@ -115,12 +116,12 @@ def fix_encoders(model: PreTrainedModel) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether forwards in training mode draw random numbers."""
+    """Returns whether forwards in training mode draw random numbers."""
     return any(rate > 0 for module in model.modules() for rate in _dropout_rates(module).values())
 
 
 def _dropout_rates(module: nn.Module) -> dict[str, float]:
-    """Attributes of a module that are rates of dropout."""
+    """Returns the attributes of a module that are rates of dropout."""
     drops = isinstance(module, nn.modules.dropout._DropoutNd)
     return {
         name: value for name, value in vars(module).items() if isinstance(value, float) and (drops or "drop" in name)
@@ -128,12 +129,12 @@ def _dropout_rates(module: nn.Module) -> dict[str, float]:
 
 
 def fix_batch_norms(modules: Iterable[nn.Module]) -> None:
-    """Keeps those of the modules that are batch norms at their running statistics."""
+    """Keeps the batch norms among modules at their running statistics."""
     for module in modules:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.register_forward_pre_hook(_use_running_statistics)
 
 
 def _use_running_statistics(module: nn.Module, args: tuple) -> None:
-    """A hook, since `Trainer` calls `model.train()` in each step."""
+    """Puts a batch norm into evaluation mode, as a hook, since `Trainer` calls `model.train()` in each step."""
     module.training = False

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Parts of a model by the same words for every family: what is frozen, and the learning rates of what isn't."""
+"""Parts of a model, by the same names for every family: frozen parts, and learning rates of the others."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _ENCODERS = {
     "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
 }
 # Children of encoders that give features the width of the language model: Qwen's and GLM's mergers, the last layers of
-# Qwen-Omni's audio encoders, and what surrounds Phi-4's encoders
+# Qwen-Omni's audio encoders, and layers around Phi-4's encoders
 _PROJECTORS = {
     "vision_tower": re.compile(
         r"((deepstack|patch)_)?merger(_list)?|downsample|connector|img_projection_\w+|\w+_img_feature_extensor"
@@ -45,7 +45,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     Yields name, part and parameter of each weight of an unwrapped model, tied ones once. A part is one of `PARTS`, or
     that of PPO's critic.
 
-    Names are those within the model that an adapter wraps. What an adapter adds belongs to the part that it changes.
+    Names are those in the model that an adapter wraps. An adapter's weights belong to the part that they change.
     """
     base = unwrapped(None, model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
@@ -64,7 +64,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
-    """Parts by the dotted names of modules, of which the deepest counts; what is in none is between them."""
+    """Returns parts by dotted names of modules: a weight's part is that of the deepest named module around it."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}
     heads = model.get_output_embeddings(), getattr(model, "score", None)
@@ -90,9 +90,9 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
 
 def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
     """
-    The key that chooses each parameter: a pattern of its name before its part, of several patterns the first.
+    Returns the key that chooses each parameter: the first pattern that matches its name, or else its part.
 
-    A pattern matches names of parameters, and of modules with all that is in them.
+    A pattern matches names of parameters, or of modules, with all parameters in these.
 
     Raises:
         `ValueError`: If a key chooses nothing.
@@ -141,7 +141,7 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuses a model that training wouldn't change, with the likely reason."""
+    """Raises `ValueError`, with the likely reason, if a model has no weights to train."""
     if any(parameter.requires_grad for name, parameter in model.named_parameters() if not name.startswith(CRITIC)):
         return
     base = unwrapped(None, model)
@@ -177,20 +177,21 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
 
 
 def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:
-    """Freezes in a critic's backbone, which has no LM head, what [`freeze`] does in the policy."""
+    """Freezes the parts of a critic's backbone, which has no LM head, that [`freeze`] freezes in the policy."""
     _freeze(model, {*_chosen(model, keys or ())})
 
 
 def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
     for parameter in frozen:
         parameter.requires_grad_(False)
-    fix_batch_norms(each for each in model.modules() if not frozen.isdisjoint(each.parameters(recurse=False)))
+    fix_batch_norms(module for module in model.modules() if not frozen.isdisjoint(module.parameters(recurse=False)))
 
 
 @contextmanager
 def same_weights_trained(model: nn.Module) -> Iterator[None]:
     """
-    Restores which weights are trained after the context, as adapters that are switched off and on again train whole.
+    Restores which weights are trained after the context, as an adapter that is switched on again trains all its
+    weights.
     """
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -203,7 +204,7 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_adapters(model: nn.Module) -> Iterator[None]:
-    """Restores which adapters are on, and trained, which Granite Speech's `generate` changes with each prompt."""
+    """Restores which adapters are on, and trained, as Granite Speech's `generate` changes both with each prompt."""
     layers = adapter_layers(model)
     disabled = [layer.disable_adapters for layer in layers]
     with same_weights_trained(model):
@@ -216,13 +217,13 @@ def same_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_layers(model: nn.Module) -> "list[BaseTunerLayer]":
-    """Layers of PEFT's adapters, without the need for PEFT."""
-    layers = (each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool))
-    return [cast("BaseTunerLayer", each) for each in layers]
+    """Returns the layers of PEFT's adapters, without the need for PEFT."""
+    layers = (layer for layer in model.modules() if isinstance(getattr(layer, "disable_adapters", None), bool))
+    return [cast("BaseTunerLayer", layer) for layer in layers]
 
 
 def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Numbers of all and of trained parameters of a model's parts."""
+    """Returns the numbers of all and of trained parameters, by the parts of a model."""
     counts = dict.fromkeys((*PARTS, CRITIC), (0, 0))
     for _, part, parameter in named_parts(model):
         size, (total, trained) = _size(parameter), counts[part]
@@ -231,7 +232,7 @@ def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[float]]:
-    """The learning rates in each part of what is trained."""
+    """Returns the learning rates of the trained weights, by the parts of a model."""
     by_key: dict[str, float] = getattr(args, "learning_rates", None) or {}
     chosen = chosen_by(model, [*by_key], "learning_rates")
     rates: dict[str, list[float]] = {}

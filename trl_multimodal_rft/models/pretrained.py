@@ -28,7 +28,7 @@ from .wrapped import replaced
 
 
 if Version(transformers.__version__) < Version("5.23"):
-    # They would be saved and sent as `language_model.model.model`, unlike the released models
+    # Decoders would be saved and sent as `language_model.model.model`, unlike in the released models
     for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
         _, head, *towers = cast(list[WeightRenaming], get_checkpoint_conversion_mapping(kind))
         decoder = WeightRenaming("^language_model", "model.language_model")
@@ -37,8 +37,9 @@ if Version(transformers.__version__) < Version("5.23"):
 
 class _TransposeBack(Transpose):
     """
-    Reverts a transposition on loading that depends on shapes. Transformers' own reverse never does, so that experts of
-    Qwen3-VL-MoE would be saved and sent with other shapes than released, which vLLM can't load.
+    Reverse, on saving, of a transposition on loading that depends on shapes. Transformers' own reverse never
+    transposes, so that experts of Qwen3-VL-MoE would be saved and sent with other shapes than released, which vLLM
+    can't load.
     """
 
     def convert(
@@ -48,19 +49,19 @@ class _TransposeBack(Transpose):
         target_patterns: list[str],
         **kwargs: PreTrainedModel | PreTrainedConfig | list | None,
     ) -> dict[str, torch.Tensor]:
-        [(name, given)] = input_dict.items()
-        weight = given[0] if isinstance(given, list) else given
-        # Square weights are loaded as they are
+        [(name, values)] = input_dict.items()
+        weight = values[0] if isinstance(values, list) else values
+        # Square weights aren't transposed on loading
         back = weight if weight.size(self.dim0) == weight.size(self.dim1) else weight.transpose(self.dim0, self.dim1)
         return {self.get_target_pattern({name: weight}, source_patterns, target_patterns): back.contiguous()}
 
 
 def _reverse(self: Transpose) -> Transpose:
-    made: type[Transpose] = _TransposeBack if self.check_dims else Transpose
-    return made(self.dim1, self.dim0)
+    reverse_class: type[Transpose] = _TransposeBack if self.check_dims else Transpose
+    return reverse_class(self.dim1, self.dim0)
 
 
-# Of every model, whoever loaded it, as models save themselves
+# Changes every model, whoever loaded it, as models save themselves
 setattr(Transpose, "reverse_op", property(_reverse))  # noqa: B010
 
 # Arguments of `from_pretrained` that locate files
@@ -68,7 +69,7 @@ SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """The class of the part of a model that is trained; `None` if that is all of it."""
+    """Returns the class of the part of a model that is trained, or `None` if all of it is."""
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
@@ -86,8 +87,9 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 @contextmanager
 def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = lambda model: ()) -> Iterator[None]:
     """
-    Refuses models within the context whose folder lacks weights, for which transformers would draw random ones, or has
-    some of other shapes. `fresh` returns the parameters that may be missing, such as those of a head that goes.
+    Raises `ValueError` within the context for a model whose folder lacks weights, which would be random, or has
+    weights of other shapes. `fresh` returns the parameters that may be missing, such as those of a head that is
+    removed.
     """
 
     def report(model: PreTrainedModel, loading_info: LoadStateDictInfo, **options: str | bool | Logger) -> None:
@@ -100,10 +102,10 @@ def whole_weights(fresh: Callable[[PreTrainedModel], Iterable[nn.Parameter]] = l
                 f"{', ...' * (len(missing) > 3)}); name a folder that has them all, as `save_pretrained` writes it."
             )
         if loading_info.mismatched_keys and not options["ignore_mismatched_sizes"]:
-            weight, found, expected = min(loading_info.mismatched_keys)
-            right = "with `num_labels=1`" if 1 in expected[:1] else "whose config and weights belong together"
+            weight, shape, expected = min(loading_info.mismatched_keys)
+            trait = "with `num_labels=1`" if 1 in expected[:1] else "whose config and weights belong together"
             raise ValueError(
-                f"{name!r} holds {weight!r} of shape {[*found]}, and {kind} takes {[*expected]}; name a model {right}."
+                f"{name!r} holds {weight!r} of shape {[*shape]}, and {kind} takes {[*expected]}; name a model {trait}."
             )
         log_state_dict_report(model=model, loading_info=loading_info, **cast(dict[str, Any], options))
 
@@ -118,8 +120,8 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
     with loading_errors(name), whole_weights():
         if "architecture" not in kwargs:
             kwargs["architecture"] = trained_part(name, **kwargs)
-            found, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in SOURCE if k in kwargs})
-            architecture = (found.get("architectures") or [""])[0]
+            config, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in SOURCE if k in kwargs})
+            architecture = (config.get("architectures") or [""])[0]
             if architecture.endswith("ForSequenceClassification"):
                 raise ValueError(
                     f"{name!r} is a {architecture}, which scores and writes no text; name the model it was made from, "
@@ -143,11 +145,11 @@ def load_trained(
     else:
         peft = require_module("peft", "peft")
         config = peft.PeftConfig.from_pretrained(name, **source)
-        base, of_base = config.base_model_name_or_path, {"revision": config.revision or "main"}
+        base, base_source = config.base_model_name_or_path, {"revision": config.revision or "main"}
         if base is None:
             raise ValueError(f"The adapter {name!r} names no base; set `base_model_name_or_path` in its config.")
         check_weights(name)
-        model = load(base, **of_base, **kwargs)
+        model = load(base, **base_source, **kwargs)
         try:
             with loading_errors(name, "adapter"), warnings.catch_warnings():
                 warnings.filterwarnings("error", ".*Found missing adapter keys")
@@ -155,18 +157,20 @@ def load_trained(
         except UserWarning as error:
             raise ValueError(f"{name!r} lacks weights of an adapter, which are random: {str(error)[:200]}") from None
         # An adapter may have been saved with or without the processor
-        saved = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source)
-        holder, source = (name, source) if saved else (base, of_base)
+        has_processor = cached_file(
+            name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source
+        )
+        holder, source = (name, source) if has_processor else (base, base_source)
     return model, load_processor(holder, trust_remote_code=trust_remote_code, **source)
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Whether a name is that of an adapter; some models hold one of their own, too."""
+    """Returns whether a name is that of an adapter, not of a model, which may hold an adapter of its own, too."""
     return not holds_model(name) and find_adapter_config_file(name, revision=revision or "main") is not None
 
 
 def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Config of a model, and the class that is trained."""
+    """Returns the config of a model, and the class that is trained."""
     try:
         part = trained_part(name, **kwargs)
         config_class = transformers.AutoConfig if part is None else cast(type[PreTrainedConfig], part.config_class)
@@ -180,7 +184,7 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
 
 
 def policy_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class in transformers that generates text, of a config of a policy or of a sequence classifier."""
+    """Returns transformers' class that generates text, by a config of a policy or of a sequence classifier."""
     mappings = (
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -191,8 +195,10 @@ def policy_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         for name in config.architectures or []
         for kind in ("ForConditionalGeneration", "ForCausalLM")
     ]
-    names += [each[config.model_type] for each in mappings if config.model_type in each]
-    model_class = next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
+    names += [candidate[config.model_type] for candidate in mappings if config.model_type in candidate]
+    model_class = next(
+        (getattr(transformers, candidate) for candidate in names if hasattr(transformers, candidate)), None
+    )
     if model_class is None:
         raise ValueError(f"transformers has no class that generates text with a {config.model_type!r} config.")
     return model_class

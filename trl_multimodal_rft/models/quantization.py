@@ -17,7 +17,7 @@ def keep_differentiable(model: nn.Module) -> None:
 
 
 def is_4bit(model: nn.Module) -> bool:
-    """Whether a model has 4-bit weights."""
+    """Returns whether a model has 4-bit weights."""
     return any(map(_is_4bit, model.modules()))
 
 

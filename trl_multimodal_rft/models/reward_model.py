@@ -25,12 +25,12 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _Scores(GenericForSequenceClassification):
-    """Takes the place of the LM head of the next class, whose masks and positions stay."""
+    """Score in place of the LM head of the next class, whose masks and positions stay."""
 
     num_labels = 1
 
     def __init__(self, config: PreTrainedConfig):
-        policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # of the next class
+        policy = cast(PreTrainedModel, super(GenericForSequenceClassification, self))  # the next class
         policy.__init__(config)
         model, head = cast(PreTrainedModel, self), policy.get_output_embeddings()
         delattr(model, next(name for name, module in model.named_children() if module is head))
@@ -48,29 +48,29 @@ class _Scores(GenericForSequenceClassification):
 @functools.cache
 def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """
-    The class of reward models on the backbone of a policy's class. Names of weights are those of transformers'
-    `...ForSequenceClassification`, and where transformers has one for the family, each loads what the other saves.
+    Returns the class of reward models on the backbone of a policy's class. Names of weights are those of transformers'
+    `...ForSequenceClassification`; where transformers has such a class for the family, both load the same files.
 
     Args:
         policy (`type`):
             Class of the policy.
 
     Returns:
-        `type`: Its subclass, with a linear layer `score` instead of the LM head.
+        `type`: Subclass of the policy's class, with a linear layer `score` instead of the LM head.
     """
     suffixes = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
     stem = functools.reduce(str.removesuffix, suffixes, policy.__name__)
     members = {
-        "__module__": policy.__module__,  # by which transformers knows names of weights in other versions
+        "__module__": policy.__module__,  # transformers finds names of weights in other versions by it
         "base_model_prefix": policy.base_model_prefix,
-        "_tied_weights_keys": {},  # which are those of the LM head
+        "_tied_weights_keys": {},  # the LM head's go with it
     }
     return type(f"{stem}ForSequenceClassification", (_Scores, policy), members)
 
 
 def as_reward_model(model: _Model) -> _Model:
     """
-    Makes a reward model of a policy, whose LM head goes, or of a sequence classifier, whose score it keeps.
+    Makes a reward model from a policy, without its LM head, or from a sequence classifier, with its score.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -89,36 +89,36 @@ def as_reward_model(model: _Model) -> _Model:
         return model
     if isinstance(model, _Scores):
         return model
-    given = cast(PreTrainedModel, model)
-    score, name = getattr(given, "score", None), type(given).__name__
-    if given.base_model is given:
+    source = cast(PreTrainedModel, model)
+    score, name = getattr(source, "score", None), type(source).__name__
+    if source.base_model is source:
         raise ValueError(
             f"{name} has no backbone apart from its LM head, so that it can't be a reward model; train another family."
         )
-    if score is None and not given.can_generate():
+    if score is None and not source.can_generate():
         raise ValueError(f"{name} has neither an LM head nor a `score`, so that it can't be a reward model.")
     if score is None:
-        config = given.config.get_text_config()
-        score = nn.Linear(config.hidden_size, 1, bias=False, device=given.device, dtype=given.dtype)
+        config = source.config.get_text_config()
+        score = nn.Linear(config.hidden_size, 1, bias=False, device=source.device, dtype=source.dtype)
         nn.init.normal_(score.weight, std=getattr(config, "initializer_range", 0.02))
-        given.config.num_labels = 1
-    elif given.config.num_labels != 1:
-        raise ValueError(f"{name} has `num_labels={given.config.num_labels}`; reward models require `num_labels=1`.")
-    policy = given
-    if not given.can_generate():
+        source.config.num_labels = 1
+    elif source.config.num_labels != 1:
+        raise ValueError(f"{name} has `num_labels={source.config.num_labels}`; reward models require `num_labels=1`.")
+    policy = source
+    if not source.can_generate():
         with torch.device("meta"):
-            policy = policy_class(given.config)(given.config)  # whose methods read more attributes
-        if type(policy.base_model) is not type(given.base_model):
+            policy = policy_class(source.config)(source.config)  # its methods read more attributes
+        if type(policy.base_model) is not type(source.base_model):
             raise ValueError(f"{name} has another backbone than {type(policy).__name__}, so that it can't be trained.")
-    made = object.__new__(reward_model_class(type(policy)))
-    modules = {made.base_model_prefix: given.base_model, "score": score}
-    tied = {name: to for name, to in given.all_tied_weights_keys.items() if name.split(".")[0] in modules}
+    reward_model = object.__new__(reward_model_class(type(policy)))
+    modules = {reward_model.base_model_prefix: source.base_model, "score": score}
+    tied = {name: target for name, target in source.all_tied_weights_keys.items() if name.split(".")[0] in modules}
     attributes = {"_modules": modules, "all_tied_weights_keys": tied, "generation_config": None}
-    vars(made).update({**vars(policy), **vars(given), **attributes})
-    # Forwards that trainers or hooks have put before that of the policy's class, and conversions between its names
+    vars(reward_model).update({**vars(policy), **vars(source), **attributes})
+    # Drops forwards that trainers or hooks have put before the class's, and conversions of the policy's weight names
     for name in ("num_labels", "_weight_conversions", "forward", "_plain_forward", "_original_forward"):
-        vars(made).pop(name, None)
-    return cast(_Model, made)
+        vars(reward_model).pop(name, None)
+    return cast(_Model, reward_model)
 
 
 def load_reward_model(
@@ -141,7 +141,7 @@ def load_reward_model(
         [`~transformers.PreTrainedModel`]: The reward model; see [`as_reward_model`] to train it.
 
     Raises:
-        `ValueError`: As [`as_reward_model`] says.
+        `ValueError`: If [`as_reward_model`] raises it.
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     if register_reward_model(name, **source):
@@ -157,31 +157,31 @@ def load_trained_reward_model(
 
     Args:
         name, revision, trust_remote_code, kwargs:
-            Those of [`load_reward_model`].
+            Arguments of [`load_reward_model`].
 
     Returns:
         `tuple`: Model and processor.
 
     Raises:
-        `ValueError`: If nothing there has trained a score.
+        `ValueError`: If there is no trained score.
     """
     model, processor = load_trained(name, revision, trust_remote_code, load=load_reward_model, **kwargs)
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
-    base.config._name_or_path = name  # by which rewards are logged; not that of an adapter's base
+    base.config._name_or_path = name  # rewards are logged by it, not by an adapter's base
     return model, processor
 
 
 def is_reward_model(architectures: Sequence[str] | None) -> bool:
-    """Whether these architectures of a config are a reward model's."""
+    """Returns whether the architectures of a config are those of a reward model."""
     return bool(architectures) and architectures[0].endswith("ForSequenceClassification")
 
 
 def register_reward_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """
-    Tells [`~transformers.AutoModelForSequenceClassification`] how to load a saved reward model of a family for which
-    transformers has no class. Returns whether a name is that of a reward model.
+    Registers the class of a saved reward model at [`~transformers.AutoModelForSequenceClassification`], if
+    transformers has none for its family. Returns whether a name is that of a reward model.
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     check_model_folder(name)

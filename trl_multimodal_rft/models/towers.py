@@ -11,11 +11,11 @@ from ..families import family_of
 
 
 def find_tower(model: PreTrainedModel, modality: str) -> str:
-    """Finds the encoder of a modality."""
+    """Returns the dotted name of the encoder of a modality."""
     if (known := family_of(model).towers.get(modality)) is not None:
         return known
     encoder = model.get_encoder(modality=modality)
-    # Without an encoder, `get_encoder` returns a model
+    # Without an encoder, `get_encoder` returns a model with a decoder
     name = next((name for name, module in model.named_modules() if module is encoder), "")
     if isinstance(encoder, PreTrainedModel) and encoder.get_decoder() is model.get_decoder():
         name = ""
@@ -25,7 +25,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
 
 
 def find_towers(model: PreTrainedModel) -> dict[str, str]:
-    """The encoders of a model by modality, as far as they can be found."""
+    """Returns the dotted names of a model's encoders by modality, as far as they can be found."""
     towers = {}
     for modality in ("image", "audio"):
         with suppress(ValueError):
@@ -39,7 +39,7 @@ def freeze_as_built(model: PreTrainedModel) -> None:
     Freezes weights of a loaded model that its architecture freezes, such as the positions of Whisper's encoder:
     `from_pretrained` makes all weights trainable.
     """
-    if is_deepspeed_zero3_enabled():  # it loads weights in place
+    if is_deepspeed_zero3_enabled():  # ZeRO-3 loads weights in place
         return
     with torch.device("meta"):
         built = type(model)(model.config)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
-    """The model within wrappers of the engine and of PEFT."""
+    """Returns the model within wrappers of the engine and of PEFT."""
     if isinstance(model, PreTrainedModel):
         return model  # a shortcut: Accelerate searches all installed packages
     inner = model if accelerator is None else accelerator.unwrap_model(model)
@@ -27,11 +27,11 @@ def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedMo
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Within the context, an object, and no other of its class, has other attributes or methods, or further ones."""
+    """Sets attributes or methods of one object, and of no other of its class, within the context."""
     before = {
         name: getattr(owner, name)
-        for name, of_class in {name: getattr(type(owner), name, None) for name in values}.items()
-        if name in vars(owner) or isinstance(of_class, property) or (of_class is None and hasattr(owner, name))
+        for name, class_value in {name: getattr(type(owner), name, None) for name in values}.items()
+        if name in vars(owner) or isinstance(class_value, property) or (class_value is None and hasattr(owner, name))
     }
     for name, value in values.items():
         setattr(owner, name, value)
@@ -77,11 +77,11 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
 
 
 def is_unsharded(accelerator: Accelerator) -> bool:
-    """Whether ranks run forwards independently: each holds all weights, without an engine."""
+    """Returns whether ranks run forwards independently, as each rank holds all weights, without an engine."""
     engines = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
     return all(engine is None for engine in engines)
 
 
 def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
-    """Dtype of mixed precision, or else of the model."""
+    """Returns the dtype of mixed precision, or else of the model."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, model.dtype)

@@ -53,11 +53,11 @@ class CompactLogCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that shows a run on the console of its main process: the parts of the model,
     trained and frozen, the first prompt as the model gets it with one completion and its rewards, and one line per
-    log above a progress bar, in a notebook a table. There is no bar with `disable_tqdm` and where output isn't a
+    log above a progress bar, in a notebook a table. There is no bar with `disable_tqdm`, or if the output isn't a
     terminal.
 
-    It replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and `log_history`
-    keep all metrics.
+    The callback replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and
+    `log_history` keep all metrics.
 
     Trainers of this package have this callback, and remove transformers' callbacks that print logs when they train
     with it.
@@ -80,7 +80,7 @@ class CompactLogCallback(TrainerCallback):
 
     def begin(self, trainer_name: str) -> None:
         """
-        Prepares for a run. Trainers call it when they begin to train.
+        Prepares for a run. Trainers call this method when they begin to train.
 
         Args:
             trainer_name (`str`):
@@ -89,7 +89,7 @@ class CompactLogCallback(TrainerCallback):
         self._trainer_name, self.needs_example = trainer_name, True
 
     def end(self) -> None:
-        """Closes the bars of a run. Trainers call it when it has ended, also by an error."""
+        """Closes the bars of a run. Trainers call this method at the end of training, also after an error."""
         self._table = None
         while self._bars:
             self._bars.popitem()[1].close()
@@ -121,7 +121,7 @@ class CompactLogCallback(TrainerCallback):
             write(f"{self._trainer_name} trains {trained} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
-            # An optimizer that was passed has its own rates
+            # An optimizer that the user passed has rates of its own
             held = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
             show_parts(model, rates if held.issuperset(chain(*rates.values())) else {})
 
@@ -137,25 +137,25 @@ class CompactLogCallback(TrainerCallback):
         rejected_ids: Sequence[int] | None = None,
     ) -> None:
         """
-        Shows the input and output, or target, of the model once per run. Trainers call it with the first example.
+        Shows the input and output, or target, of the model once per run. Trainers call this method with an example.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
                 The trained model, without wrappers.
             processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-                Its processing class.
+                Processing class of the model.
             input_ids (`Sequence[int]`):
-                Prompt, with expanded placeholders.
+                Token ids of the prompt, with expanded placeholders.
             messages (`str` or `list[dict]`, *optional*):
                 The messages of the prompt, with its media.
             answer_ids (`Sequence[int]`):
-                A completion, the target tokens, or the preferred answer of a pair.
+                Token ids of a completion, of the target, or of the preferred answer of a pair.
             reference (`str`, `float` or `list`, *optional*):
                 Solution of the row.
             rewards (`Mapping[str, float]`, *optional*):
                 Rewards of the completion by function; `None` for a target.
             rejected_ids (`Sequence[int]`, *optional*):
-                The other answer of a pair.
+                Token ids of the other answer of a pair.
         """
         if not self.needs_example:
             return
@@ -173,9 +173,9 @@ class CompactLogCallback(TrainerCallback):
             lines.append(textwrap.indent(_shortened(prompt), "  "))
         if reference is not None:
             lines.append(f"reference: {_shortened(str(reference))}")
-        for kind, ids in answers.items():
+        for label, ids in answers.items():
             text = prompt_text(ids, tokenizer, placeholders, {} if len(input_ids) else media)
-            lines.append(f"{kind} ({len(ids)} tokens): {_shortened(text)}")
+            lines.append(f"{label} ({len(ids)} tokens): {_shortened(text)}")
         if rewards:
             shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
             lines.append(f"rewards: {', '.join(shown)}")
@@ -244,9 +244,9 @@ class CompactLogCallback(TrainerCallback):
         values = values or {}
         if self._table is None:
             step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
-            first, *others = [f"{name} {value}" for name, value in values.items()] or [""]
+            first, *further = [f"{name} {value}" for name, value in values.items()] or [""]
             head = [f"{label} {first}".strip()] if label or first else []
-            write(" | ".join([step, *head, *others, *times]))
+            write(" | ".join([step, *head, *further, *times]))
         elif values:
             row = {f"{label} {name}".strip(): value for name, value in values.items()}
             self._table.write_line({"step": state.global_step, **row})
@@ -254,26 +254,26 @@ class CompactLogCallback(TrainerCallback):
 
 
 def console_of(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | None:
-    """Returns the one of these callbacks that writes to the console."""
-    return next((each for each in callbacks if isinstance(each, CompactLogCallback)), None)
+    """Returns the callback that writes to the console, or `None`."""
+    return next((callback for callback in callbacks if isinstance(callback, CompactLogCallback)), None)
 
 
 # Parts of the model
 
 
 def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
-    """Prints the parts of a model, what is trained of them, and the learning rates."""
+    """Prints the parts of a model, with their sizes, trained parameters and learning rates."""
     write(*parts_lines(count_parts(model), rates))
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """A line for each part of a model, from numbers of all and of trained parameters, and one for the whole."""
-    total, trained = (sum(each) for each in zip(*parts.values(), strict=True))
+    """Returns a line per part of a model, from numbers of all and of trained parameters, and a line of totals."""
+    total, trained = (sum(item) for item in zip(*parts.values(), strict=True))
     lines = []
     for part, (size, n_trained) in parts.items():
-        rate = " and ".join(f"{each:g}" for each in (rates or {}).get(part, ()))
-        what = "trained" if n_trained == size else f"{_count(n_trained)} trained" if n_trained else "frozen"
-        lines.append(f"  {part:<15}{_count(size):>8}  {what}{rate and f' at {rate}'}")
+        rate = " and ".join(f"{item:g}" for item in (rates or {}).get(part, ()))
+        status = "trained" if n_trained == size else f"{_count(n_trained)} trained" if n_trained else "frozen"
+        lines.append(f"  {part:<15}{_count(size):>8}  {status}{rate and f' at {rate}'}")
     return [*lines, f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"]
 
 
@@ -288,7 +288,7 @@ def _count(number: int) -> str:
 
 
 def described_media(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
-    """Durations and sizes of media, by kind."""
+    """Returns durations and sizes of media by modality, `None` for unreadable media."""
     described: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
         text = None
@@ -314,31 +314,33 @@ def prompt_text(
     placeholders: Mapping[str, set[int]],
     media: Mapping[str, Sequence[str | None]],
 ) -> str:
-    """Decodes token ids, with `<audio: 13 tokens, 0.62 s>` for the placeholders of a medium."""
+    """Decodes token ids, with `<audio: 13 tokens, 0.62 s>` in place of the placeholders of a medium."""
     ids, spans = list(map(int, input_ids)), []
-    for kind, tokens in placeholders.items():
-        described = media.get(kind, ())
-        found = _spans(ids, tokens, len(described))
-        texts = described if len(found) == len(described) else [None] * len(found)
-        spans += [(start, stop, kind, text) for (start, stop), text in zip(found, texts, strict=True)]
+    for modality, tokens in placeholders.items():
+        described = media.get(modality, ())
+        new = _spans(ids, tokens, len(described))
+        texts = described if len(new) == len(described) else [None] * len(new)
+        spans += [(start, stop, modality, text) for (start, stop), text in zip(new, texts, strict=True)]
     shown, done = "", 0
-    for start, stop, kind, text in sorted(spans):
-        if start >= done:  # else interleaved media, such as a video with its audio
-            shown += f"{tokenizer.decode(ids[done:start])}<{kind}: {stop - start} tokens{f', {text}' if text else ''}>"
+    for start, stop, modality, text in sorted(spans):
+        if start >= done:  # else media are interleaved, such as a video with its audio
+            shown += (
+                f"{tokenizer.decode(ids[done:start])}<{modality}: {stop - start} tokens{f', {text}' if text else ''}>"
+            )
             done = stop
     return f"{shown}{tokenizer.decode(ids[done:])}"
 
 
 def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
     """
-    The spans of placeholders, one per medium if there are enough. Smaller gaps are within a medium, such as ends of
-    rows or times of frames.
+    Returns the spans of placeholders, one per medium if there are enough gaps. The largest gaps separate media;
+    smaller gaps, such as ends of rows or times of frames, are inside a medium.
     """
     indices = [index for index, token in enumerate(ids) if token in placeholders]
     gaps = [(after - before, i) for i, (before, after) in enumerate(zip(indices, indices[1:], strict=False))]
     between = {i for gap, i in gaps if gap > 1}
     if 0 < n_media <= len(between):
-        between = {i for _, i in sorted(gaps, key=lambda each: (-each[0], each[1]))[: n_media - 1]}
+        between = {i for _, i in sorted(gaps, key=lambda item: (-item[0], item[1]))[: n_media - 1]}
     starts = [index for i, index in enumerate(indices) if i == 0 or i - 1 in between]
     stops = [index + 1 for i, index in enumerate(indices) if i in between or i == len(indices) - 1]
     return list(zip(starts, stops, strict=True))
@@ -356,7 +358,7 @@ def _shortened(text: str) -> str:
 
 
 def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
-    """The main metrics of a log, as the console shows them."""
+    """Returns the main metrics of a log as the console shows them."""
     shown = {}
     rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
     if "reward" in logs:
@@ -380,7 +382,7 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     for name in logs:
         if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1":
             shown[name] = _number(logs[name])
-    if "mean_token_accuracy" in logs and margin is None:  # that of preferred answers isn't trained
+    if "mean_token_accuracy" in logs and margin is None:  # the token accuracy of preferred answers isn't trained
         shown["token accuracy"] = _number(logs["mean_token_accuracy"])
     if "completions/mean_length" in logs:
         clipped = logs.get("completions/clipped_ratio")
@@ -392,7 +394,7 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """The main metrics of an evaluation, after a label that has the dataset's name if it is one of several."""
+    """Returns a label, with the dataset's name if there are several, and the main metrics of an evaluation."""
     names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
     pattern = f"eval_(?:{re.escape(names[0])}_)?(.+)" if names else "eval_(.+)"
     plain = {match[1]: value for name, value in logs.items() if (match := re.fullmatch(pattern, name))}

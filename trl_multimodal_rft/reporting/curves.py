@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 FILE_NAME = "training_curves.png"
 
-_SHARE_OF_TIME = 0.02  # of training, for pictures
+_SHARE_OF_TIME = 0.02  # of training that pictures may take
 _SMOOTHED_FROM = 60  # points
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches; 1200 pixels
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
@@ -65,7 +65,7 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
     """
-    Draws what a trainer logged, one panel for each of these if it was logged:
+    Draws the metrics of a trainer's log, with a panel for each of the following ones that the log has:
 
     - the reward, ± the standard deviation over completions, and `eval_reward`;
     - held-out accuracy, also without a kind of media, pass@k and majority@k with their confidence intervals, see
@@ -110,29 +110,29 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
 
 
 def _logged(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
-    """Values of each metric by step. TRL logs `None` for the mean of no values."""
+    """Returns the values of each metric by step, `NaN` for `None`, which TRL logs as the mean of no values."""
     values: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, value in entry.items():
             if value is None or isinstance(value, (int, float)):
                 values.setdefault(name, {})[entry["step"]] = math.nan if value is None else float(value)
-    return {name: pd.Series(found, dtype=float).sort_index() for name, found in values.items()}
+    return {name: pd.Series(by_step, dtype=float).sort_index() for name, by_step in values.items()}
 
 
 def _curves(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
-    """Names of a panel's metrics that have values, by label."""
-    found = {}
+    """Returns the names of a panel's metrics that have values, by label."""
+    names = {}
     for label, pattern in panel.metrics.items():
         for name, values in metrics.items():
             if (match := re.fullmatch(pattern, name)) and values.notna().any():
-                found.setdefault(label or (match[1].replace("_", " ") if name.startswith("eval_") else match[1]), name)
-    if {"accuracy", "pass@1"} <= found.keys():
-        del found["pass@1"]  # the same number
-    return {} if panel.title == "Reward functions" and len(found) == 1 else found
+                names.setdefault(label or (match[1].replace("_", " ") if name.startswith("eval_") else match[1]), name)
+    if {"accuracy", "pass@1"} <= names.keys():
+        del names["pass@1"]  # the same number as the accuracy
+    return {} if panel.title == "Reward functions" and len(names) == 1 else names
 
 
 def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Series] | None":
-    """The edges of a shaded band: standard deviation, confidence interval, or minimum and maximum."""
+    """Returns the edges of a shaded band: standard deviation, confidence interval, or minimum and maximum."""
     if name.endswith("reward") and f"{name}_std" in metrics and not name.startswith("eval_"):
         return metrics[name] - metrics[f"{name}_std"], metrics[name] + metrics[f"{name}_std"]
     low, high = f"{name}_low", f"{name}_high"
@@ -168,7 +168,7 @@ def _draw(
 
 
 def smoothed(values: "pd.Series") -> "pd.Series":
-    """Exponential moving average whose span is a fortieth of the values."""
+    """Returns the exponential moving average with a span of a fortieth of the values."""
     return values.ewm(span=max(len(values) / 40, 1), ignore_na=True).mean()
 
 
@@ -176,11 +176,11 @@ class TrainingCurvesCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that draws the training curves into `training_curves.png` in the output folder.
 
-    The picture is that of [`~reporting.curves.figure_of`] for the whole run, resumed ones included. The main process
-    draws it after logs, for at most a fiftieth of the time, and at the end. It replaces the file at once, and doesn't
-    use pyplot, so notebooks are unaffected.
+    The picture is that of [`~reporting.curves.figure_of`] for the whole run, also a resumed one. The main process
+    draws it after logs, for at most a fiftieth of the time, and at the end. The callback replaces the file at once,
+    and doesn't use pyplot, so notebooks are unaffected.
 
-    It needs matplotlib: `pip install "trl-multimodal-rft[plots]"`.
+    The callback needs matplotlib: `pip install "trl-multimodal-rft[plots]"`.
 
     Raises:
         `ImportError`: If matplotlib is missing.
@@ -224,7 +224,7 @@ class TrainingCurvesCallback(TrainerCallback):
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Replaces the file at once: readers get the old picture or the new one."""
+    """Writes a picture and replaces the file at once: readers get the old picture or the new one."""
     partial = path.with_name(f".{path.name}.part")
     try:
         figure.savefig(partial, format="png")

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-# Parts of a trainer as they are at an event of its run, the metrics of an evaluation, and the values of a log
+# The type of such an argument: a part of the trainer, the metrics of an evaluation, or the values of a log
 EventPart = (
     nn.Module
     | PreTrainedTokenizerBase

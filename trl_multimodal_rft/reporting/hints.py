@@ -15,35 +15,35 @@ logger = get_logger(__name__)
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
-    Reward functions with the same reward for all completions of a run, their steps and that reward. A function whose
-    rewards once differed, such as that of a learned format, isn't one of them.
+    Returns the number of steps and the reward of each reward function that gave all completions of a run the same
+    reward. Functions with rewards that once differed, such as a reward for a learned format, are left out.
     """
-    found = {}
+    constant = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
     for key in dict.fromkeys(keys):
         name = key.removeprefix("rewards/").removesuffix("/mean")
         called = [logs for logs in history if key in logs]
         reward = called[0][key]
         values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in called]
-        # `None` with fewer than two rewards
-        if all(None not in each and max(each[1], abs(each[0] - reward)) <= 1e-6 * abs(each[0]) for each in values):
+        # The standard deviation of fewer than two rewards is `None`
+        if all(None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in values):
             before = next(i for i, logs in enumerate(history) if key in logs) - 1
-            found[name] = (history[-1]["step"] - (0 if before < 0 else history[before]["step"]), reward)
-    return found
+            constant[name] = (history[-1]["step"] - (0 if before < 0 else history[before]["step"]), reward)
+    return constant
 
 
 class EqualRewardsHint(TrainerCallback):
-    """Warns once if all rewards, or `by_steps` all advantages, were equal for some steps, and once per function."""
+    """A callback that warns if all rewards, or with `by_steps` all advantages, stay equal, and once per function."""
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
         self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
-        self._named: set[str | None] = set()  # functions of earlier warnings, `None` for all together
+        self._named: set[str | None] = set()  # functions of earlier warnings; `None` stands for all functions
         self._since: int | None = None  # the step before rewards became equal
 
     def measure(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
         """
-        Notes whether rewards of a rollout differ, or with `grouped`, whether any group has a signal. Metrics don't say
-        so: those of RLOO have the KL penalty in the rewards, as TRL's. Shapes: both `(N,)`, of all ranks.
+        Notes whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Metrics can't
+        tell, as RLOO logs rewards with the KL penalty, like TRL. Both arguments are of all ranks, of shape `(N,)`.
         """
         known = rewards[~rewards.isnan()]
         differs = live if self.grouped else (known - known.mean()).abs() > 1e-6 * known.mean().abs()
@@ -52,15 +52,15 @@ class EqualRewardsHint(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         history = state.log_history
         steps = 0 if None in self._named or self._since is None else state.global_step - self._since
-        found = {} if self.by_steps else constant_rewards(history)
-        constant = {name: values for name, values in found.items() if values[0] >= self.patience}
+        rewards = {} if self.by_steps else constant_rewards(history)
+        constant = {name: values for name, values in rewards.items() if values[0] >= self.patience}
         if steps >= self.patience:
             self._named |= {None, *constant}
-            what = "an advantage of 0" if self.by_steps else "the same reward"
+            equal = "an advantage of 0" if self.by_steps else "the same reward"
             mean = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
-                f"All completions{' of a prompt' if self.grouped else ''} have had {what} for {steps} steps "
+                f"All completions{' of a prompt' if self.grouped else ''} have had {equal} for {steps} steps "
                 f"(mean {mean:.3g}{functions}), so the model learns nothing. Look at the completions "
                 "(`log_completions=True`): whether the reward functions find the answer, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "

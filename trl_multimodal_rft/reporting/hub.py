@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Publishing on the Hub: private folders and failed uploads."""
+"""Publication on the Hub: private folders and failed uploads."""
 
 import re
 import shlex
@@ -24,14 +24,14 @@ _LEFT_OUT = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 
 
 def repository_name(folder: str) -> str:
-    """The name of a folder, without what the Hub refuses in that of a repository."""
+    """Returns the name of a folder without the characters that the Hub refuses in names of repositories."""
     plain = unicodedata.normalize("NFKD", Path(folder).resolve().name).encode("ascii", "ignore").decode()
     name = re.sub(r"(?:[^\w.]|\.{2,})+", "-", plain)[:80].lstrip("-.")
     return re.sub(r"(?:\.git|[-.])+$", "", name) or "model"
 
 
 def upload_command(repo: str, folder: str, private: bool) -> str:
-    """A command that publishes a folder as a trainer does."""
+    """Returns a command that publishes a folder as a trainer does."""
     excluded = [word for pattern in _LEFT_OUT for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 
@@ -41,7 +41,7 @@ def is_running(push: PushInProgress | None) -> bool:
 
 
 def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
-    """Warns of uploads that fail in the background, whose errors would go unnoticed."""
+    """Warns of uploads that fail in the background, as their errors would go unnoticed otherwise."""
 
     def warn(job: Future) -> None:
         if not job.cancelled() and job.exception() is not None:
@@ -53,7 +53,7 @@ def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
 
 
 class SaveBeforePush(TrainerCallback):
-    """Saves the model before its repository is created, in case the Hub refuses."""
+    """A callback that saves the model before the Hub creates, or refuses to create, its repository."""
 
     def __init__(self, save: Callable[[], None]):
         self.save = save

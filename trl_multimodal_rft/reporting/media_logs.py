@@ -41,8 +41,8 @@ logger = get_logger(__name__)
 
 _FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
-TABLES = "completions"  # their folder
-_FRAMES_SHOWN = 8  # of a video, in boards that show images alone
+TABLES = "completions"  # folder of the tables
+_FRAMES_SHOWN = 8  # of a video, in boards that show only images
 
 # Columns of media that tools returned
 _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
@@ -59,7 +59,7 @@ Labelled = list[tuple[MediaFile, str]]
 
 class MediaLog:
     """
-    Keeps the media of the rows in TRL's logs, and encodes them for a log.
+    A store of the media of rows in TRL's logs, which encodes them for a log.
 
     A row's number counts the rows of all processes since the start in TRL's order: by batch, then by process. Media
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
@@ -98,8 +98,8 @@ class MediaLog:
             return
         self._gathered = self.n_total
         local = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
-        found = sorted(gather_object(local))
-        kept = [(row, process) for row, process, is_kept in found if is_kept][: self.max_prompts]
+        entries = sorted(gather_object(local))
+        kept = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
         encoded = [(row, self._encoded(row)) for row, process in kept if process == self.process_index]
         # One process at a time, which bounds the memory in flight
         results = list(encoded) if self.process_index == 0 else []
@@ -107,12 +107,12 @@ class MediaLog:
             (sent,) = broadcast_object_list([encoded if process == self.process_index else None], process)
             results += sent if self.process_index == 0 else []
         if self.process_index == 0:
-            self._with_media = {row for row, *_ in found}
+            self._with_media = {row for row, *_ in entries}
             self._media = {row: media for row, media in results if not isinstance(media, str)}
-            if 0 < self.max_prompts and len(kept) < len(found):
+            if 0 < self.max_prompts and len(kept) < len(entries):
                 self._warn_once(
                     "max_logged_media",
-                    f"Of {len(found)} prompts with media in the table of completions, {len(kept)} are logged with "
+                    f"Of {len(entries)} prompts with media in the table of completions, {len(kept)} are logged with "
                     "them; raise `max_logged_media` for more.",
                 )
             for _, media in results:
@@ -120,7 +120,7 @@ class MediaLog:
                     self._warn_once("failed", f"The table of completions is without the media of a prompt: {media}.")
 
     def _encoded(self, row: int) -> PromptMedia | str:
-        """The media of a prompt, or the reason that they can't be logged."""
+        """Returns the media of a prompt, or the reason why they can't be logged."""
         media, left = PromptMedia(), self.max_bytes
         try:
             for ref in self._refs[row]:
@@ -140,12 +140,12 @@ class MediaLog:
             logger.warning(f"{message} This warning is shown once.")
 
     def rows(self) -> list[PromptMedia]:
-        """The media of each row of TRL's logs: those of a prompt in its first row, those of tools in each row."""
+        """Returns the media of each row of TRL's logs: of a prompt in its first row only, of tools in every row."""
         first = self.n_total - len(self._groups)
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
     def groups(self) -> list[int | None]:
-        """The number of each row's prompt in TRL's logs; `None` without media."""
+        """Returns the number of the prompt of each row of TRL's logs, `None` for a prompt without media."""
         return [group if group in self._with_media else None for group in self._groups]
 
 
@@ -153,17 +153,17 @@ class MediaLog:
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
-    found = set(columns).union(*media)
-    return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in found}
+    present = set(columns).union(*media)
+    return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in present}
 
 
 def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, columns: Iterable[str] = ()) -> None:
-    """Writes a table for `datasets`: media are embedded, with their features."""
+    """Writes a table as a parquet file for `datasets`, with embedded media and their features."""
     table = pa.Table.from_pandas(frame)
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
-        kind = _COLUMNS[column]
-        feature = _FEATURES[kind] if column == kind else List(_FEATURES[kind])
+        modality = _COLUMNS[column]
+        feature = _FEATURES[modality] if column == modality else List(_FEATURES[modality])
         features[name] = feature
         values = []
         for index, row in enumerate(media):
@@ -171,13 +171,13 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
                 {"bytes": file.data, "path": f"{column}-{index}-{i}.{file.suffix}"}
                 for i, file in enumerate(row.get(column, ()))
             ]
-            values.append((files[0] if column == kind else files) if files else None)
+            values.append((files[0] if column == modality else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
-        # In chunks, each of at most 2 GB
+        # A chunk per row, as a chunk holds at most 2 GB
         table = table.append_column(name, pa.chunked_array([pa.array([value], storage) for value in values]))
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), **features.arrow_schema.metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")  # so that readers see whole files
+    partial = path.with_suffix(".partial")  # until it is complete, so that readers see whole files
     pq.write_table(table, partial)
     partial.replace(path)
 
@@ -193,16 +193,16 @@ def _labels(files: Labelled) -> str:
 
 
 def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[Labelled], Any]) -> pd.DataFrame:
-    """Adds the columns of media, whose cells `cell` makes from pairs of medium and label."""
+    """Returns a table with columns of media, in which `cell` makes cells from pairs of medium and label."""
     prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
     for column, name in media_columns(frame, media).items():
         cells: list[Any] = [None] * len(media)
         for i, row in enumerate(media):
-            found = row.get(column, ())
-            if found:
+            files = row.get(column, ())
+            if files:
                 label = f"completions/{name}/{prompts[i]}"
-                cells[i] = cell([(each, f"{label}.{j}" if len(found) > 1 else label) for j, each in enumerate(found)])
+                cells[i] = cell([(file, f"{label}.{j}" if len(files) > 1 else label) for j, file in enumerate(files)])
         columns[name] = pd.Series(cells, index=frame.index, dtype=object)
     return frame.assign(**columns)
 
@@ -225,8 +225,8 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
 
 def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
     """
-    The table for trackio, whose cells show images and don't play media: audio is logged next to the table under the
-    name in its cell, and videos, with some frames in the cell.
+    Returns the table for trackio, with audio and videos to log next to it, since its cells don't play media. A cell
+    shows images and some frames of videos, or else the names of its media.
     """
     trackio = require_module("trackio", "logging")
     played = {}
@@ -274,9 +274,9 @@ def _markdown(value: str | float | None) -> str:
 
 class MediaLogCallback(TrainerCallback):
     """
-    Logs the completions of a trainer with their media, instead of TRL's tables without audio and video.
+    A callback that logs completions with their media, in place of TRL's tables without audio and video.
 
-    Media are gathered in events that all processes reach, which `log` needn't be.
+    Media are gathered in events that all processes reach, since not all processes may reach `log`.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class MediaLogCallback(TrainerCallback):
         if log.process_index == 0:
             (self.folder / TABLES).mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
-                Path(str(args.output_dir), TABLES).rmdir()  # TRL's empty one
+                Path(str(args.output_dir), TABLES).rmdir()  # TRL's folder, which is empty
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if control.should_log or control.should_training_stop:
@@ -352,7 +352,7 @@ class MediaLogCallback(TrainerCallback):
 
     def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
         if self.args.log_unique_prompts:
-            # Prompts with media may share their text
+            # Prompts with different media may have the same text
             kept = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
             frame = frame[kept].reset_index(drop=True)
             media = [row for row, keep in zip(media, kept, strict=True) if keep]
@@ -373,7 +373,7 @@ class MediaLogCallback(TrainerCallback):
             writer = callback.tb_writer if isinstance(callback, TensorBoardCallback) else None
             if writer is not None:
                 folder = Path(callback.logging_dir or "runs").absolute()
-                if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):  # which is published
+                if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):  # the output folder is published
                     self._writer = self._writer or type(writer)(str(self.folder / "runs" / folder.name))
                     writer = self._writer
                 write_tensorboard(writer, frame, media, step)

@@ -49,7 +49,7 @@ _VERSIONS = {
     "Tokenizers": "tokenizers",
 }
 
-# Task of a model on the Hub, by the media that it takes
+# Task of a model on the Hub, by the modalities of its inputs
 _TASKS = {
     frozenset({"image"}): "image-text-to-text",
     frozenset({"image", "video"}): "image-text-to-text",
@@ -57,10 +57,10 @@ _TASKS = {
     frozenset({"audio"}): "audio-text-to-text",
 }
 
-# Papers behind options, as they are listed with the algorithms
+# Papers of options, as they are listed with the algorithms
 _DAPO = LOSSES["dapo"].paper
 PAPERS: dict[str, Any] = {
-    "advantage_estimator": {name: each.paper for name, each in ESTIMATORS.items()},
+    "advantage_estimator": {name: estimator.paper for name, estimator in ESTIMATORS.items()},
     "loss_type": {name: loss.paper for name, loss in LOSSES.items()},
     "importance_sampling_level": {"sequence": Paper("GSPO", "2507.18071")},
     "kl_estimator": {name: paper_of(function) for name, function in KL_ESTIMATORS.items()},
@@ -77,10 +77,10 @@ PAPERS: dict[str, Any] = {
 }
 
 
-# The interval of the held-out accuracy in a log
+# Text of the confidence interval of the held-out accuracy in a log
 _INTERVAL = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
 
-# Options that are named where they are on, and where they are set
+# Options that a card names if they are on, and options that it names if they are set
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
 _IF_ON += ("dynamic_sampling_range", "difficulty_sampling", "rollout_view", "contrast_view")
 _IF_SET = ("learning_rate", "num_generations", "temperature", "max_completion_length", "num_iterations", "vf_coef")
@@ -88,56 +88,56 @@ _IF_SET += ("ema_decay",)
 
 
 def in_text(name: str) -> str:
-    """A name from others as plain text: without Markdown, HTML, links, templates and credentials."""
+    """Returns a name from outside as plain text, without Markdown, HTML, links, templates and credentials."""
     name = without_credentials(" ".join(name.split()))
-    letters = [each if each.isalnum() or each in " _-/." else f"&#{ord(each)};" for each in name]
+    letters = [letter if letter.isalnum() or letter in " _-/." else f"&#{ord(letter)};" for letter in name]
     return re.sub(r"(?i)(www)\.", r"\1&#46;", "".join(letters))
 
 
 def in_code(name: str) -> str:
-    """A name from others as code, see [`in_text`]."""
+    """Returns a name from outside as code, see [`in_text`]."""
     name = without_credentials(name)
     return f"`{name}`" if re.fullmatch(r"[\w .,:=()\[\]'\"/+*?-]+", name) else f"<code>{in_text(name)}</code>"
 
 
 def linked_repository(name: str, kind: str = "") -> str:
-    """A link to a repository on the Hub; of a local path only the last part, and other names as they are."""
+    """Returns a link to a repository on the Hub, the last part of a local path, or any other name as text."""
     if is_hub_name(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return in_text(os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name)
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name is `owner/name` of a repository on the Hub, and no local path, which takes precedence."""
+    """Returns whether a name is `owner/name` of a repository on the Hub. A local path takes precedence."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def base_metadata(name: str) -> dict[str, str]:
     """
-    Metadata of the base model for a model card: its name on the Hub and its license, from the model's card in its
-    folder or in the Hub's cache, without requests. In a folder that this package wrote, the card names the base.
+    Returns metadata of the base model for a model card: its name on the Hub and its license. They are from a card in
+    the model's folder or in the Hub's cache, without requests. A card that this package wrote names the base model.
     """
     on_hub = is_hub_name(name)
     path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")
     try:
         card = metadata_load(path) or {} if isinstance(path, str) and os.path.isfile(path) else {}
-    except (ValueError, yaml.YAMLError):  # not written by this package
+    except (ValueError, yaml.YAMLError):  # other programs may write invalid cards
         card = {}
     base = name if on_hub else card.get("base_model") if "trl-multimodal-rft" in (card.get("tags") or ()) else None
-    known = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}
-    return {key: value for key, value in known.items() if isinstance(value, str)}
+    metadata = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}
+    return {key: value for key, value in metadata.items() if isinstance(value, str)}
 
 
 @dataclass
 class CardNotes:
-    """What a run has read so far, for its model card."""
+    """The modalities, columns and conversations that a run has read so far, for its model card."""
 
     modalities: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
-    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # of those that differ, some
+    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # two or more if prompts differ
 
     def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
-        """Adds the columns of rows, and their prompts with the modalities of each."""
+        """Adds the columns, prompts and modalities of rows."""
         self.columns.update(columns)
         if len(self.conversations) < 2:
             self.conversations.update(map(conversation_of, prompts))
@@ -154,7 +154,7 @@ def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str]
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Held-out accuracy, if [`GenerationEvalCallback`] measured it."""
+    """Returns the line of the held-out accuracy, if [`GenerationEvalCallback`] measured it."""
     measured = [logs for logs in history if "eval_accuracy" in logs]
     if not measured:
         return []
@@ -165,7 +165,7 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
-    """The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
+    """Returns the latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
     last = next((logs for logs in reversed(history) if "eval_accuracy" in logs), None)
     if last is None:
         return None
@@ -192,7 +192,7 @@ def quick_start(
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """Code that prompts a model with media files, or has it score completions, complete except for the files."""
+    """Returns code that prompts a model, or scores completions with it, complete except for media files."""
     values = {**locals(), "template_kwargs": template_kwargs or {}}
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # Three backticks would end the block of code
@@ -214,13 +214,13 @@ class CardRun:
     max_new_tokens: int
     template_kwargs: dict[str, Any]
     training: list[tuple[str, str]]
-    folders: list[tuple[str, str]]  # further ones of the model
+    folders: list[tuple[str, str]]  # names and contents of further folders of the model
     self_check: SelfCheck | None = None
 
 
 def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -> None:
     """Replaces TRL's model card in the output folder, and keeps its metadata."""
-    folder, kinds, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
+    folder, modalities, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
     path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
     loaded_from = get_config_model_id(base.config)
     on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
@@ -231,7 +231,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     model_class, scores = type(base).__name__, is_reward_model([type(base).__name__])
-    task = _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None  # of the Hub, none for text alone
+    task = _TASKS.get(frozenset(modalities), "any-to-any") if modalities else None  # the Hub has none for text alone
     data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     named = model_name is not None or data.eval_results is not None  # results need a name
@@ -239,11 +239,11 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     adapter = is_peft_model(run.model)
     if adapter:
         data.library_name = "peft"
-    ordered = [kind for kind in MODALITIES if kind in kinds]
+    ordered = [modality for modality in MODALITIES if modality in modalities]
     packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
-    # The question, if all prompts share it; otherwise prompts are data that the card doesn't show
+    # The card shows the prompt if all rows share it; otherwise prompts are data, which a card doesn't show
     conversations = run.notes.conversations
-    asked = [each for each in conversations if len(conversations) == 1 and each and each[-1][0] == "user"]
+    shown = [chat for chat in conversations if len(conversations) == 1 and chat and chat[-1][0] == "user"]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATES / "model_card.md"),
@@ -254,7 +254,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
         columns=_listed(in_code(name) for name in sorted(run.notes.columns)),
         task=data.pipeline_tag,
         scores=scores,
-        kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
+        kinds=_listed(["text", *("images" if modality == "image" else modality for modality in ordered)]),
         method=Paper(run.trainer_name, run.paper["id"]).link,
         adapter=adapter,
         model_class=model_class,
@@ -264,9 +264,9 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
             ordered,
             run.max_new_tokens,
             loaded_from if adapter else None,
-            audio_rate(run.processor) if "audio" in kinds else None,
+            audio_rate(run.processor) if "audio" in modalities else None,
             run.template_kwargs,
-            **({"conversation": asked[0]} if asked else {}),
+            **({"conversation": shown[0]} if shown else {}),
         ),
         training=[*run.training, ("Updates", run.state.global_step), *held_out_lines(history)],
         curves=CURVES if (folder / CURVES).exists() else None,
@@ -281,7 +281,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
 
 
 def _reports() -> list[tuple[str, str]]:
-    """Names and addresses of the run's dashboards."""
+    """Returns names and addresses of the run's dashboards."""
     urls = {"Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
     if is_wandb_available():
         import wandb
@@ -291,7 +291,7 @@ def _reports() -> list[tuple[str, str]]:
 
 
 def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The method in lines: advantages, loss, divergence, tokens, rewards, sampling."""
+    """Returns the lines of the method: advantages, loss, divergence, tokens, rewards, sampling."""
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:
@@ -314,7 +314,7 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is frozen, the learning rates of parts, and budgets of media, in the lines of any trainer."""
+    """Returns the lines of any trainer: frozen parts, learning rates of parts, and budgets of media."""
     frozen, rates = options.get("freeze") or (), options.get("learning_rates") or {}
     budgets = {name: options[name] for name in BUDGET_NAMES if options.get(name)}
     lines = {
@@ -322,7 +322,7 @@ def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
         "Learning rates of parts": (f"{in_code(key)} {rate:g}" for key, rate in rates.items()),
         "Budgets of media": (f"`{name}={value}`" for name, value in budgets.items()),
     }
-    return [(title, text) for title, each in lines.items() if (text := ", ".join(each))]
+    return [(title, text) for title, words in lines.items() if (text := ", ".join(words))]
 
 
 def _divergence(options: dict[str, Any]) -> str:
@@ -340,17 +340,17 @@ def _divergence(options: dict[str, Any]) -> str:
 
 
 def _option(value: str, name: str) -> str:
-    """A value with its paper, if it has one."""
+    """Returns a value of an option, with the value's paper if there is one."""
     paper = PAPERS[name].get(split_settings(value)[0])
     return f"`{value}`" if paper is None else f"`{value}` ({paper.link})"
 
 
 def _cited(name: str) -> str:
-    """The paper of an option with one for all of its values."""
+    """Returns the paper of an option with one paper for all values, or an empty text."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 
 
 def _listed(words: Iterable[str]) -> str:
-    *others, last = [*words] or [""]
-    return " and ".join(part for part in [", ".join(others), last] if part)
+    *first, last = [*words] or [""]
+    return " and ".join(part for part in [", ".join(first), last] if part)

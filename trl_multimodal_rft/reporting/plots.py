@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Pictures beside the tables of the commands, by their `--plot`: distributions, and accuracies with intervals."""
+"""Pictures for the option `--plot` of commands: distributions, and accuracies with confidence intervals."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _BAR_HEIGHT = 0.28  # inches
 
 def check_plot(path: str | None) -> None:
     """
-    Checks before the work whether its picture can be written.
+    Checks whether the picture of `--plot` can be written, before a command does its work.
 
     Raises:
         `ImportError`: If matplotlib is missing.
@@ -45,19 +45,19 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
         values (`Mapping[str, Sequence[float]]`):
             Values by their name, which is the panel's title. Those without values have no panel.
         count_of (`str`):
-            What the vertical axis counts.
+            Things that the vertical axis counts.
         bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
-            Edges of the bars, or the number of bars. Whole numbers that are close have a bar each.
+            Edges of the bars, or their number. With a number, integers of a smaller range have a bar each.
     """
-    drawn = {name: np.asarray(each, dtype=float) for name, each in values.items() if len(each)}
+    drawn = {name: np.asarray(sample, dtype=float) for name, sample in values.items() if len(sample)}
     n_columns = min(_COLUMNS, len(drawn)) or 1
     n_rows = -(-len(drawn) // n_columns) or 1
     figure = _figure(_WIDTH * n_columns / _COLUMNS, _ROW_HEIGHT * n_rows)
-    for i, (name, each) in enumerate(drawn.items()):
+    for i, (name, sample) in enumerate(drawn.items()):
         axes = figure.add_subplot(n_rows, n_columns, i + 1)
-        low, high, median = each.min(), each.max(), float(np.median(each))
-        is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(each % 1 == 0))
-        axes.hist(each, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
+        low, high, median = sample.min(), sample.max(), float(np.median(sample))
+        is_narrow = isinstance(bins, int) and high - low < bins and bool(np.all(sample % 1 == 0))
+        axes.hist(sample, bins=np.arange(low - 0.5, high + 1) if is_narrow else bins, color="C0")
         axes.axvline(median, color="C1", linewidth=1.2)
         axes.locator_params("both" if is_narrow else "y", integer=True, min_n_ticks=1)
         axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
@@ -77,17 +77,17 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
         metrics (`Mapping[str, float | None]`):
             Metrics of an [`~evaluation.EvaluationResult`].
     """
-    found = {name: value for name, value in metrics.items() if value is not None}
-    # The ends of intervals have none
-    names = [name for name in found if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
+    values = {name: value for name, value in metrics.items() if value is not None}
+    # The ends of intervals are metrics without an interval
+    names = [name for name in values if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
     for i, name in enumerate(names):
-        axes.barh(i, found[name], color="C1" if name == "accuracy" else "C0", height=0.7)
-        if f"{name}_low" in found:  # enough rows for an interval
-            ends = [found[f"{name}_low"], found[f"{name}_high"]]
+        axes.barh(i, values[name], color="C1" if name == "accuracy" else "C0", height=0.7)
+        if f"{name}_low" in values:  # enough rows for an interval
+            ends = [values[f"{name}_low"], values[f"{name}_high"]]
             axes.plot(ends, [i, i], color="black", linewidth=1.2, marker="|", markersize=6)
-        axes.text(1.03, i, f"{found[name]:.1%}", fontsize=8, va="center")
+        axes.text(1.03, i, f"{values[name]:.1%}", fontsize=8, va="center")
     labels = ["all rows" if name == "accuracy" else name.removeprefix("accuracy/") for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8)
     axes.set_xlim(0, 1)

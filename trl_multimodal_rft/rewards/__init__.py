@@ -7,6 +7,8 @@ from ..lazy import lazy_names
 
 
 if TYPE_CHECKING:
+    from ..extras.judge import JudgeReward
+    from ..extras.remote import RemoteReward
     from .answers import accuracy_reward, boxed_format_reward, format_reward
     from .bonuses import length_reward, tool_curiosity_reward
     from .choices import choice_reward
@@ -18,11 +20,10 @@ if TYPE_CHECKING:
         regression_reward,
         temporal_iou_reward,
     )
-    from .judge import JudgeReward
+    from .majority import majority_reward
     from .model import RewardModel
     from .preference import preference_reward
     from .recipe import apply_recipe
-    from .remote import RemoteReward
     from .transcripts import cer_reward, ocr_reward, wer_reward
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rule-based rewards of R1-AQA (https://huggingface.co/papers/2503.11197): a right answer, in answer tags.
 
-Both read only the completions, since prompts of this recipe contain the tags, too ("... in `<answer> </answer>`").
+Both rewards read only the completions, since prompts of R1-AQA contain the tags, too ("... in `<answer> </answer>`").
 """
 
 import re
@@ -50,7 +50,7 @@ _UNIT = re.compile(
 _LONGEST_MEASURE = 100
 # Words that aren't units
 _FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion", "pi"}
-# Punctuation of prose, in any script. Not that of a number or an expression: "-5", "3.5", "1,000", "5!".
+# Punctuation of prose, in any script, but not of numbers and expressions: "-5", "3.5", "1,000", "5!".
 _PUNCTUATION = re.compile(r"(?:(?<!\d)!|[.,;:?\"'`“”‘’„«»¡¿。、「」『』।॥؟،؛۔])(?!\d)")
 # Marks on a letter, in Unicode's stream-safe form; sorting more takes quadratic time
 _MOST_MARKS = 30
@@ -58,7 +58,7 @@ _MOST_MARKS = 30
 # (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
 _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
-# Apart from prose, math_verify reads only what is before a character that it doesn't know: "7?8" and "7)8" as 7
+# In other texts, math_verify stops at a character that it doesn't know: it reads "7?8" and "7)8" as 7
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
 _ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
 _LONGEST_EXPRESSION = 1000
@@ -81,15 +81,15 @@ def accuracy_reward(
     and `"\\frac{1}{2}"`). Units of an answer in LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text
     around a tag never counts, and a number inside a sentence is not an expression.
 
-    Symbolic comparisons run in a separate process, from any thread. One that takes more than 3 seconds is aborted, and
-    the answer is wrong.
+    Symbolic comparisons run in a separate process, from any thread. A comparison of more than 3 seconds is aborted,
+    and the answer counts as wrong.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
             Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             Reference of each completion, a text or number, in which [`extract_answer`] finds the answer, too; or a
-            list, any of which is right. `None` where the reward does not apply.
+            list of references, any of which is right. `None` where the reward does not apply.
         **kwargs:
             Other dataset columns and trainer arguments, not used.
 
@@ -121,7 +121,7 @@ def accuracy_reward(
 
 def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list[float]:
     """
-    Rewards the form `<answer>...</answer>`: 1.0 when the completion is that and otherwise only whitespace, else 0.0.
+    Rewards the form `<answer>...</answer>`: 1.0 if the completion has only whitespace around it, else 0.0.
 
     See [`accuracy_reward`] for the arguments.
 
@@ -147,7 +147,7 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
     Args:
         think (`bool`, *optional*, defaults to `True`):
             Whether the completion must begin with thoughts; else only the box is required. Trainers, which pass
-            `completion_ids`, begin it with the tag where the prompt opens it; in other calls it may be missing.
+            `completion_ids`, add the opening tag that a prompt ends with; without `completion_ids` it may be missing.
 
     Example:
     ```python
@@ -177,8 +177,9 @@ def compared(
     columns: dict[str, Argument],
 ) -> list[float | None]:
     """
-    Rewards of answers by what `read` finds in their references, nothing in one that hasn't the `form`:
-    `reward(answer, references, position)`.
+    Returns `reward(answer, references, position)` of each completion, `None` where the cell of its row is empty.
+
+    `read` returns the references in a cell. Raises [`RowError`] if there are none, since the cell lacks the `form`.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
@@ -195,7 +196,7 @@ def compared(
 
 
 def completion_text(completion: Completion) -> str:
-    """Text of a completion: that of the last message if conversational, empty if it is a tool's."""
+    """Returns the text of a completion: of its last message if conversational, empty if a tool wrote that message."""
     if isinstance(completion, str):
         return completion
     last = completion[-1]
@@ -208,12 +209,12 @@ def extract_answer(text: str) -> str:
 
     Args:
         text (`str`):
-            Completion.
+            Completion or reference.
 
     Returns:
-        `str`: Content of the first `<answer>...</answer>`, in any case, or of what follows inside it. Without such
-        tags, content of the last `\\boxed{}`, or the text after `####` in the last line or after a final "the answer
-        is". Otherwise, or if `<answer>` isn't closed, the whole text. Surrounding space and Markdown are removed.
+        `str`: Content of the first `<answer>...</answer>`, in any case, or of a box or statement inside the tags.
+        Without tags, content of the last `\\boxed{}`, or the text after `####` in the last line or after a final "the
+        answer is". Otherwise, or if `<answer>` isn't closed, the whole text, without outer whitespace and Markdown.
 
     Example:
     ```python
@@ -225,7 +226,7 @@ def extract_answer(text: str) -> str:
 
 
 def _read(text: str) -> tuple[str, bool]:
-    """The answer in a text, and whether it is in LaTeX."""
+    """Returns the answer in a text, and whether it is in LaTeX."""
     _, *opened = _OPENED.split(text, maxsplit=1)
     if opened:
         answer, *closed = _CLOSED.split(opened[0], maxsplit=1)
@@ -245,7 +246,7 @@ def _read(text: str) -> tuple[str, bool]:
 
 
 def _last_box(text: str) -> str | None:
-    """Content of the last closed `\\boxed{}`."""
+    """Returns the content of the last closed `\\boxed{}`, or `None`."""
     opened: list[int | None] = []
     start, content = -1, None
     for brace in _BRACES.finditer(text):
@@ -261,7 +262,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """The answer in a statement such as "the answer is 7" that ends a text."""
+    """Returns the answer in a statement such as "the answer is 7" that ends a text, or `None`."""
     for stated in reversed([*_STATED.finditer(text)]):
         if _BEFORE_STATED.search(text[max(0, stated.start() - 10) : stated.start()].rstrip()):
             answer = _HOPE.sub("", text[stated.end() :].strip())
@@ -270,7 +271,7 @@ def _stated(text: str) -> str | None:
 
 
 def _unwrapped(answer: str) -> str:
-    """An answer without full stop, Markdown and LaTeX delimiters."""
+    """Returns an answer without its full stop, Markdown and LaTeX delimiters."""
     for _ in range(_MOST_WRAPPINGS):
         answer = answer.strip().removesuffix(".").strip("*_ ") or answer.strip()
         wrapped = _WRAPPED.fullmatch(answer)
@@ -281,12 +282,12 @@ def _unwrapped(answer: str) -> str:
 
 
 def plain(solution: Reference) -> Json:
-    """A reference whose arrays and tensors are lists."""
+    """Returns a reference, with a list or number in place of an array or tensor."""
     return solution.tolist() if isinstance(solution, np.ndarray | np.generic | torch.Tensor) else solution
 
 
 def references_of(solution: Reference, position: int, name: str) -> list[str]:
-    """The references of a row, any of which is right. Empty where the reward doesn't apply."""
+    """Returns the references of a row, any of which is right; none where the reward doesn't apply."""
     solution = plain(solution)
     several = solution if isinstance(solution, (list, tuple)) else [solution]
     references = [reference for reference in several if filled(reference) is not None]
@@ -303,18 +304,18 @@ def references_of(solution: Reference, position: int, name: str) -> list[str]:
 
 
 def normalize_answer(text: str) -> str:
-    """Removes case, whitespace, punctuation and compatibility forms."""
+    """Returns a text without case, punctuation, extra whitespace and compatibility forms."""
     return _folded(normal_form(text))
 
 
 def _folded(text: str) -> str:
     # An answer of punctuation alone stays unchanged, or it would equal an empty completion
-    folded = text.casefold().replace("i\u0307", "i")  # the Turkish capital
+    folded = text.casefold().replace("i\u0307", "i")  # from the Turkish capital İ
     return " ".join(_PUNCTUATION.sub("", folded).split()) or text
 
 
 def normal_form(text: str, superscripts: bool = False) -> str:
-    """Unicode's NFKC, with the digits of all scripts in ASCII. `superscripts` says whether "5²" becomes "52"."""
+    """Returns a text in Unicode's NFKC, with ASCII digits for all scripts. With `superscripts`, "5²" becomes "52"."""
     if text.isascii():
         return text
     kept, n_marks = [], 0
@@ -339,14 +340,14 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
     reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
-    # Of the same number, one unit may be missing
+    # If the numbers are equal, the unit of one of them may be missing
     (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
     units = {unit, right_unit} - {""}
     return in_latex and len(units) == 1 and _equal(value, right)
 
 
 def _same_choice(answer: str, reference: str) -> bool:
-    """Whether both name the same choice, by its letter, its text or both. The reference must have a letter."""
+    """Returns whether both texts name the same choice, by letter, text or both. The reference needs the letter."""
     named, right = read_letter(answer), read_letter(reference)
     if right is None:
         return False
@@ -374,7 +375,7 @@ def _equal(answer: str, reference: str) -> bool:
     numbers = [_number(text) for text in texts]
     one, other = numbers
     if one is not None and other is not None:
-        # As math_verify does: fractions agree up to their sixth decimal place
+        # As in math_verify, fractions are equal if they agree up to the sixth decimal place
         fractions = all("." in text or "/" in text for text in texts)
         return one == other or fractions and round(one, 6) == round(other, 6)
     if not (_is_expression(answer) and _is_expression(reference)):
@@ -390,7 +391,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether math_verify reads all of a text, if it reads any."""
+    """Returns whether math_verify would read the whole text, if it reads any of it."""
     if len(text) > _LONGEST_EXPRESSION or not any(map(str.isalnum, text)):
         return False
     bare = _LATEX_COMMAND.sub("", text)

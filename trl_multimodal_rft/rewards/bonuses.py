@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Bonuses beside the reward of the answer: for lengths, and for tools that a group rarely uses."""
+"""Bonuses in addition to the reward of the answer: for lengths, and for tools that a group rarely calls."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from .answers import accuracy_reward
 from .checks import Argument, Completion
 
 
-# What counts as correct, with rewards from 0 to 1 (Video-R1's code)
+# Video-R1's code counts a completion as correct above this reward, of rewards from 0 to 1
 _CORRECT = 0.1
 
 
@@ -24,14 +24,15 @@ def length_reward(
     """
     Rewards correct answers of a length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
-    Its code gives the bonus only where at least two completions of the group are correct; this function gives it to
-    one, too. For the other arguments, which `correctness` gets, and the errors, see [`accuracy_reward`].
+    Video-R1's code gives the bonus only where at least two completions of the group are correct; this function gives
+    it to a single one, too. For the other arguments, which `correctness` gets, and the errors, see
+    [`accuracy_reward`].
 
     Args:
         completion_ids (`list[list[int]]`):
-            Their tokens, results of tools included, as trainers pass them.
+            Tokens of the completions, including the results of tools, as trainers pass them.
         correctness (`Callable`, *optional*, defaults to [`accuracy_reward`]):
-            Reward function that decides what is correct: what it gives more than 0.1. It gets all arguments.
+            Reward function that decides which completions are correct: those with a reward above 0.1.
         min_length (`int`, *optional*, defaults to `320`):
             Fewest tokens.
         max_length (`int`, *optional*, defaults to `512`):
@@ -83,7 +84,7 @@ def tool_curiosity_reward(
         group_ids (`list[int]`):
             Group of each completion, which the trainers of this package pass where a process has whole groups.
         target_rate (`float`, *optional*, defaults to `0.3`):
-            Share of completions with calls from which on they get no bonus.
+            Share of completions with calls at which the bonus ends.
         curiosity (`float`, *optional*, defaults to `0.5`):
             Weight of the bonus.
         free_calls (`int`, *optional*, defaults to `1`):
@@ -103,8 +104,8 @@ def tool_curiosity_reward(
             "`per_device_train_batch_size` times `steps_per_generation` a multiple of `num_generations`."
         )
     counts = [
-        0 if isinstance(each, str) else sum(len(message.get("tool_calls") or ()) for message in each)
-        for each in completions
+        0 if isinstance(completion, str) else sum(len(message.get("tool_calls") or ()) for message in completion)
+        for completion in completions
     ]
     used = defaultdict(int)
     for group, count in zip(group_ids, counts, strict=True):

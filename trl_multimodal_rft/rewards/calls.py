@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Calls reward functions."""
+"""Calls of reward functions, sync and async."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 def reward_arguments(
     prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Sequence[int]], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Keyword arguments of reward functions, with the names of TRL's trainers."""
+    """Returns the keyword arguments of reward functions, with the names of TRL's trainers."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
     return {
         **{name: [row.get(name) for row in rows] for name in names},
@@ -34,13 +34,13 @@ def call_rewards(
     loop: asyncio.AbstractEventLoop | None,
     profile: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> dict[str, list[float | None]]:
-    """Rewards by name of the function. Async functions run concurrently in `loop`, after the others."""
+    """Returns rewards by function name. Async functions run concurrently in `loop`, after the sync functions."""
     results: dict[str, Any] = {}
     for name, reward_func in reward_funcs.items():
         if not is_async_callable(reward_func):
             with profile(name):
                 results[name] = reward_func(**arguments)
-    waiting = {name: each for name, each in reward_funcs.items() if name not in results}
+    waiting = {name: value for name, value in reward_funcs.items() if name not in results}
     if waiting and loop is not None:
 
         async def call(name: str) -> list[float | None]:
@@ -51,13 +51,16 @@ def call_rewards(
             return await asyncio.gather(*map(call, waiting))
 
         results |= zip(waiting, asyncio.run_coroutine_threadsafe(together(), loop).result(), strict=True)
-    kept = (type(None), StepwiseReward)
-    return {name: [each if isinstance(each, kept) else float(each) for each in results[name]] for name in reward_funcs}
+    unchanged = (type(None), StepwiseReward)
+    return {
+        name: [value if isinstance(value, unchanged) else float(value) for value in results[name]]
+        for name in reward_funcs
+    }
 
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """An event loop for async functions, in a thread, since one may already run here, as in notebooks."""
+    """Yields an event loop in a thread for async functions, or `None`. Notebooks run a loop in the current thread."""
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

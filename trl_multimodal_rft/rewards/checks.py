@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks the parameters, errors and return values of reward functions."""
+"""Checks of the parameters, errors and return values of reward functions."""
 
 import builtins
 import dis
@@ -28,11 +28,11 @@ T = TypeVar("T")
 _LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
 # A text, or messages, of which the last one is the answer
 Completion = str | list[dict[str, Any]]
-# A reference as a column has it
+# A reference in a column of the dataset
 Reference = str | float | Decimal | list | tuple | dict | np.ndarray | torch.Tensor | None
-# Columns of the dataset, and what trainers pass in addition
+# An argument of a reward function: a column of the dataset, or a value that trainers add
 Argument = Sequence | TrainerState | MediaRules | Callable[..., None] | None
-# What a reward function returns, which is checked
+# The result of a reward function before its check
 Returned = Iterable[float | Sequence | torch.Tensor | None] | float | None
 # Arguments of a reward function, a context for its errors, and a function of its rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
@@ -41,7 +41,7 @@ CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log
 
 
 class StepwiseReward(float):
-    """The sum of the rewards along a completion; `steps` are the index of the last token of each, and its reward."""
+    """The sum of the rewards of a completion's steps. `steps` are pairs of a step's last token index and reward."""
 
     steps: tuple[tuple[int, float], ...]
 
@@ -54,8 +54,8 @@ class StepwiseReward(float):
 
 class RowError(ValueError):
     """
-    An error of a row, raised with its position in the batch, which callers replace by its index in the dataset.
-    `problem` contains the remedy.
+    An error of a row, raised with the row's position in the batch. Callers replace the position by the row index in
+    the dataset. `problem` contains the remedy.
     """
 
     def __init__(self, position: int, problem: str):
@@ -67,7 +67,7 @@ class RowError(ValueError):
 
 
 def require_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
-    """The column that a reward function compares with, if it got one."""
+    """Returns the column that a reward function compares with. Raises `ValueError` if it is missing."""
     if values is None:
         raise ValueError(
             f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
@@ -80,10 +80,12 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
 def check_signature(reward_func: Callable, name: str, arguments: Collection[str] | None = None) -> None:
     try:
         parameters = inspect.signature(reward_func).parameters
-    except (TypeError, ValueError):  # of some builtins
+    except (TypeError, ValueError):  # some builtins have no signature
         return
-    kinds = {each.kind for each in parameters.values()}
-    by_name = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    kinds = {param.kind for param in parameters.values()}
+    by_name = {
+        key for key, param in parameters.items() if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
+    }
     names = CALLED_WITH if arguments is None else arguments
     called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if arguments is None else "")
     if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
@@ -104,14 +106,14 @@ def _explained(
     columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
 ) -> Iterator[None]:
     """Adds the function, the row of the dataset and the format of completions to errors of a reward function."""
-    numbers = range(len(columns["completions"])) if rows is None else rows
+    indices = range(len(columns["completions"])) if rows is None else rows
     try:
         yield
     except RowError as error:
-        raise RowError(numbers[error.position], error.problem) from None
+        raise RowError(indices[error.position], error.problem) from None
     except Exception as error:
         failing = _raising(reward_func, columns, type(error))
-        where = f"row {numbers[failing]}" if failing is not None else f"one of the rows {sorted(set(numbers))}"
+        where = f"row {indices[failing]}" if failing is not None else f"one of the rows {sorted(set(indices))}"
         error.add_note(f"The reward function '{name}' raised this for {where}.")
         if not isinstance(error, (AttributeError, TypeError)):
             raise
@@ -130,7 +132,7 @@ def _explained(
 
 
 def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
-    """The position of a completion for which a plain function raises alone, too. Others may wait for servers."""
+    """Returns the position of a completion that alone raises the error. Skips functions that may wait for servers."""
     plain = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
     for position in range(len(columns["completions"])) if plain and not torch.distributed.is_initialized() else ():
         alone = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
@@ -144,10 +146,10 @@ def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exceptio
 
 
 def compares_completions(reward_func: Callable) -> bool:
-    """Whether the code of a function, without helpers, compares or searches something and reads no message."""
+    """Returns whether a function compares or searches values, calls no helpers and reads no content of messages."""
     codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
-    for code in codes:  # with those of comprehensions
-        codes += [each for each in getattr(code, "co_consts", ()) if inspect.iscode(each)]
+    for code in codes:  # the loop also reaches code that it appends, such as that of comprehensions
+        codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
     steps = [(step.opname, step.argval) for code in filter(None, codes) for step in dis.get_instructions(code)]
     helpers = [name for kind, name in steps if kind == "LOAD_GLOBAL" and not hasattr(builtins, name)]
     compares = any(kind == "CONTAINS_OP" or (kind == "COMPARE_OP" and value in ("==", "!=")) for kind, value in steps)
@@ -155,7 +157,7 @@ def compares_completions(reward_func: Callable) -> bool:
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
-    """Warnings for reward functions whose attribute `required_in_prompt` no prompt contains, see [`format_reward`]."""
+    """Returns warnings about reward functions whose `required_in_prompt` no prompt contains, see [`format_reward`]."""
     required = {
         name: getattr(func, "required_in_prompt", None) for name, func in zip(names, reward_funcs, strict=True)
     }
@@ -191,8 +193,8 @@ def checked_reward(
 
 def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, Any]], PreparedCall]) -> Callable:
     """
-    Wraps a sync or async reward function. From the arguments of the wrapper, `prepare` returns those of the function
-    (`None` skips it), a context for its errors, and a function of its rewards, whose result the wrapper returns.
+    Wraps a sync or async reward function. `prepare` maps the wrapper's arguments to the function's arguments (`None`
+    skips the call), a context for errors, and a function that maps the rewards to the wrapper's result.
     """
     if is_async_callable(reward_func):
 
@@ -227,8 +229,8 @@ def check_rewards(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[float | None]:
     """
-    Checks the rewards of a reward function, and returns them as a list. Where `turns` are known, by the first token of
-    each and that behind it, a reward may be a list: one per turn, or pairs of a step's last token and its reward.
+    Checks the rewards of a reward function, and returns them as a list. With `turns`, the token spans of the turns of
+    each completion, a reward may be a list: one per turn, or pairs of a step's last token and its reward.
     """
     source = f"The reward function '{name}' returned"
     try:
@@ -242,7 +244,7 @@ def check_rewards(
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
-    # Where one has several turns, arrays of one number are those of a turn, too
+    # If some completion has an array of several numbers, arrays of one number are rewards of a turn, too
     by_turn = turns is not None and any(_is_row(reward) and len(reward) > 1 for reward in values)
     for position, reward in enumerate(values):
         value = reward.tolist() if by_turn and _is_row(reward) else _plain(reward)
@@ -263,7 +265,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists; those of one element count as numbers."""
+    """Returns an array or tensor as a list, or as a number if it has one element, and other values unchanged."""
     try:
         return value.item()
     except (AttributeError, RuntimeError, ValueError):
@@ -271,8 +273,8 @@ def _plain(value: Any) -> Any:
 
 
 def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, row: str) -> StepwiseReward:
-    """The reward of a completion whose turns, or other steps, are rewarded."""
-    if not any(isinstance(each, (list, tuple)) for each in values):
+    """Returns the reward of a completion from the rewards of its turns, or of other steps."""
+    if not any(isinstance(step, (list, tuple)) for step in values):
         if len(values) != len(turns):
             raise ValueError(
                 f"{source} rewards of {len(values)} turns for {row}, whose completion has {len(turns)}; return one "
@@ -280,13 +282,13 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
             )
         values = [(stop - 1, value) for (_, stop), value in zip(turns, values, strict=True)]
     steps: list[tuple[int, float]] = []
-    for each in values:
-        end, reward = map(_plain, each) if isinstance(each, (list, tuple)) and len(each) == 2 else (None, None)
+    for step in values:
+        end, reward = map(_plain, step) if isinstance(step, (list, tuple)) and len(step) == 2 else (None, None)
         sampled = type(end) is int and any(start <= end < stop for start, stop in turns)
         if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
-                f"{source} the step {each!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
+                f"{source} the step {step!r:.40} for {row}; return pairs of a token's index, in order, and a finite "
                 f"number. The sampled tokens are {spans}."
             )
         steps.append((cast(int, end), float(cast(float, reward))))
@@ -294,12 +296,12 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
 
 
 def is_finite(value: str | float | list | dict | None) -> bool:
-    """Whether a value is a number that float32 holds, as rewards are."""
+    """Returns whether a value is a number that float32, the dtype of rewards, can hold."""
     return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
 
 
 def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: str) -> torch.Tensor:
-    """The rewards of a reward function, float32 on the CPU, shape `(n_completions,)`."""
+    """Returns the rewards of a reward function, float32 on the CPU, shape `(n_completions,)`, `NaN` for `None`."""
     if isinstance(rewards, torch.Tensor):
         if rewards.shape != (n_completions,):
             raise ValueError(
@@ -311,7 +313,7 @@ def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: st
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Names for metrics: duplicates, as of two lambdas, get `_2`, `_3` and so on."""
+    """Returns names for metrics: duplicates, such as those of two lambdas, get `_2`, `_3` and so on."""
     distinct: list[str] = []
     for name in names:
         unique, number = name, 1

@@ -19,7 +19,7 @@ def choice_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards a completion that names the right one of several choices: 1.0 when it does, else 0.0.
+    Rewards a completion that names the right one of several choices with 1.0, and any other with 0.0.
 
     [`extract_answer`] finds the answer in the completion and [`named_choice`] the choice in the answer.
     For the other arguments and the errors, see [`accuracy_reward`], which doesn't use choices.
@@ -56,18 +56,25 @@ def choice_reward(
     return rewards
 
 
+def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
+    """Returns the answer in a completion for majority votes: the text of the named choice if there are `choices`."""
+    answer = extract_answer(completion)
+    index = named_choice(answer, choices) if choices else None
+    return answer if index is None or choices is None else choices[index]
+
+
 def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
-    The index of the choice that an answer names.
+    Returns the index of the choice that an answer names, or `None` if it names none or several.
 
-    It tries, in this order: the text of a choice, except for case, whitespace and punctuation; its letter, as in
-    `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, unless the text of another choice follows; and all words of
-    one choice without any word that only others have, the rule of [MMAU](https://huggingface.co/papers/2410.19168),
-    which doesn't know negations: `"not a woman"` names the choice `"Woman"`.
+    An answer names a choice by, in this order: the choice's text, except for case, whitespace and punctuation; its
+    letter, as in `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, unless the text of another choice follows; and
+    all of its words without any word that only other choices have. This last rule is that of
+    [MMAU](https://huggingface.co/papers/2410.19168), which ignores negations: `"not a woman"` names `"Woman"`.
     """
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     texts, index = [normalize_answer(choice) for choice in choices], None
-    # A loop that compares texts only at matching lengths, as "A." may repeat many times
+    # An answer may repeat "A." many times, so the loop compares texts only where their lengths match
     letters, start, left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
         text = normalize_answer(answer[start:]) if left in lengths else None
@@ -89,7 +96,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
 
 
 def _n_characters(text: str) -> int:
-    """The number of characters that a comparison uses."""
+    """Returns the number of characters that a comparison of texts uses."""
     return sum(map(str.isalnum, text.casefold()))
 
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Compares expressions in a separate process, which is aborted when a comparison takes too long.
+"""Comparisons of expressions in a separate process, which exits when a comparison takes too long.
 
-The process runs this file by its path, which imports math-verify and nothing of the package. `multiprocessing` would
-run the user's script again.
+The process runs this file by its path. The file imports math-verify and nothing of the package. `multiprocessing`
+would run the user's script again.
 """
 
 import atexit
@@ -22,12 +22,12 @@ _MEMORY = 4 * 2**30  # bytes
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Compares two expressions with math-verify, from any thread, in a process that the first call starts."""
+    """Returns whether math-verify finds two expressions equal, from any thread. The first call starts the process."""
     return _comparer(os.getpid()).equal(answer, reference)
 
 
 class _Comparer:
-    """The process that compares, started by the first comparison."""
+    """The process that compares expressions, started by the first comparison."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -45,9 +45,9 @@ class _Comparer:
                 process.stdin.flush()
                 verdict = _read(process)
             except BrokenPipeError:
-                pass  # it was killed
+                pass  # the process was killed
             finally:
-                if not verdict:  # a late verdict would be read as the next one
+                if not verdict:  # a late verdict would be read as that of the next comparison
                     self.close()
             return verdict == "equal"
 
@@ -60,7 +60,7 @@ class _Comparer:
 
 @functools.cache
 def _comparer(process: int) -> _Comparer:
-    """The comparer of a process, as forked processes need their own."""
+    """Returns the comparer of a process, since a forked process needs a comparer of its own."""
     comparer = _Comparer()
     atexit.register(comparer.close)
     return comparer
@@ -88,7 +88,7 @@ def _read(process: subprocess.Popen) -> str:
 
 def _serve() -> None:
     """Compares expressions from stdin until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent handles
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     if sys.platform != "win32":
         import resource
 
@@ -102,7 +102,7 @@ def _serve() -> None:
     print("ready", file=answers, flush=True)
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            # Exits from another thread, even while a C library runs
+            # Exits after the limit from another thread, even while a C library runs
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=nowhere)
             guess, gold = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             is_equal = bool(gold) and bool(guess) and verify(gold, guess, timeout_seconds=None)

@@ -29,7 +29,7 @@ from .regions import (
 
 
 _BOX_FORM = "[left, top, right, bottom], a dictionary with such a 'bbox_2d', or a list of these"
-# Of an answer in prose: "3", "1,000", "0.5", "-2e3"
+# A number of an answer in prose: "3", "1,000", "0.5", "-2e3"
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,40}+(?!\d)|\d++)(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d++)?")
 
 
@@ -48,11 +48,11 @@ def box_iou_reward(
 
     The answer, see [`extract_answer`], is `[left, top, right, bottom]`, `(left, top), (right, bottom)`, four numbers
     alone, or JSON with the key `bbox_2d`, `bbox`, `box` or `Position`, or with `x1` to `y2`. Its first box counts.
-    Answer and reference have the same coordinates unless `solution_scale` and `answer_scale` say otherwise: the size
-    of the image in each of them, which is 1 for coordinates from 0 to 1, 1000 for those of Qwen3-VL, and the image's
-    width and height for pixels. Qwen2.5-VL answers in pixels of the resized image.
+    Answer and reference have the same coordinates unless `solution_scale` and `answer_scale` give the size of the
+    image in the coordinates of both: 1 for coordinates from 0 to 1, 1000 for those of Qwen3-VL, and the image's width
+    and height for pixels. Qwen2.5-VL answers in pixels of the resized image.
 
-    The last three arguments may also be columns, with a value for each row. For the others and the
+    The threshold and the scales may also be columns, with a value for each row. For the other arguments and the
     errors, see [`accuracy_reward`].
 
     Args:
@@ -64,7 +64,7 @@ def box_iou_reward(
         solution_scale (`float` or `tuple[float, float]`, *optional*):
             Size of the image in the coordinates of the reference, or its width and height.
         answer_scale (`float` or `tuple[float, float]`, *optional*):
-            The same of the answer.
+            Size of the image in the coordinates of the answer, or its width and height.
 
     Returns:
         `list[float | None]`: From 0.0 to 1.0; 0.0 without a box, `None` without a reference.
@@ -173,16 +173,16 @@ def detection_reward(
     The answer, see [`extract_answer`], is a JSON list such as
     `[{"bbox_2d": [0, 0, 9, 9], "label": "cat", "confidence": 0.9}]`, also with the keys `Position` and `Confidence`.
 
-    - `"visual_rft"` ([Visual-RFT](https://huggingface.co/papers/2503.01785)): boxes, the most confident first, match
-      the reference with the largest IoU that is left, above `iou_threshold`, with the same label if both have one. The
-      reward, up to 2, is the sum of two parts. One is the sum of the matches' IoU, divided by the number of boxes or
-      of references, whichever is larger. The other is the mean over boxes of the confidence of a match, 1 minus that
-      of another box, and 0 without one. Repeated boxes count once. As in the paper, boxes
-      anywhere with confidence 0 get 1.0.
-    - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): the matching with the largest sum
-      of IoU, of which pairs above `iou_threshold` count. The reward, up to 3, is 0.25 times the share of entries with
-      box and label, and with at least one match 0.75 F1, plus the share of matches with the right label, plus their
-      mean IoU, minus half of the shares of boxes and of references without a match.
+    - `"visual_rft"` ([Visual-RFT](https://huggingface.co/papers/2503.01785)): each box, the most confident first,
+      matches the unmatched reference with the largest IoU, if that is above `iou_threshold`; where both have labels,
+      they must be equal. The reward, up to 2, is the sum of two parts. One is the sum of the matches' IoU, divided by
+      the number of boxes or of references, whichever is larger. The other is a mean over boxes: the confidence of a
+      box with a match, 1 minus the confidence of another box, and 0 for a box without confidence. Repeated boxes count
+      once. As in the paper, boxes without a match but with confidence 0 get 1.0.
+    - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): the matching has the largest sum
+      of IoU; its pairs above `iou_threshold` are matches. The reward, from 0 to 3, is 0.25 times the share of entries
+      with box and label. At least one match adds 0.75 times F1, the share of matches with the right label and the
+      matches' mean IoU, and subtracts half of the shares of boxes and of references without a match.
 
     Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors,
     see [`accuracy_reward`].
@@ -219,17 +219,17 @@ def detection_reward(
 def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
     boxes = list({box[:4]: box for box in reversed(boxes)}.values())[::-1]
     boxes.sort(key=lambda box: box.confidence or 0.0, reverse=True)
-    left, overlap, confidence = list(references), 0.0, 0.0
+    unmatched, overlap, confidence = list(references), 0.0, 0.0
     for box in boxes:
-        found = [
-            (box_iou(box, each), i)
-            for i, each in enumerate(left)
-            if None in (box.label, each.label) or _label(box) == _label(each)
+        candidates = [
+            (box_iou(box, candidate), i)
+            for i, candidate in enumerate(unmatched)
+            if None in (box.label, candidate.label) or _label(box) == _label(candidate)
         ]
-        iou, index = max(found, key=lambda each: each[0], default=(0.0, 0))
+        iou, index = max(candidates, key=lambda candidate: candidate[0], default=(0.0, 0))
         matches = iou > threshold
         if matches:
-            del left[index]
+            del unmatched[index]
             overlap += iou
         if box.confidence is not None and 0 <= box.confidence <= 1:
             confidence += box.confidence if matches else 1 - box.confidence
@@ -253,7 +253,7 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
 
 
 def _assigned(gains: np.ndarray) -> list[tuple[int, int]]:
-    """The pairs of rows and columns with the largest sum, each row and column in one pair at most."""
+    """Returns the pairs of rows and columns with the largest sum of gains, no row or column in two of the pairs."""
     from scipy.optimize import linear_sum_assignment
 
     return list(zip(*(indices.tolist() for indices in linear_sum_assignment(gains, maximize=True)), strict=True))
@@ -271,11 +271,11 @@ def counting_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards a count: 1.0 for the right number, else 0.0; or points on what is counted, as
+    Rewards a count, 1.0 for the right number and else 0.0, or points on the counted objects, as
     [Perception-R1](https://huggingface.co/papers/2504.07954) does.
 
-    The answer, see [`extract_answer`], is a number, alone or in a sentence without another one, or a list of points or
-    boxes, whose number counts. Where the reference is a list of points, too, the reward is the smaller number of
+    The answer, see [`extract_answer`], is a number, alone or in a sentence without another number, or a list of points
+    or boxes, which are counted. Where the reference is a list of points, too, the reward is the smaller number of
     points divided by the larger one, times 1 minus the mean distance between points in shares of the image's diagonal,
     for the matching with the smallest distances. Without a number, the reward is 0.0. For the scales, see
     [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
@@ -321,8 +321,8 @@ def regression_reward(
     Rewards a number by its relative error: 1 minus the error divided by the reference's size, at least 0.0, as
     [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
-    The answer, see [`extract_answer`], is a number, alone or in a sentence without another one. Where the reference is
-    0, only 0 is right. Without a number, the reward is 0.0. For the other arguments and the errors, see
+    The answer, see [`extract_answer`], is a number, alone or in a sentence without another number. Where the reference
+    is 0, only 0 is right. Without a number, the reward is 0.0. For the other arguments and the errors, see
     [`accuracy_reward`].
 
     Args:
@@ -349,17 +349,17 @@ def regression_reward(
 
 
 def number_in(text: str) -> float | None:
-    """The number of an answer, if it has one alone."""
-    found = [float(each.replace(",", "")) for each in _NUMBER.findall(text)]
-    return found[0] if len(found) == 1 and math.isfinite(found[0]) else None
+    """Returns the number in an answer, or `None` if the answer has no or several numbers."""
+    numbers = [float(match.replace(",", "")) for match in _NUMBER.findall(text)]
+    return numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
 
 
 def numbers_of(solution: Json) -> list[float]:
-    """The numbers of a reference: a number, a text with one, or a list of these."""
+    """Returns the numbers of a reference: a number, a text with one number, or a list of such entries."""
     several = solution if isinstance(solution, (list, tuple)) else [solution]
     numbers = []
-    for each in several:
-        number = number_in(extract_answer(each)) if isinstance(each, str) else each
+    for entry in several:
+        number = number_in(extract_answer(entry)) if isinstance(entry, str) else entry
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
             return []
         numbers.append(float(number))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards from a model that gets the media of the prompt."""
+"""Rewards from a model that reads the prompt with its media."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -30,7 +30,7 @@ from .checks import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of prompts, `further` columns, and media columns where a prompt has no media, for `rows_to_messages`."""
+    """Returns rows for `rows_to_messages`: prompts, `further` columns, and media columns of prompts without media."""
     rows = []
     for i, prompt in enumerate(as_encoded(prompts)):
         names = [*further, *(() if has_media(prompt) else MEDIA_COLUMNS)]
@@ -40,8 +40,8 @@ def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str]
 
 class _Group(NamedTuple):
     rows: Sequence[int]
-    prompt: EncodedPrompt  # what the completions start with, too
-    completions: list[list[int]]  # ids behind it
+    prompt: EncodedPrompt  # the tokens that all sequences of the group start with
+    completions: list[list[int]]  # token ids behind `prompt`
 
 
 class RewardModel:
@@ -49,28 +49,28 @@ class RewardModel:
     A reward function that scores with a model, with the signature of TRL's.
 
     The model gets prompt, media and completion through its processor and chat template; its family may differ from the
-    policy's. It stays on its device, and runs in evaluation mode without gradients. Completions of a prompt that
-    follow each other share it: its media are encoded, and it is forwarded, once for all of them, where the model can.
+    policy's. It stays on its device, and runs in evaluation mode without gradients. Consecutive completions of one
+    prompt share its decoded media and, where the model allows it, one encoding and one forward pass of the prompt.
 
     Args:
         model (`torch.nn.Module`):
             Sequence classifier with one label, such as [`~transformers.Gemma3ForSequenceClassification`], also wrapped
             by an engine; or a module that is called as `model(input_ids, attention_mask=..., **media)`, with the
             processor's names of token fields and media, and returns scores of shape `(B,)` or `(B, 1)`. Rows are
-            right-padded: the score must be that of the last token of the mask.
+            right-padded, so the score must be that of the last token in the mask.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processing class, with a chat template (for messages). As in TRL, its padding token, or else
             its end of sequence, becomes that of the model's config.
         batch_size (`int`, *optional*, defaults to `8`):
-            Completions in a forward; those of a prompt stay together.
+            Completions per forward pass. Completions that share the pass of their prompt stay together.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
 
     Raises:
-        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't support its
-            modality, or if the chat template writes no placeholder for it. The message names the row.
+        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't support the
+            medium's modality, or if the chat template writes no placeholder for it. The message names the row.
         `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score
             per row.
 
@@ -100,10 +100,10 @@ class RewardModel:
         pretrained = [module for module in unwrapped.modules() if isinstance(module, PreTrainedModel)]
         self.config = pretrained[0].config if pretrained else PreTrainedConfig()
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
-        # Some classes accept any argument and ignore unknown ones
+        # By the config, since the `forward` of some classes accepts any argument and ignores unknown ones
         self._takes = {k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)}
         tokenizer = tokenizer_of(processor)
-        # It only reads the config of a model
+        # `placeholder_tokens` reads only the attribute `config` of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Sequence classifiers score the last token that isn't their config's padding token
@@ -121,7 +121,7 @@ class RewardModel:
         **kwargs: Any,
     ) -> "RewardModel":
         """
-        Loads a reward model, or an adapter of one, with its processor.
+        Loads a reward function from a reward model, or from an adapter of one, and its processor.
 
         Args:
             name (`str`):
@@ -129,7 +129,7 @@ class RewardModel:
             revision (`str`, *optional*):
                 Version in the repository.
             trust_remote_code (`bool`, *optional*, defaults to `False`):
-                Whether to run code that comes with it.
+                Whether to run code from the repository.
             model_init_kwargs (`dict[str, Any]`, *optional*):
                 Further arguments of `from_pretrained`.
             kwargs:
@@ -139,14 +139,14 @@ class RewardModel:
             [`RewardModel`]: The reward function.
 
         Raises:
-            `ValueError`: If nothing there has trained a score.
+            `ValueError`: If neither the model nor the adapter has a trained score.
         """
         return cls(*load_trained_reward_model(name, revision, trust_remote_code, **model_init_kwargs or {}), **kwargs)
 
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float]:
-        """Scores completions. Media columns are read for prompts without media; trainers pass the rules of the run."""
+        """Scores completions. Prompts without media get those of the media columns. Trainers pass `media_rules`."""
         rows = rows_of_batch(prompts, columns)
         prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         whole, groups = self._encode(prompts, completions)
@@ -162,7 +162,7 @@ class RewardModel:
         return scores.tolist()
 
     def _encode(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
-        """Rows to forward whole, by their index, and groups to forward once with their prompt."""
+        """Returns whole sequences to forward, by row index, and groups that share the forward pass of their prompt."""
         whole, groups, start = {}, [], 0
         for stop in range(1, len(prompts) + 1):
             if stop < len(prompts) and same_prompt(prompts[stop], prompts[start]):
@@ -173,14 +173,14 @@ class RewardModel:
             first = self._encode_row(chats[0], refs, *media)
             group = None if self._reader is None or len(rows) == 1 else self._group(rows, first, chats)
             if group is None:
-                others = (self._encode_row(chat, refs, *media) for chat in chats[1:])
-                whole |= dict(zip(rows, [first, *others], strict=True))
+                later = (self._encode_row(chat, refs, *media) for chat in chats[1:])
+                whole |= dict(zip(rows, [first, *later], strict=True))
             else:
                 groups.append(group)
         return whole, groups
 
     def _chat(self, prompt: str | list, completion: str | list) -> str | list:
-        """A completion behind its prompt: text, or messages."""
+        """Returns a prompt with its completion, as text or as messages."""
         if isinstance(prompt, str):
             return cast(str, self._without_placeholders(prompt + cast(str, completion)))
         answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -198,14 +198,14 @@ class RewardModel:
         ids = outputs.pop("input_ids")[0]
         check_ids(ids, self.config, None)
         fields = {name: outputs.pop(name)[0] for name in TOKEN_FIELDS if name in outputs}
-        kinds = frozenset(ref.modality for ref in refs)
-        return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=kinds)
+        modalities = frozenset(ref.modality for ref in refs)
+        return EncodedPrompt(ids, fields, outputs if refs else {}, ids.new_empty(1, 0), modalities=modalities)
 
     def _group(self, rows: Sequence[int], first: EncodedPrompt, chats: list[str | list]) -> "_Group | None":
-        """Completions of a prompt, of which the first is encoded; `None` if they can't share its forward."""
+        """Returns the group of a prompt's completions, or `None` if they can't share the prompt's forward pass."""
         assert self._reader is not None
         texts = [
-            each if isinstance(each, str) else write_chat(each, self.processor, "", **self._options) for each in chats
+            chat if isinstance(chat, str) else write_chat(chat, self.processor, "", **self._options) for chat in chats
         ]
         ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
         first.position_ids = prompt_position_ids(self._reader, first.input_ids, first.media, first.token_fields)
@@ -213,7 +213,8 @@ class RewardModel:
             group = _Group(rows, *common_start(first, ids))
         except ValueError:
             return None
-        return None if group.prompt.input_ids[-1] == self._pad else group  # of which a completion may have no score
+        # A completion of padding tokens alone gets the score at the prompt's last token, which can't be padding then
+        return None if group.prompt.input_ids[-1] == self._pad else group
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
         for ref in refs:
@@ -225,7 +226,7 @@ class RewardModel:
         return decode_media(refs, self.processor, self.audio_overlong)
 
     def _without_placeholders(self, value: str | list | dict) -> str | list | dict:
-        """Splits the model's placeholder tokens in a text, a message or its blocks."""
+        """Returns a text, a message or its blocks with a space inside the literal placeholder tokens of the model."""
         if isinstance(value, str):
             for token in self._placeholders:
                 value = value.replace(token, f"{token[0]} {token[1:]}")
@@ -237,7 +238,7 @@ class RewardModel:
         return value
 
     def _batches(self, rows: dict[int, EncodedPrompt]) -> list[list[int]]:
-        """Indices of the rows of each forward. If the model isolates media, their shapes are equal."""
+        """Returns row indices per forward pass. A model that isolates media gets media of equal shapes in a pass."""
         groups: dict[tuple | None, list[int]] = {}
         isolate = family_of(self.config).isolate is not None
         for i, row in rows.items():
@@ -249,12 +250,12 @@ class RewardModel:
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
         assert self._reader is not None
         device = next(self.model.parameters()).device
-        ids = [torch.tensor(each, dtype=torch.long) for group in groups for each in group.completions]
+        ids = [torch.tensor(tokens, dtype=torch.long) for group in groups for tokens in group.completions]
         return completion_rewards(
             self.model,
             self._reader,
             [group.prompt for group in groups for _ in group.rows],
-            *(each.to(device) for each in padded(ids)),
+            *(tokens.to(device) for tokens in padded(ids)),
             isolate=family_of(self._reader).isolate,
         )[:, 0].cpu()
 
@@ -284,8 +285,9 @@ class RewardModel:
 
 def _reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
     """
-    What knows masks and positions of a reward model whose completions can share the forward of their prompt, on its
-    modules; `None` for others, and where ranks gather weights, as they may have other numbers of groups.
+    Returns a model of the same modules that forwards a prompt once per group, or `None` if no such model exists.
+
+    There is none for sharded weights: all ranks gather them in a forward pass, but may have unequal numbers of groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):
@@ -303,7 +305,7 @@ def _reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
 def read_as_text(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
 ) -> Callable[..., list[float]]:
-    """A reward function that scores with a text model, for which texts such as `"<image>"` replace media."""
+    """Returns a reward function of a text model, for which texts such as `"<image>"` replace media."""
 
     def reward(prompts: list, completions: list, **columns: Argument) -> list[float]:
         reader = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)

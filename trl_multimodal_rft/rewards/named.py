@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loads reward functions by name."""
+"""Reward functions that are loaded by name, with settings and recipes."""
 
 import difflib
 import inspect
@@ -23,14 +23,14 @@ from .recipe import apply_recipe
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Callable:
-    """TRL's factory, with the values of TRL's command."""
+    """Calls TRL's factory, by default with the values of TRL's command line."""
     return trl_rewards.get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
 
 
 # Names of this package take precedence over TRL's
 _FUNCTIONS = tuple(name for name in rewards.__all__ if name.endswith("_reward"))
 _OF_TRL = ("reasoning_accuracy_reward", "think_format_reward")
-# Called with the settings, even without any
+# These names stand for factories, which make a reward function even without settings
 _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_OF_TRL, *_FACTORIES)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -45,44 +45,45 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
 
 def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -> list[Callable]:
     """
-    Loads reward functions by name for the rows with each label, with weights, see [`~rewards.recipe.apply_recipe`].
+    Loads the reward functions of a recipe, `{label: {name: weight}}`, see [`~rewards.recipe.apply_recipe`].
 
     Raises `ValueError` if the recipe has another form.
     """
     names = recipe_names(recipe)
     functions = dict(zip(names, load_reward_funcs(names), strict=True))
-    table = {label: [("named", name, weight) for name, weight in each.items()] for label, each in recipe.items()}
+    table = {label: [("named", name, weight) for name, weight in parts.items()] for label, parts in recipe.items()}
     return apply_recipe(functions, table, label_column)
 
 
 def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> list[Any]:
-    """The reward functions and models in a trainer's `reward_funcs`, as a list."""
+    """Returns the reward functions and models of a trainer's `reward_funcs` as a list, and loads named functions."""
     reward_funcs = []
-    for each in functions if isinstance(functions, (list, tuple)) else [functions]:
-        if isinstance(each, str):
-            is_function = each.endswith(")") or _DOTTED.fullmatch(each)
-            is_function = is_function or difflib.get_close_matches(each, REWARD_NAMES, cutoff=0.8)
-            each = _load(each) if is_function and not os.path.isdir(each) else each
-        if callable(each) and not isinstance(each, nn.Module):
-            check_signature(each, get_callable_name(each))
-        reward_funcs.append(each)
+    for reward_func in functions if isinstance(functions, (list, tuple)) else [functions]:
+        if isinstance(reward_func, str):
+            is_function = reward_func.endswith(")") or _DOTTED.fullmatch(reward_func)
+            is_function = is_function or difflib.get_close_matches(reward_func, REWARD_NAMES, cutoff=0.8)
+            reward_func = _load(reward_func) if is_function and not os.path.isdir(reward_func) else reward_func
+        if callable(reward_func) and not isinstance(reward_func, nn.Module):
+            check_signature(reward_func, get_callable_name(reward_func))
+        reward_funcs.append(reward_func)
     return reward_funcs
 
 
 def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
     """
-    Raises a `ValueError` if functions read columns that a dataset lacks, or that hold nothing. Returns warnings about
-    empty cells of columns that named functions need.
+    Checks that a dataset has the columns that reward functions read, and returns warnings about their empty cells.
+
+    Raises `ValueError` for a missing column, and for an empty one that a function of this package needs.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return []
     columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
     empty: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
-    for each in functions:
-        if inspect.isfunction(plain := getattr(each, "func", each)):
-            check_signature(each, get_callable_name(each), [*CALLED_WITH, "group_ids", "media_rules", *columns])
+    for func in functions:
+        if inspect.isfunction(plain := getattr(func, "func", func)):
+            check_signature(func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *columns])
         if (name := getattr(plain, "__name__", None)) in _FUNCTIONS and plain is getattr(rewards, name):
-            each(**empty)
+            func(**empty)
             needed = columns.intersection(inspect.signature(plain).parameters)
             if cells := empty_cells(dataset, needed):
                 if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed):
@@ -104,7 +105,7 @@ def _load(name: str) -> Callable:
     if inspect.isclass(function):
         return _made(function, name, settings)
     check_settings(function, name, settings)
-    # Lists are columns
+    # A reward function takes lists for columns, with an entry per row
     fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     reward_func = partial(function, **fixed)
     vars(reward_func)["required_in_prompt"] = getattr(function, "required_in_prompt", None)
@@ -114,8 +115,8 @@ def _load(name: str) -> Callable:
 def _made(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
     check_settings(factory, name, settings)
     parameters = inspect.signature(factory).parameters.values()
-    missing = [each.name for each in parameters if each.default is each.empty and each.name not in settings]
+    missing = [param.name for param in parameters if param.default is param.empty and param.name not in settings]
     if missing:
-        example = ", ".join(f"{each}=..." for each in missing)
+        example = ", ".join(f"{param}=..." for param in missing)
         raise ValueError(f"{name!r} needs settings: `{name}({example})`.")
     return factory(**settings)

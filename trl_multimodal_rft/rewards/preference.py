@@ -11,7 +11,7 @@ from .checks import Argument, Completion, Reference, RowError, require_column
 
 Verdict = Literal["A", "B", "tie"]
 
-# Where judges write verdicts: in tags, in the last fields of Omni-RRM's JSON, and in the brackets of MT-Bench
+# Judges write verdicts in tags, in the last fields of Omni-RRM's JSON, or in the brackets of MT-Bench
 _MARKED = re.compile(
     r'<answer>([^<]*)</answer>|"(?:better|(?:final_)?verdict)"\s*:\s*"([^"]*)"|\[\[([^\[\]]*)\]\]', re.IGNORECASE
 )
@@ -28,16 +28,16 @@ def preference_reward(
     completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
-    Rewards a judge whose verdict on two answers is that of the reference: 1.0 when it is, else 0.0.
+    Rewards the verdict of a judge on two answers: 1.0 if it equals the reference, else 0.0.
 
-    [`verdict_in`] finds the verdict in the completion. Judges prefer answers by their position, too, so that rows
-    should show each pair in both orders, as those of [`~data.judge_rows`] do. For the other arguments and the errors,
-    see [`accuracy_reward`].
+    [`verdict_in`] finds the verdict in the completion. Judges also prefer answers by their position, so the dataset
+    should show each pair in both orders, as the rows of [`~data.judge_rows`] do. For the other arguments and the
+    errors, see [`accuracy_reward`].
 
     Args:
         solution (`list`):
-            Right verdict for each completion, `"A"`, `"B"` or `"tie"`, or as judges write it; or a list of right ones.
-            `None` where the reward does not apply.
+            Right verdict for each completion, `"A"`, `"B"` or `"tie"`, or in the words of a judge; or a list of right
+            verdicts. `None` where the reward does not apply.
 
     Example:
     ```python
@@ -51,7 +51,7 @@ def preference_reward(
     for position, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
         references = references_of(solutions, position, "preference_reward")
         right = {reference: verdict_in(reference) for reference in references}
-        if wrong := [reference for reference, each in right.items() if each is None]:
+        if wrong := [reference for reference, expected in right.items() if expected is None]:
             raise RowError(position, f"column 'solution': {wrong[0]!r:.100} is no verdict; write 'A', 'B' or 'tie'.")
         verdict = verdict_in(completion_text(completion))
         rewards.append(float(verdict is not None and verdict in right.values()) if references else None)
@@ -60,12 +60,12 @@ def preference_reward(
 
 def verdict_in(text: str) -> Verdict | None:
     """
-    The verdict that a judge writes behind its thoughts.
+    Returns the verdict that a judge writes after its thoughts.
 
-    It is in `<answer>` tags, as `"1"` of [R1-Reward](https://huggingface.co/papers/2505.02835) and `"Image 1 is
-    better"` or `"Both images are equally good"` of LightRFT; a field `better`, `verdict` or `final_verdict` of JSON,
-    as that of [Omni-RRM](https://huggingface.co/papers/2602.00846); in double brackets, as `"[[C]]"` for a tie of
-    [MT-Bench](https://huggingface.co/papers/2306.05685); or, without any of these, what [`extract_answer`] finds.
+    The verdict is in `<answer>` tags, as `"1"` of [R1-Reward](https://huggingface.co/papers/2505.02835) and `"Image 1
+    is better"` or `"Both images are equally good"` of LightRFT; in a field `better`, `verdict` or `final_verdict` of
+    JSON, as in [Omni-RRM](https://huggingface.co/papers/2602.00846); in double brackets, as `"[[C]]"` for a tie in
+    [MT-Bench](https://huggingface.co/papers/2306.05685); or else in the answer that [`extract_answer`] finds.
 
     Args:
         text (`str`):
@@ -77,8 +77,8 @@ def verdict_in(text: str) -> Verdict | None:
     """
     written = text.rpartition("</think>")[2].partition("<think>")[0]
     marked = ["".join(groups) for groups in _MARKED.findall(written)] or [extract_answer(written)]
-    found = {_named(each) for each in marked} - {None}
-    return found.pop() if len(found) == 1 else None
+    verdicts = {_named(words) for words in marked} - {None}
+    return verdicts.pop() if len(verdicts) == 1 else None
 
 
 def _named(text: str) -> Verdict | None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Combines rewards by the label of each row."""
+"""Combinations of rewards by the label of each row."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def combine_rewards(
     label_map: dict[str, int],
 ) -> torch.Tensor:
     """
-    Adds up the rewards for the label of each completion, see [`add_rewards`].
+    Adds up the weighted rewards that the recipe has for the label of each completion, see [`add_rewards`].
 
     Args:
         rewards (`Sequence[torch.Tensor]`):
@@ -27,7 +27,7 @@ def combine_rewards(
         labels (`Sequence[str]`):
             Label of each completion, such as its task.
         recipe (`dict[str, list[tuple[str, str, float]]]`):
-            The rewards of each label, as (kind, name, weight); the kind is documentation.
+            The rewards of each label, as (kind, name, weight); the kind is only documentation.
         label_map (`dict[str, int]`):
             The index of each reward source by name.
 
@@ -74,20 +74,20 @@ def apply_recipe(
     """
     Selects and weights reward functions by the label of each row, for any trainer with TRL's reward functions.
 
-    Each function is called with the rows whose label uses it, unless there are none. List arguments are cut to these
-    rows. Values that the function logs with `log_extra` are `None` on the others.
+    A function is called with the rows whose label uses it, unless there are none. List arguments are cut to these
+    rows. Values that the function logs with `log_extra` are `None` on other rows.
 
     Args:
         reward_funcs (`dict[str, Callable]`):
             Reward functions with TRL's signature, sync or async, by their names in the recipe.
         recipe (`dict[str, list[tuple[str, str, float]]]`):
-            The rewards of each label, as (kind, name, weight); the kind is documentation.
+            The rewards of each label, as (kind, name, weight); the kind is only documentation.
         label_column (`str`, *optional*, defaults to `"label"`):
             Column of the dataset with the label of each row.
 
     Returns:
-        `list[Callable]`: One function per name, in order, with the `__name__` of the function. Its rewards are
-        weighted, and `None` if the label doesn't use it.
+        `list[Callable]`: One wrapper per function, in order, with the function's `__name__`. It returns weighted
+        rewards, and `None` for rows whose label doesn't use the function.
 
     Raises:
         `ValueError`: If the recipe uses a name without a function; when called, if the dataset doesn't have the column
@@ -148,7 +148,7 @@ def _on_labelled_rows(
 
             arguments["log_extra"] = log_extra
             if not rows:
-                # TRL's table would repeat the values of an earlier batch
+                # Without new values, TRL's table would repeat those of an earlier batch
                 for column in sorted(extra_columns):
                     log_extra(column, [])
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _NUMBER = r"\s*+([-+]?\d++(?:\.\d++)?)\s*+"
 # "[1, 2, 3, 4]", "(1, 2, 3, 4)", "[[1, 2], [3, 4]]" and "(1, 2), (3, 4)"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s*,\s*[\[(]|,){_NUMBER},{_NUMBER}[\])]")
-# "(1, 2)", and the four numbers of a box
+# "(1, 2)", or the four numbers of a box
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?[\])]")
 # 'x="1" y="2"' and "x1: 1, y1: 2"
 _IS = r"""["']?\s*+[=:]\s*+["']?"""
@@ -43,7 +43,7 @@ Scale = float | tuple[float, float] | None
 
 
 class Box(NamedTuple):
-    """A box as an answer names it."""
+    """A box in an answer or a reference, in the coordinates of its text."""
 
     left: float
     top: float
@@ -69,7 +69,7 @@ def box_iou(one: Box, other: Box) -> float:
 
 
 def span_iou(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Intersection over union of two sets of spans, each of which counts overlapping spans once."""
+    """Computes the intersection over union of two sets of spans. Overlaps within a set count once."""
     lengths = [_length(spans), _length(others)]
     union = _length([*spans, *others])
     return (sum(lengths) - union) / union
@@ -84,16 +84,16 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def boxes_in(text: str) -> list[Box]:
-    """The boxes in an answer that have an area, with labels and confidences where it is JSON."""
+    """Returns the boxes with an area in an answer. Boxes in JSON may have labels and confidences."""
     boxes, _ = _read(_parsed(text), _as_box)
     text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
     corners = [pair[1:] for pair in _PAIR.findall(text)]
-    found = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
-    return boxes or [box for numbers in found if (box := _as_box([float(each) for each in numbers]))]
+    matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
+    return boxes or [box for numbers in matches if (box := _as_box([float(number) for number in numbers]))]
 
 
 def share_of_boxes(text: str) -> float:
-    """The share of the entries of a JSON list that are boxes with a label."""
+    """Returns the share of the entries of a JSON list that are boxes with a label."""
     value = _parsed(text)
     entries = value if isinstance(value, list) else [value]
     boxes = [_as_box(entry) for entry in entries if isinstance(entry, dict)]
@@ -101,60 +101,60 @@ def share_of_boxes(text: str) -> float:
 
 
 def points_in(text: str) -> list[tuple[float, float]]:
-    """The points in an answer; a box stands for its center."""
+    """Returns the points in an answer; a box stands for its center."""
     points, _ = _read(_parsed(text), _as_point)
     if points:
         return points
-    numbers = [pair[1:] for pair in _PAIR.findall(text)] or _POINT.findall(text)
-    found = [_as_point([float(each) for each in groups if each]) for groups in numbers]
-    return [point for point in found if point is not None]
+    matches = [pair[1:] for pair in _PAIR.findall(text)] or _POINT.findall(text)
+    candidates = [_as_point([float(number) for number in numbers if number]) for numbers in matches]
+    return [point for point in candidates if point is not None]
 
 
 def spans_in(text: str) -> list[tuple[float, float]]:
-    """The spans of time in an answer, in seconds, without those that end before they start."""
-    times = [[each for each in groups if each] for groups in _SPAN.findall(text)]
+    """Returns the spans of time in an answer, in seconds. A span must end after its start."""
+    times = [[time for time in groups if time] for groups in _SPAN.findall(text)]
     spans = [_as_span([_seconds(start, _PARTS.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]
 
 
 def boxes_of(solution: Json) -> list[Box]:
-    """The boxes of a reference: a text, a box, a dictionary or a list of these."""
+    """Returns the boxes of a reference: a text, a box, a dictionary or a list of boxes and dictionaries."""
     return _of(solution, boxes_in, _as_box)
 
 
 def points_of(solution: Json) -> list[tuple[float, float]]:
-    """The points of a reference: a text, or a list of points or boxes."""
+    """Returns the points of a reference: a text, or a list of points or boxes."""
     return _of(solution, points_in, _as_point)
 
 
 def spans_of(solution: Json) -> list[tuple[float, float]]:
-    """The spans of a reference: a text, a pair of seconds, or a list of pairs."""
+    """Returns the spans of a reference: a text, a pair of seconds, or a list of pairs."""
     return _of(solution, spans_in, _as_span)
 
 
 def _of(solution: Json, in_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
     if isinstance(solution, str):
         return in_text(extract_answer(solution))
-    found, n_others = _read(solution, as_item)
-    return [] if n_others else found
+    items, n_unreadable = _read(solution, as_item)
+    return [] if n_unreadable else items
 
 
 def of_row(setting: list[T] | T, position: int) -> T:
-    """A setting of a row: that of its column, which is a list, or the one of all rows."""
+    """Returns the setting of a row: its entry of a column, which is a list, or else the setting of all rows."""
     return setting[position] if isinstance(setting, list) else setting
 
 
 def scales_of(
     solution_scale: list[Scale] | Scale, answer_scale: list[Scale] | Scale, position: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The width and height of an image in the coordinates of its reference, and in those of the answer."""
-    given = {"solution_scale": of_row(solution_scale, position), "answer_scale": of_row(answer_scale, position)}
-    if all(each is None for each in given.values()):
+    """Returns the width and height of an image, in the coordinates of the reference and in those of the answer."""
+    settings = {"solution_scale": of_row(solution_scale, position), "answer_scale": of_row(answer_scale, position)}
+    if all(size is None for size in settings.values()):
         return (1.0, 1.0), (1.0, 1.0)
     scales = []
-    for column, scale in given.items():
+    for column, scale in settings.items():
         pair: list = list(scale) if isinstance(scale, tuple | list) else [scale, scale]
-        if len(pair) != 2 or not all(_is_number(each) and each > 0 for each in pair):
+        if len(pair) != 2 or not all(_is_number(size) and size > 0 for size in pair):
             raise RowError(
                 position,
                 f"column '{column}': {scale!r:.60} is no scale; set both 'solution_scale' and 'answer_scale', each to "
@@ -165,7 +165,7 @@ def scales_of(
 
 
 def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
-    """A box in shares of the image."""
+    """Returns a box in shares of the image's width and height."""
     width, height = scale
     return box._replace(
         left=box.left / width, right=box.right / width, top=box.top / height, bottom=box.bottom / height
@@ -173,40 +173,40 @@ def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
 
 
 def _parsed(text: str) -> Json:
-    """The JSON value of an answer, also with Python's brackets and quotes, else `None`."""
+    """Returns the JSON value of an answer, also with Python's brackets and quotes, or `None` without such a value."""
     before, fence, fenced = text.partition("```")
     text = fenced.partition("```")[0].removeprefix("json").strip() if fence else before
-    for each in (text, text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"})):
+    for spelling in (text, text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"})):
         try:
-            return json.loads(each)
+            return json.loads(spelling)
         except (ValueError, RecursionError):
             continue
     return None
 
 
 def _read(value: Json, read: Callable[[Json], T | None]) -> tuple[list[T], int]:
-    """What `read` finds in the items of nested lists, and the number of items that hold nothing."""
-    found, n_others, waiting = [], 0, [value]
+    """Returns the values that `read` makes of the items of nested lists, and the number of unreadable items."""
+    values, n_unreadable, waiting = [], 0, [value]
     while waiting:
         item = waiting.pop()
         one = read(item)
         if one is not None:
-            found.append(one)
+            values.append(one)
         elif isinstance(item, (list, tuple)) and item:
             waiting += reversed(item)
         else:
-            n_others += 1
-    return found, n_others
+            n_unreadable += 1
+    return values, n_unreadable
 
 
 def _as_box(value: Json) -> Box | None:
-    """A box of four numbers, two corners or a dictionary, if it has an area."""
+    """Returns the box of four numbers, two corners or a dictionary, or `None` if they make no box with an area."""
     confidence = label = None
     if isinstance(value, dict):
-        entries = {str(key).lower(): each for key, each in value.items()}
+        entries = {str(key).lower(): item for key, item in value.items()}
         confidence, label = (_first(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
         value = _first(entries, _BOX_KEYS) or _values(entries, _CORNERS)
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, (list, tuple)) for each in value):
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(item, (list, tuple)) for item in value):
         value = sum(map(list, value), [])
     if not (isinstance(value, (list, tuple)) and len(value) == 4 and all(map(_is_number, value))):
         return None
@@ -218,7 +218,7 @@ def _as_box(value: Json) -> Box | None:
 
 def _as_point(value: Json) -> tuple[float, float] | None:
     if isinstance(value, dict):
-        entries = {str(key).lower(): each for key, each in value.items()}
+        entries = {str(key).lower(): item for key, item in value.items()}
         value = _first(entries, (*_POINT_KEYS, *_BOX_KEYS)) or _values(entries, (("x", "y"), *_CORNERS))
     if isinstance(value, (list, tuple)) and all(map(_is_number, value)):
         if len(value) == 2:
@@ -241,9 +241,9 @@ def _first(entries: dict[str, Json], keys: Sequence[str]) -> Json:
 
 
 def _values(entries: dict[str, Json], keys: Sequence[Sequence[str]]) -> list:
-    """The values of the first keys that are all there, also with underscores."""
+    """Returns the values of the first group of keys that are all present, also if spelled with underscores."""
     entries = {key.replace("_", ""): value for key, value in entries.items()}
-    return next(([entries[key] for key in each] for each in keys if entries.keys() >= {*each}), [])
+    return next(([entries[key] for key in group] for group in keys if entries.keys() >= {*group}), [])
 
 
 def _is_number(value: Json) -> TypeGuard[float]:
@@ -251,7 +251,7 @@ def _is_number(value: Json) -> TypeGuard[float]:
 
 
 def _seconds(time: str, unit: str = "") -> float:
-    """The seconds of a time, whose number has a unit, or else the one passed, or is in seconds."""
+    """Returns the seconds of a time such as "00:03" or "1 min 3 s". `unit` applies to numbers without a unit."""
     if ":" in time:
         return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
     return sum(float(n) * _SECONDS[(of_number or unit or "s").lower()] for n, of_number in _PARTS.findall(time))

@@ -19,7 +19,7 @@ def ocr_reward(
     Rewards a transcript by its edit distance to the reference, as [Perception-R1](https://huggingface.co/papers/2504.07954)
     does for text in images: 1 minus the distance in characters, divided by the length of the longer text.
 
-    Case and punctuation count; whitespace counts as one space each. [`extract_answer`] finds the transcript in the
+    Case and punctuation count; a run of whitespace counts as one space. [`extract_answer`] finds the transcript in the
     completion. [`wer_reward`] compares words. Needs rapidfuzz, which comes with
     [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`. For the other
     arguments and the errors, see [`accuracy_reward`].
@@ -87,7 +87,7 @@ def cer_reward(
 
 
 def _spoken(text: str) -> str:
-    """A text without case, punctuation and symbols."""
+    """Returns a text without case, punctuation and symbols."""
     text = normal_form(text, superscripts=True).casefold().replace("’", "'")
     kept = []
     for index, character in enumerate(text):
@@ -109,12 +109,12 @@ def _best(
     reward: Callable[[str, str], float],
     columns: dict[str, Argument],
 ) -> list[float | None]:
-    """The reward of each answer with the nearest of its references."""
+    """Returns the reward of each answer, compared with the nearest of its references."""
 
     def read(reference: Json) -> list[str]:
         several = reference if isinstance(reference, (list, tuple)) else [reference]
-        several = [each for each in several if filled(each) is not None]
-        texts = [normalize(extract_answer(str(each))) for each in several if isinstance(each, (str, Real, Decimal))]
+        several = [entry for entry in several if filled(entry) is not None]
+        texts = [normalize(extract_answer(str(entry))) for entry in several if isinstance(entry, (str, Real, Decimal))]
         return texts if all(texts) and len(texts) == len(several) else []
 
     def nearest(answer: str, references: list[str], position: int) -> float:

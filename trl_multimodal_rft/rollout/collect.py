@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows to prompts, also under a view of their media, and lists of ids to completions."""
+"""Conversion of rows to prompts, also under a view of their media, and of lists of ids to completions."""
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -33,8 +33,9 @@ def collect(
     views: Mapping[int, View] | None = None,
 ) -> Rollout:
     """
-    Rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`, the user's
-    `rollout_func` tokenizes rows of text. `views` are those of their media, by the row's number.
+    Returns a rollout of rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`,
+    a batch without media isn't encoded, as the user's `rollout_func` tokenizes it. `views` has the views of the rows'
+    media by row index.
     """
     columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
     source = Source(columns, numbers, [row.messages for row in rows], failures=[None] * len(rows))
@@ -46,10 +47,10 @@ def collect(
         )
         source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
-    # A group may straddle ranks
+    # Groups are counted over all ranks, since one may straddle ranks
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
     prompts, messages = [], source.messages
-    if encodes_text or any(next(iter_refs(each), None) is not None for each in messages):
+    if encodes_text or any(next(iter_refs(prompt), None) is not None for prompt in messages):
         for i, row in enumerate(rows):
             same_group = i > 0 and group_ids[i] == group_ids[i - 1]
             if row.prompt is not None:
@@ -64,7 +65,7 @@ def collect(
                 except MediaError as error:
                     if messages[i] is before[i] or before[i] is None:
                         raise
-                    source.failures[i], messages[i] = error, before[i]  # by the environment's first observation
+                    source.failures[i], messages[i] = error, before[i]  # the observation can't be encoded
                     prompts.append(encode(messages[i]))
     share_media(prompts)
     return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
@@ -72,31 +73,33 @@ def collect(
 
 def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[EncodedPrompt]:
     """
-    The prompts of completions under a view: one object for each of the rollout's, which is itself where the view
-    replaces no medium. Media that tools have returned stay as they are. Random numbers depend on the view's seed and
-    the number of the row.
+    Returns the prompts of completions under a view. Completions that share a prompt share its new prompt, and a prompt
+    without media that the view replaces stays the same object. Media that tools returned stay as they are. Random
+    numbers depend on the view's seed and the row index.
     """
-    found: dict[int, EncodedPrompt] = {}
+    encoded: dict[int, EncodedPrompt] = {}
 
     def under_view(row: int, prompt: EncodedPrompt, shown: list[list[dict[str, Any]]]) -> EncodedPrompt:
         if isinstance(prompt, Contexts):
-            every = zip(prompt.prompts, [shown[row], *rollout.source.contexts[row]], strict=True)
-            each = [under_view(row, own, [*shown[:row], messages, *shown[row + 1 :]]) for own, messages in every]
-            same = all(own is other for own, other in zip(prompt.prompts, each, strict=True))
-            return prompt if same else Contexts.of(each, prompt.ends)
+            contexts = zip(prompt.prompts, [shown[row], *rollout.source.contexts[row]], strict=True)
+            viewed = [
+                under_view(row, context, [*shown[:row], messages, *shown[row + 1 :]]) for context, messages in contexts
+            ]
+            same = all(context is new for context, new in zip(prompt.prompts, viewed, strict=True))
+            return prompt if same else Contexts.of(viewed, prompt.ends)
         if isinstance(prompt, Conversation):
             return continued(prompt, under_view(row, prompt.prompt, shown))
         if not any(view.applies_to(kind) for kind in prompt.modalities):
             return prompt
-        if id(prompt) not in found:
-            found[id(prompt)] = encoder.encode(
+        if id(prompt) not in encoded:
+            encoded[id(prompt)] = encoder.encode(
                 shown[row],
                 rollout.source.row_indices[row],
                 view_of_row(view, shown, rollout.source.row_indices, row),
-                sampled=True,  # if it is a context
+                sampled=True,  # a context may hold turns that the policy sampled
                 **rollout.source.template_tools(row),
             )
-        return found[id(prompt)]
+        return encoded[id(prompt)]
 
     prompts = [under_view(row, prompt, rollout.source.messages) for row, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
@@ -104,7 +107,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
 
 
 def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
-    """A prompt of the same tokens as the `first` one of a conversation in its place, with what tools returned."""
+    """Returns `first`, which has the tokens of the prompt, with the tool results of the prompt if it has any."""
     if not isinstance(prompt, Conversation):
         return first
     if first is prompt.prompt:
@@ -114,17 +117,17 @@ def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
 
 def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], row: int) -> View:
     """
-    The view with the random numbers of one of a batch's rows and, where it shows one, with the media of the next other
-    row.
+    Returns the view with random numbers of a row of the batch. If the view needs media of another row, it gets the
+    media of the next row that has other media of the same modalities.
     """
     view = view.seeded(*view.seed, row_indices[row])
     if not view.type.needs_other:
         return view
-    own = _replaced(view, messages[row])
+    media = _replaced(view, messages[row])
     for step in range(1, len(messages)):
-        others = _replaced(view, messages[(row + step) % len(messages)])
-        if {ref.modality for ref in others} >= {ref.modality for ref in own} and not same_prompt(others, own):
-            return view.with_others(others)
+        other = _replaced(view, messages[(row + step) % len(messages)])
+        if {ref.modality for ref in other} >= {ref.modality for ref in media} and not same_prompt(other, media):
+            return view.with_others(other)
     return view
 
 
@@ -132,22 +135,22 @@ def _replaced(view: View, messages: Any) -> list[MediaRef]:
     return [ref for ref in iter_refs(messages) if view.applies_to(ref.modality)]
 
 
-# What `rollout_func` returns that isn't a column for reward functions
+# Keys in the output of `rollout_func` that aren't columns for reward functions
 _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:
-    """Lists of numbers as a tensor `(N, C)`, padded on the right, to a multiple as TRL's `pad_to_multiple_of`."""
-    longest = max([1, *map(len, rows)])  # a batch without any token has one that no mask counts
+    """Returns lists of numbers as a tensor `(N, C)`, padded on the right, with `C` a multiple of `multiple`."""
+    longest = max([1, *map(len, rows)])  # a batch without tokens gets one column, which no mask counts
     longest += -longest % (multiple or 1)
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
 def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: Collection[int]) -> tuple:
     """
-    What `rollout_func` returned: ids, log-probabilities and the mask of sampled tokens. The rollout gets its further
-    columns, and its prompts unless it has some. Raises `ValueError` if a key is missing, or a prompt with media was
-    tokenized differently, or placeholders were sampled.
+    Returns the ids, log-probabilities and mask of sampled tokens in the output of `rollout_func`. Adds the output's
+    other columns to the rollout, and its prompts if the rollout has none. Raises `ValueError` if a key is missing, a
+    prompt with media was tokenized differently, or placeholders were sampled.
     """
     if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
         raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
@@ -167,8 +170,8 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
                     "nothing knows; use `tools` or `environment_factory` to show media to the model."
                 )
     else:
-        ids = [torch.tensor(each, dtype=torch.long) for each in output["prompt_ids"]]
-        rollout.prompts = [EncodedPrompt(each, {}, {}, torch.arange(len(each))[None]) for each in ids]
+        ids = [torch.tensor(row, dtype=torch.long) for row in output["prompt_ids"]]
+        rollout.prompts = [EncodedPrompt(row, {}, {}, torch.arange(len(row))[None]) for row in ids]
     return output["completion_ids"], output["logprobs"], output.get("env_mask")
 
 
@@ -184,32 +187,32 @@ def complete(
     accelerator: Accelerator,
 ) -> tuple[dict[str, float], int]:
     """
-    Adds completions to a rollout, with their masks, and which `ended`, and weren't cut. Returns TRL's metrics of
-    lengths, and tokens, of all ranks.
+    Adds completions, their masks and their log-probabilities to a rollout; `ended` is false for completions that were
+    cut off. Returns TRL's metrics of lengths, and the number of prompt and sampled tokens, of all ranks.
     """
     device, pad_token_id = accelerator.device, rollout.pad_token_id
     rollout.source.ids, rollout.source.ended = ids, ended
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
-    mask = right_pad([[1] * len(each) for each in ids], 0, pad_to_multiple_of)
-    whole = torch.tensor(ended)
+    mask = right_pad([[1] * len(row) for row in ids], 0, pad_to_multiple_of)
+    is_whole = torch.tensor(ended)
     lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
     if tool_mask is not None:
         rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)
     if logps is not None:
-        given = [[torch.nan if logp is None else logp for logp in each] for each in logps]
-        rollout.sampling_per_token_logps = right_pad(given, 0.0, pad_to_multiple_of).to(device)
+        rows = [[torch.nan if logp is None else logp for logp in row] for row in logps]
+        rollout.sampling_per_token_logps = right_pad(rows, 0.0, pad_to_multiple_of).to(device)
     if mask_truncated:
-        mask = mask * whole[:, None]
+        mask = mask * is_whole[:, None]
         if rollout.tool_mask is not None:
-            rollout.tool_mask = rollout.tool_mask * whole[:, None].to(device)
+            rollout.tool_mask = rollout.tool_mask * is_whole[:, None].to(device)
     rollout.completion_mask = mask.to(device)
     prompts = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     in_loss = rollout.loss_mask.sum(1).cpu()
-    table = torch.stack([prompts, lengths, whole.long(), in_loss], dim=1).to(device)
-    prompts, lengths, whole, in_loss = accelerator.gather(table).cpu().unbind(1)
+    table = torch.stack([prompts, lengths, is_whole.long(), in_loss], dim=1).to(device)
+    prompts, lengths, is_whole, in_loss = accelerator.gather(table).cpu().unbind(1)
     rollout.num_items_in_batch = in_loss.sum().to(device)
-    metrics = {"completions/clipped_ratio": 1 - whole.float().mean().item()}
-    terminated = lengths[whole == 1]
+    metrics = {"completions/clipped_ratio": 1 - is_whole.float().mean().item()}
+    terminated = lengths[is_whole == 1]
     for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
         for name in ("mean", "min", "max"):
             metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()

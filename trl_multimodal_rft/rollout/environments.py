@@ -24,35 +24,35 @@ from ..rewards.checks import Argument, distinct_names
 # Methods of environments that aren't tools
 _NO_TOOLS = ("reset", "get_reward", "get_context")
 
-# Where an environment makes the prompt
+# Stands for a prompt that an environment makes
 _NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 class EnvironmentFailure(Exception):
     """
-    An environment that can't go on, as when its server is gone; its `reset`, tools, `get_context` and `get_reward` may
-    raise it.
+    Failure of an environment that can't go on, such as one without its server. The environment's `reset`, tools,
+    `get_context` and `get_reward` may raise it.
 
-    It ends the trajectory, which neither is in the loss nor has a reward that others of its group are compared with.
-    Other errors of tools are results that the model reads; other errors of the remaining methods become this one.
+    The failure ends the trajectory, which is left out of the loss and has no reward to compare its group with. Other
+    errors of tools are results that the model reads; other errors of the remaining methods count as this failure.
     """
 
 
 class Environments:
     """
-    Tools that all completions have, and environments whose methods are tools of one completion each.
+    Tools of all completions, and environments, whose methods are the tools of a single completion.
 
     Args:
         tools (`Sequence[Callable]`):
             Tools of all completions.
         factory (`Callable` or `dict[str, Callable]`, *optional*):
-            Makes environments. Of several, the column `environment` of a row names one.
+            Makes environments. If there are several factories, the column `environment` of a row names one.
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Restrictions on the media that environments return.
 
     Raises:
-        `TypeError`: If tools are no functions, or a factory can't be called without arguments.
-        `ValueError`: If an environment has no method `reset`, or a tool no description that TRL could read.
+        `TypeError`: If `tools` isn't a list of functions, or a factory can't be called without arguments.
+        `ValueError`: If an environment has no method `reset`, or a tool has no description that TRL can read.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Environments:
         self.factories: dict[Any, Callable] = {}
         if factory is not None:
             self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
-        # One of each kind, to know its tools and whether it gives a reward
+        # One environment of each factory, which shows its tools and whether it gives a reward
         self.pool = {name: [_made(make)] for name, make in self.factories.items()}
         for [environment] in self.pool.values():
             if not callable(getattr(environment, "reset", None)):
@@ -86,17 +86,17 @@ class Environments:
     @property
     def tools(self) -> list[Callable]:
         """Tools of all completions and environments, without duplicates."""
-        found = list(self.standalone)
+        callables = list(self.standalone)
         for environment, *_ in self.pool.values():
-            found += [method for method in tools_of(environment).values() if method not in found]
-        return found
+            callables += [method for method in tools_of(environment).values() if method not in callables]
+        return callables
 
     def tools_in(self, environment: Any) -> dict[str, Callable]:
-        """Tools of a completion in an environment, or in none, by name."""
+        """Returns a completion's tools by name: standalone tools, and tools of its environment if there is one."""
         return {**{tool.__name__: tool for tool in self.standalone}, **tools_of(environment)}
 
     def reward_funcs(self) -> dict[str, Callable]:
-        """A reward function for each kind of environment that has `get_reward`, by the name of its class."""
+        """Returns a reward function for each class of environments with `get_reward`, by the name of the class."""
         kinds = dict.fromkeys(type(environment) for environment, *_ in self.pool.values())
         rewarded = [kind for kind in kinds if hasattr(kind, "get_reward")]
         return dict(zip(distinct_names([kind.__name__ for kind in rewarded]), map(reward_of, rewarded), strict=True))
@@ -123,11 +123,12 @@ class Environments:
             numbers (`Sequence[int]`):
                 Numbers of the rows, for errors.
             check (`Callable`):
-                Returns an observation without control tokens, or raises about them; gets its origin, too.
+                Gets an observation and a label of its origin; returns the observation without control tokens, or
+                raises an error about them.
 
         Returns:
-            `tuple`: Environments, prompts that end with their observations, and what `reset` has raised, without which
-                there is no observation.
+            `tuple`: Environments, prompts that end with the environments' observations, and the errors of `reset`,
+                `None` where there is none. A prompt whose `reset` failed gets no observation.
 
         Raises:
             `ValueError`: If a row names an unknown environment.
@@ -139,15 +140,15 @@ class Environments:
                     f"A row has `environment={name!r}`, which `environment_factory` doesn't have; it has "
                     f"{list(self.factories)}."
                 )
-        taken: Counter[Any] = Counter()
-        environments, shown = [], []
+        n_used: Counter[Any] = Counter()
+        environments, messages = [], []
         failures: list[Exception | None] = [None] * len(rows)
         for i, (name, prompt, row, number) in enumerate(zip(names, prompts, rows, numbers, strict=True)):
             pool = self.pool[name]
-            if taken[name] == len(pool):
+            if n_used[name] == len(pool):
                 pool.append(self.factories[name]())
-            environment = pool[taken[name]]
-            taken[name] += 1
+            environment = pool[n_used[name]]
+            n_used[name] += 1
             # With several environments, the column only chooses one, as in TRL
             columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
             place, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
@@ -169,12 +170,12 @@ class Environments:
                     content = str(content)
                 observation = content and check(content, f"row {number}, `{place}`")
             environments.append(environment)
-            shown.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
-        return environments, shown, failures
+            messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
+        return environments, messages, failures
 
 
 def _made(factory: Callable[[], Any]) -> Any:
-    """An environment of a factory, or a `TypeError` of one line where it can't be called."""
+    """Returns an environment of a factory; raises a `TypeError` of one line if the factory can't be called."""
     if not callable(factory):
         raise TypeError(
             f"`environment_factory` is {shortened(factory)}, which can't be called; pass the class itself, or a "
@@ -188,13 +189,13 @@ def _made(factory: Callable[[], Any]) -> Any:
             f"`environment_factory` {name!r} is called without arguments ({error}); pass "
             f"`functools.partial({name}, ...)`."
         ) from None
-    except ValueError:  # of builtins
+    except ValueError:  # some builtins have no signature
         pass
     return factory()
 
 
 def _check_description(tool: Callable) -> None:
-    """Raises a `ValueError` about a tool whose name, docstring or annotations the model can't be shown."""
+    """Raises `ValueError` if a tool's name, docstring or annotations can't be described to the model."""
     name = getattr(tool, "__qualname__", type(tool).__name__)
     try:
         get_json_schema(tool)
@@ -207,7 +208,7 @@ def _check_description(tool: Callable) -> None:
 
 def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: Any) -> Dataset:
     """
-    Rows whose prompts an environment makes, as many as a generation batch has.
+    Returns rows whose prompts an environment makes, as many as a generation batch has prompts.
 
     Raises `ValueError` without `max_steps`, or with several environments.
     """
@@ -223,7 +224,7 @@ def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: 
 
 
 def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> str | None:
-    """TRL's chat template for training, if the model's own rewrites earlier turns once others follow; else `None`."""
+    """Returns TRL's chat template for training if the model's template rewrites earlier turns, else `None`."""
     return None if keeps_earlier_turns(processing_class) else get_training_chat_template(processing_class)
 
 
@@ -234,8 +235,9 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 def reward_of(kind: type) -> Callable:
     """
-    A reward function from `get_reward` of a class, plain or async, which gets its `completion` if it has this
-    parameter; `None` for other environments and failed ones. What `get_reward` raises is noted in any `failures`.
+    Returns a reward function that calls `get_reward` of a class, plain or async, with the environment's `completion`
+    if the method has this parameter. The function returns `None` for environments of other classes and for failed
+    ones; it notes errors of `get_reward` in `failures` if it gets that list, and else raises them.
     """
     reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
@@ -243,10 +245,10 @@ def reward_of(kind: type) -> Callable:
         environments: list[Any], completions: Sequence = (), failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         rewards: list[Any] = [None] * len(environments)
-        for i, each in enumerate(environments):
-            if type(each) is kind and (failures is None or failures[i] is None):
+        for i, environment in enumerate(environments):
+            if type(environment) is kind and (failures is None or failures[i] is None):
                 with _noting(failures, i):
-                    rewards[i] = each.get_reward(**{"completion": completions[i]} if reads_completion else {})
+                    rewards[i] = environment.get_reward(**{"completion": completions[i]} if reads_completion else {})
         return rewards
 
     async def call_and_wait(
@@ -264,13 +266,13 @@ def reward_of(kind: type) -> Callable:
 
 
 def as_error(exit: SystemExit) -> Exception:
-    """The error in place of an exit, by which code of a tool or an environment would end the run."""
+    """Returns an error in place of an exit, by which code of a tool or an environment would end the run."""
     return RuntimeError(f"it called `sys.exit({exit.code!r})`")
 
 
 @contextmanager
 def _noting(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
-    """Notes an error within the context, and goes on; raises it where nothing takes notes."""
+    """Notes an error of the context at an index of `failures` and suppresses it; raises it if that is `None`."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -280,7 +282,7 @@ def _noting(failures: list[Exception | None] | None, index: int) -> Iterator[Non
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """A prompt whose last message ends with an environment's first observation."""
+    """Returns the prompt with an environment's first observation at the end of its last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

@@ -15,7 +15,7 @@ from .ranks import any_rank, sum_over_ranks
 from .rollout import PARTS, Rollout, join_rollouts, require
 
 
-# Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
+# Classes in the result of [`GroupBuffer.state_dict`], for `torch.serialization.safe_globals`
 SAVED_CLASSES = (EncodedPrompt, Contexts, Conversation, frozenset, Rollout, *PARTS)
 
 
@@ -24,10 +24,10 @@ REPLAY_MAX_AGE = 8
 
 
 class GroupBuffer:
-    """The newest groups of completions, each a [`Rollout`], on the CPU, in the order in which they came."""
+    """Buffer of the newest groups of completions, each a [`Rollout`] on the CPU, the oldest first."""
 
     def __init__(self, limit: int = 0, max_age: int | None = None, seed: int = 0):
-        self.limit = limit  # groups kept at most; the oldest go first; 0 keeps all
+        self.limit = limit  # most groups to keep, the newest ones; 0 keeps all
         self.max_age = max_age  # optimizer steps after which a group isn't used any more
         self._groups: list[Rollout] = []
         self._generator = torch.Generator().manual_seed(seed)
@@ -36,22 +36,22 @@ class GroupBuffer:
         return len(self._groups)
 
     def append(self, groups: Sequence[Rollout]) -> None:
-        """Adds copies, which share no memory with the batch they come from."""
+        """Adds copies of groups, which share no memory with the batch that the groups come from."""
         self._groups += [
             group.with_copied_prompts(on_device=False).to("cpu", copy=True) for group in groups[-self.limit :]
         ]
         self._groups = self._groups[-self.limit :]
 
     def sample(self, n: int, step: int) -> list[Rollout]:
-        """Chooses at most `n` different groups at random, which stay, and drops those that are too old."""
+        """Drops groups that are too old, and returns at most `n` of the others at random, which stay in the buffer."""
         if self.max_age is not None:
             self._groups = [group for group in self._groups if step - group.step <= self.max_age]
         return [self._groups[i] for i in torch.randperm(len(self._groups), generator=self._generator)[:n].tolist()]
 
     def take(self, n: int) -> list[Rollout]:
-        """Removes at most `n` groups, the oldest first."""
-        taken, self._groups = self._groups[:n], self._groups[n:]
-        return taken
+        """Removes and returns at most `n` groups, the oldest first."""
+        oldest, self._groups = self._groups[:n], self._groups[n:]
+        return oldest
 
     def state_dict(self) -> dict[str, Any]:
         return {"groups": self._groups, "generator": self._generator.get_state()}
@@ -63,15 +63,15 @@ class GroupBuffer:
 
 @dataclass
 class GroupExchange:
-    """Exchanges groups without signal, each rank among its own."""
+    """Exchange of groups without signal for groups with signal, on each rank among its own groups."""
 
     accelerator: Accelerator
     group_size: int
     replay: GroupBuffer
-    # Groups with signal for which the last batch had no room. While one rank lacks groups all draw, so that another's
-    # surplus could grow and grow old without a limit.
+    # Groups with signal for which the last batch had no room. All ranks draw while one of them lacks groups, so the
+    # surplus of another rank would grow and age without a limit.
     surplus: GroupBuffer
-    max_rounds: int  # draws of a step at most; 0 without dynamic sampling
+    max_rounds: int  # most draws of a step; 0 without dynamic sampling
     replays: bool
     is_bounded: bool = False  # whether groups have a range for their mean rewards
 
@@ -86,11 +86,11 @@ class GroupExchange:
 
     def exchange(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> tuple[Rollout, bool, dict[str, float]]:
         """
-        A rollout of groups with signal, as far as there are any, whether any rank's were sampled at an earlier step,
-        and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
+        Returns a rollout of groups with signal, as far as there are any, whether a group of any rank was sampled at an
+        earlier step, and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
         """
         step, is_dynamic = rollout.step, self.max_rounds > 0
-        drawn = rollout.for_loss().groups(self.group_size)  # stored without the dataset's rows
+        drawn = rollout.for_loss().groups(self.group_size)  # buffers needn't keep the dataset's rows
         size, rounds = len(drawn), 1
         chosen = self.surplus.take(len(self.surplus)) + _with_signal(drawn)
         while rounds < self.max_rounds and any_rank(self.accelerator, len(chosen) < size):
@@ -103,10 +103,10 @@ class GroupExchange:
         if self.replays:
             self.replay.append(chosen)
         live = _with_signal(drawn)
-        dead = [group for group in drawn if group not in live]
-        joined = chosen + replayed + dead[: size - len(chosen) - len(replayed)]
+        no_signal = [group for group in drawn if group not in live]
+        groups = chosen + replayed + no_signal[: size - len(chosen) - len(replayed)]
 
-        result = join_rollouts(joined, self.accelerator.device)
+        result = join_rollouts(groups, self.accelerator.device)
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         age = sum(step - group.step for group in replayed)
@@ -124,7 +124,7 @@ class GroupExchange:
         if self.replays:
             metrics["replay/frac"] = n_replayed / n_used
             metrics["replay/age"] = age / n_replayed if n_replayed else 0.0
-        return result, any_rank(self.accelerator, any(group.step != step for group in joined)), metrics
+        return result, any_rank(self.accelerator, any(group.step != step for group in groups)), metrics
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
@@ -132,13 +132,13 @@ def _with_signal(groups: list[Rollout]) -> list[Rollout]:
 
 
 def _side(group: Rollout) -> int:
-    """On which side of the wanted range the group's mean reward is: -1 below, 1 above, 0 within."""
+    """Returns -1 if the group's mean reward is below the wanted range, 1 if it is above, and 0 if it is within."""
     return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 
 
 def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:
     """
-    The exchange that a config asks for, if any. `makes_prompts` says whether the user's code makes the prompts.
+    Returns the exchange that a config asks for, or `None`. `makes_prompts` says whether user code makes the prompts.
 
     Raises `ValueError` if groups of these prompts can't be exchanged, or rows can't be drawn in another order.
     """

@@ -29,10 +29,10 @@ class Answer(NamedTuple):
     first: int  # version of the weights when the request was sent
     last: int  # version when the answer came
     at: float  # when it came, in seconds of the monotonic clock
-    digest: str = ""  # digest of the request, and of how to sample
+    digest: str = ""  # digest of the request, and of the settings of sampling
 
 
-# Index of the batch, number of the row, seed of the first completion, number of completions
+# Batch index, row index, seed of the first completion, number of completions
 Key = tuple[int, int, int, int]
 
 
@@ -40,33 +40,33 @@ Key = tuple[int, int, int, int]
 class PendingBatch:
     """A batch whose completions are in flight."""
 
-    batch: Any  # which the loader yields later, so that its rows are read once
-    numbers: list[int]  # of its completions' rows
+    batch: Any  # the object that the loader yields later, so that rows are read once
+    numbers: list[int]  # row indices of its completions
     answers: dict[Key, Future[Answer]]
-    rewards: dict[Key, Future[EarlyRewards]]  # by functions that only wait, if there are any
-    views: Any  # of completions that are sampled from other media than the batch's
-    probes: list[tuple[Any, EngineRequest]]  # prompts and requests by which the engine is checked
+    rewards: dict[Key, Future[EarlyRewards]]  # rewards by functions that only wait, if there are any
+    views: Any  # views from which some completions are sampled
+    probes: list[tuple[Any, EngineRequest]]  # prompts and requests for checks of the engine
 
 
 class InFlight:
     """
-    The completions of batches that were asked for, by the indices of the batches in the run.
+    Requests for the completions of batches, and their answers, by the indices of the batches in the run.
 
-    A version of the weights is the number of batches that were trained on when the servers got them. `send` sends a
-    request for a batch. It runs in threads, which do nothing else.
+    A version of the weights is the number of batches that were trained on when the servers got the weights. Each
+    request waits for its answer in a thread of its own.
 
     Args:
         send (`Callable`):
-            Sends a request and returns the completions, `send(request, salt, turn, attempt)`, where turns count
-            requests. A [`RequestLost`] has it sent again.
+            Sends a request and returns the completions, `send(request, salt, turn, attempt)`, where `turn` counts
+            requests. After a [`RequestLost`], the request is sent again.
         max_staleness (`int`):
-            Number of batches that may be asked for beyond the one that is to be trained on.
+            Number of batches that may be requested beyond the batch that is to be trained on.
         patience (`float`):
-            Seconds to wait between attempts, all waits together.
+            Sum of the seconds to wait between attempts.
         changes_weights (`bool`):
             Whether requests go on with newer weights when servers get these.
         settings (`dict`, *optional*):
-            How completions are sampled, beyond what a request says. Answers of a checkpoint under others aren't taken.
+            Settings of sampling that requests don't hold. Answers of a checkpoint with other settings aren't used.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class InFlight:
         self._settings = settings
         self._changes_weights = changes_weights
         self._pending: dict[int, PendingBatch] = {}
-        self._rows: dict[int, list[int]] = {}  # of a checkpoint, as are these
+        self._rows: dict[int, list[int]] = {}  # row indices by batch, of a checkpoint, as are the next answers
         self._checkpoint_answers: dict[Key, Answer] = {}
         self._n_sent = 0
         self._n_cleared = 0
-        self.processor: Any = None  # which reads completions for the threads
+        self.processor: Any = None  # reads completions in the threads
         self.calls = EarlyCalls()
-        self.probes: list[tuple[Any, EngineRequest]] = []  # of the last batch
+        self.probes: list[tuple[Any, EngineRequest]] = []  # probes of the last batch
 
     def __contains__(self, batch_index: int) -> bool:
         return batch_index in self._pending
@@ -103,47 +103,49 @@ class InFlight:
         **more: Any,
     ) -> None:
         """
-        Asks for the completions of a batch, but for those that a checkpoint has, and has those of some requests
-        rewarded when they come.
+        Requests the completions of a batch, except for answers that a checkpoint has. `reward` has functions that
+        reward the completions of some requests as soon as they arrive.
         """
         known = self._checkpoint_answers
-        others = [key for key, each in requests.items() if key in known and not self._fits(key, each)]
-        if others:
-            logger.warning(f"{len(others)} answers of the checkpoint are of other settings, and are asked for again.")
-        self._checkpoint_answers = {key: answer for key, answer in known.items() if key not in others}
+        outdated = [key for key, value in requests.items() if key in known and not self._fits(key, value)]
+        if outdated:
+            logger.warning(
+                f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
+            )
+        self._checkpoint_answers = {key: answer for key, answer in known.items() if key not in outdated}
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._answer, key, request, salt, turn)
             for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
-        rewards = {key: started(self._rewarded, self._n_cleared, answers[key], each) for key, each in reward.items()}
+        rewards = {key: started(self._rewarded, self._n_cleared, answers[key], value) for key, value in reward.items()}
         self._n_sent += len(requests)
         self._pending[batch_index] = PendingBatch(batch, numbers, answers, rewards, **more)
 
     def take(self, batch_index: int) -> tuple[PendingBatch, list[Answer], tuple[float, float]]:
         """
-        Waits for the completions of a batch, and forgets it. Also returns the seconds that this took, and those that
-        an answer had been there before, on average.
+        Returns a batch and the answers to its requests, and forgets them. Also returns the seconds spent waiting for
+        the answers, and the mean number of seconds that answers had waited before.
         """
         start, pending = time.monotonic(), self._pending[batch_index]
-        answers = [each.result() for each in pending.answers.values()]
+        answers = [item.result() for item in pending.answers.values()]
         del self._pending[batch_index]
-        # What a checkpoint has of batches up to here
-        self._rows = {each: rows for each, rows in self._rows.items() if each > batch_index}
+        # A checkpoint's rows and answers up to this batch aren't needed again
+        self._rows = {item: rows for item, rows in self._rows.items() if item > batch_index}
         self._checkpoint_answers = {
             key: answer for key, answer in self._checkpoint_answers.items() if key[0] > batch_index
         }
-        rested = sum(max(0.0, start - each.at) for each in answers) / len(answers)
-        return pending, answers, (time.monotonic() - start, rested)
+        waited = sum(max(0.0, start - item.at) for item in answers) / len(answers)
+        return pending, answers, (time.monotonic() - start, waited)
 
     def sample(self, requests: Sequence[EngineRequest]) -> list[ServerSample]:
-        """Waits for completions by the newest weights."""
-        pending = [started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
-        return [sample for each in pending for sample in each.result().completions]
+        """Returns completions that are sampled by the newest weights, and waits for them."""
+        pending = [started(self._answer, None, item, str(self.version), turn) for turn, item in enumerate(requests)]
+        return [sample for item in pending for sample in item.result().completions]
 
     def clear(self) -> None:
-        """Forgets all batches. What was asked for is neither asked for again nor rewarded."""
+        """Forgets all batches. Their requests are neither sent again nor rewarded."""
         self._pending, self._rows, self._checkpoint_answers = {}, {}, {}
         self._n_cleared, self.calls = self._n_cleared + 1, EarlyCalls()
 
@@ -156,9 +158,9 @@ class InFlight:
         def attempt(n: int) -> Answer:
             self._check(n_cleared)
             first = self.version
-            found = self._send(request, salt, turn, n)
+            completions = self._send(request, salt, turn, n)
             last = self.version if self._changes_weights else first
-            return Answer(found, first, last, time.monotonic(), self._digest(request))
+            return Answer(completions, first, last, time.monotonic(), self._digest(request))
 
         return until_answered(attempt, self._patience, self._warn)
 
@@ -171,10 +173,10 @@ class InFlight:
 
     def _check(self, n_cleared: int) -> None:
         if n_cleared != self._n_cleared:
-            raise RuntimeError("The run has ended.")  # where nobody reads it
+            raise RuntimeError("The run has ended.")  # ends the thread; nobody reads the error
 
     def _fits(self, key: Key, request: EngineRequest) -> bool:
-        """Whether the checkpoint's answer is one to this request, by weights that are new enough."""
+        """Returns whether the checkpoint's answer fits this request, and its weights are new enough."""
         answer = self._checkpoint_answers[key]
         return answer.digest == self._digest(request) and key[0] - answer.first <= self.max_staleness
 
@@ -186,29 +188,31 @@ class InFlight:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        answers = {key: each for pending in self._pending.values() for key, each in pending.answers.items()}
-        ended = {key: each.result() for key, each in answers.items() if each.done() and each.exception() is None}
+        answers = {key: answer for pending in self._pending.values() for key, answer in pending.answers.items()}
+        ended = {
+            key: answer.result() for key, answer in answers.items() if answer.done() and answer.exception() is None
+        }
         return {
             "rows": self._rows | {batch_index: pending.numbers for batch_index, pending in self._pending.items()},
-            "answers": {key: tuple(each) for key, each in (self._checkpoint_answers | ended).items()},
+            "answers": {key: tuple(answer) for key, answer in (self._checkpoint_answers | ended).items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now, self._rows = time.monotonic(), state["rows"]
-        self._checkpoint_answers = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
+        self._checkpoint_answers = {key: Answer(*fields)._replace(at=now) for key, fields in state["answers"].items()}
 
 
 def request_keys(
     prompts: Sequence[Any], numbers: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
 ) -> list[Key]:
     """
-    The keys of requests for completions, consecutive ones of a prompt together, from the numbers of their rows and
-    their indices among the completions of all ranks.
+    Returns the keys of requests for completions, one for consecutive completions of a prompt. `numbers` are row
+    indices, and `indices` count the completions of all ranks.
     """
     keys = []
     for _, run in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
-        first, *others = run
+        first, *later_ones = run
         text = f"{seed} {batch_index} {numbers[first]}"
         start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first]
-        keys.append((batch_index, numbers[first], start, 1 + len(others)))
+        keys.append((batch_index, numbers[first], start, 1 + len(later_ones)))
     return keys

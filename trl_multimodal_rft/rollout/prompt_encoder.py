@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows to messages to encoded prompts, as a trainer or an evaluation is configured."""
+"""Encoding of rows as messages and as prompts, by the settings of a trainer or an evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from ..views import View
 
 @dataclass
 class PromptEncoder:
-    """Encodes the prompts of rows for a model."""
+    """Encoder of the prompts of rows for a model."""
 
     model: Any  # unwrapped
     processor: Any
@@ -30,8 +30,8 @@ class PromptEncoder:
     media_rules: MediaRules = DEFAULT_RULES
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
-    for_engine: bool = False  # whether vLLM samples, which takes decoded media and computes positions itself
-    # Returns the dtype that the process that reads features casts them to, `None` for the processor's
+    for_engine: bool = False  # whether prompts are for vLLM, which takes decoded media and computes positions itself
+    # Returns the dtype that new prompts' features are cast to, `None` for the processor's
     feature_dtype: Callable[[], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
@@ -46,8 +46,8 @@ class PromptEncoder:
 
     def messages(self, rows: Sequence[Row], prefix: str = "") -> list[Any]:
         """
-        The prompts of rows of a batch, with their media; `None` if environments make them. Columns whose names start
-        with the prefix take the place of others.
+        Returns the prompts of a batch's rows with their media, each `None` if environments make the prompts. Columns
+        whose names start with `prefix` take the place of the columns without it.
         """
         if "prompt" not in rows[0]:
             return [None] * len(rows)
@@ -56,8 +56,8 @@ class PromptEncoder:
 
     def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
         """
-        The prompt of a row, whose messages may be known; `None` if it has no media, as text is tokenized like the
-        other rows of its batch.
+        Returns the encoded prompt of a row, or `None` if it has no media, as the format of text depends on the other
+        rows of a batch. `prompt` is the row's prompt as text or messages, if it is known.
         """
         check_has_prompt(row)
         if prompt is None:
@@ -68,7 +68,7 @@ class PromptEncoder:
         return self.encode(prompt, row.row_index)
 
     def encode_teachers(self, row: Row) -> EncodedPrompt | None:
-        """What a teacher reads of a row; `None` if that isn't another prompt than the student's, or has no media."""
+        """Returns a teacher's encoded prompt of a row; `None` if it is the student's prompt, or has no media."""
         if not reads_apart(row):
             return None
         (prompt,) = self.messages([row], TEACHER)
@@ -77,7 +77,7 @@ class PromptEncoder:
     def encode(
         self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any
     ) -> EncodedPrompt:
-        """The prompt of a row's messages, some `sampled`, with its media under a view if one is given."""
+        """Returns the encoded prompt of a row, with media under `view`; the policy `sampled` some messages, if so."""
         encoded = encode_prompt(
             self.checked(prompt, row),
             self.processor,
@@ -95,11 +95,11 @@ class PromptEncoder:
         return encoded
 
     def checked_observation(self, content: str | list, label: str) -> str | list:
-        """What an environment shows, as text or blocks: its control tokens raise, unless they are to be stripped."""
+        """Returns an environment's text or blocks, checked as `special_tokens_in_text` says, by default `"raise"`."""
         return checked_texts(content, self.processor, self.special_tokens_in_text or "raise", label)
 
     def checked(self, prompt: Any, row: int) -> Any:
-        """Messages that a completion can follow, whose control tokens are dealt with."""
+        """Returns a prompt with checked control tokens. Raises `ValueError` if a completion can't follow it."""
         answered = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
         if answered and not self.template_kwargs.get("continue_final_message"):
             raise ValueError(
@@ -111,5 +111,5 @@ class PromptEncoder:
 
 
 def reads_apart(row: Row) -> bool:
-    """Whether a teacher reads something else than a student of a row."""
+    """Returns whether a teacher reads another prompt of a row than the student."""
     return any(row.get(name) is not None for name in TEACHER_COLUMNS)

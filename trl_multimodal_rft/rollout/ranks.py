@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What ranks exchange: rows and sums, and before the update whole groups, so that no rank waits for one with longer rows.
+Exchange among ranks: rows, sums, and before the update whole groups, so that no rank waits for one with more tokens.
 """
 
 import io
@@ -19,15 +19,15 @@ from ..forward.partition import micro_batch_order, packed_length
 from .rollout import Rollout, join_rollouts
 
 
-_TOLERANCE = 0.02  # by which the longest rank may exceed the mean; less isn't worth the transfer
+_TOLERANCE = 0.02  # share by which the longest rank may exceed the mean, as less isn't worth the transfer
 
 
 def arranged(
     rollout: Rollout, args: Any, accelerator: Accelerator, may_move: bool = True
 ) -> tuple[Rollout, dict[str, float]]:
     """
-    A rollout in the order of its micro-batches, whole groups together, and metrics. With `balance_ranks`, ranks
-    exchange groups before, if they may. All ranks have to call this.
+    Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`,
+    ranks exchange groups before, if `may_move`. All ranks have to call this.
     """
     steps, metrics, generator = args.steps_per_generation, {}, None
     if args.balance_ranks and accelerator.num_processes > 1:
@@ -43,7 +43,7 @@ def arranged(
 
 
 def _exchanged(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
-    """The rollout after the exchange, with as many groups as before, and the megabytes that all ranks have sent."""
+    """Returns the rollout after the exchange, with as many groups as before, and the megabytes that all ranks sent."""
     groups, rank = rollout.groups(group_size), accelerator.process_index
     loads = torch.tensor([[forwarded_length(group) for group in groups], _free(groups)], device=accelerator.device)
     loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
@@ -57,7 +57,7 @@ def _exchanged(rollout: Rollout, group_size: int, accelerator: Accelerator) -> t
 
 
 def forwarded_length(rollout: Rollout) -> int:
-    """Tokens that the update forwards of completions and their prompts."""
+    """Returns the number of tokens of prompts and completions that the update forwards."""
     lengths = rollout.completion_mask.sum(1).tolist()
     rows = range(len(rollout)) if rollout.rows_to_score is None else rollout.rows_to_score
     prompts, lengths = by_context([rollout.prompts[i] for i in rows], [lengths[i] for i in rows])
@@ -65,24 +65,26 @@ def forwarded_length(rollout: Rollout) -> int:
 
 
 def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> dict[str, float]:
-    """How much longer than the mean the longest ranks' micro-batches are. All ranks have to call this."""
+    """Returns the length of the longest ranks' micro-batches relative to the mean. All ranks have to call this."""
     if accelerator.num_processes == 1:
         return {}
-    lengths = torch.tensor([[forwarded_length(each) for each in micro_batches]], device=accelerator.device)
+    lengths = torch.tensor(
+        [[forwarded_length(micro_batch) for micro_batch in micro_batches]], device=accelerator.device
+    )
     everyone = accelerator.gather(lengths).float()
     return {"packing/rank_imbalance": float(everyone.amax(0).sum() / everyone.mean(0).sum().clamp(min=1))}
 
 
 def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> list[list[int]]:
     """
-    The groups that each rank holds after swaps of free ones between the longest and the shortest rank, as long as a
-    swap brings them closer; groups count over all ranks. Swaps keep the numbers of groups, and move fewer than a new
-    distribution would.
+    Returns the groups that each rank holds after swaps of free groups between the longest and the shortest rank, as
+    long as a swap brings their lengths closer; groups count over all ranks. Swaps keep the number of groups per rank,
+    and move fewer groups than a new distribution would.
     """
     n = len(loads[0])
     assignment = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]
     load, is_free = sum(map(list, loads), []), sum(map(list, free), [])
-    totals = [sum(each) for each in loads]
+    totals = [sum(rank_loads) for rank_loads in loads]
     while max(totals) > (1 + _TOLERANCE) * sum(totals) / len(totals):
         longest, shortest = totals.index(max(totals)), totals.index(min(totals))
         gap = totals[longest] - totals[shortest]
@@ -92,8 +94,8 @@ def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> l
             for j, b in enumerate(assignment[shortest])
             if is_free[a] and is_free[b]
         )
-        left, i, j = min(swaps, default=(gap, 0, 0))
-        if left >= gap:
+        new_gap, i, j = min(swaps, default=(gap, 0, 0))
+        if new_gap >= gap:
             break
         a, b = assignment[longest][i], assignment[shortest][j]
         assignment[longest][i], assignment[shortest][j] = b, a
@@ -103,25 +105,30 @@ def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> l
 
 
 def _free(groups: Sequence[Rollout]) -> list[int]:
-    """Whether each group may move: the media of its prompt are in no other group here, which would share them."""
+    """Returns 1 for a group that may move, and 0 for one that shares the media of its prompt with another group."""
     media = [{id(prompt.shared.on_device) for prompt in group.prompts} for group in groups]
     held = Counter(sum(map(list, media), []))
-    return [int(all(held[each] == 1 for each in own)) for own in media]
+    return [int(all(held[key] == 1 for key in keys)) for keys in media]
 
 
 def _moved(
     held: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
-    """The groups that this rank gets from others, and the bytes that all ranks send."""
+    """Returns the groups that this rank receives from others, and the bytes that all ranks send."""
     rank, device, n = accelerator.process_index, accelerator.device, len(held)
-    moves = [(group, group // n, to) for to, own in enumerate(assignment) for group in own if group // n != to]
+    moves = [
+        (group, group // n, to)
+        for to, rank_groups in enumerate(assignment)
+        for group in rank_groups
+        if group // n != to
+    ]
     sent = {group: packed_group(held[group]) for group, source, _ in moves if source == rank}
     sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
-    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # sends no memory of a GPU
+    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # it can't send memory of a GPU
         device = torch.device("cpu")
     transfers, buffers = [], {}
-    for group, source, to in moves:  # in the same order on both sides
+    for group, source, to in moves:  # sender and receiver must have the same order
         if source == rank:
             transfers.append(dist.P2POp(dist.isend, sent[group].to(device), to))
         elif to == rank:
@@ -133,7 +140,7 @@ def _moved(
 
 
 class _Pickler(pickle.Pickler):
-    """Copies tensors that are a part of their storage, which would be written whole."""
+    """Pickler that copies a tensor that is a part of its storage, as it would otherwise write the whole storage."""
 
     def reducer_override(self, value):
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
@@ -142,7 +149,7 @@ class _Pickler(pickle.Pickler):
 
 
 def packed_group(group: Rollout) -> torch.Tensor:
-    """A group as bytes, without what is on devices or made again."""
+    """Returns a group as bytes, without tensors on devices, cached masks and decoded media."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(group.with_copied_prompts(on_device=False).to("cpu"))
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -152,21 +159,21 @@ def packed_group(group: Rollout) -> torch.Tensor:
 
 
 def gather_rows(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """Rows of all ranks, padded on the right."""
+    """Returns the rows of all ranks, padded on the right."""
     return accelerator.gather(accelerator.pad_across_processes(values.contiguous(), dim=1))
 
 
 def local_rows(accelerator: Accelerator, values: torch.Tensor, n: int) -> torch.Tensor:
-    """This rank's `n` rows of those of all ranks."""
+    """Returns this rank's `n` rows of `values`, which are the rows of all ranks."""
     start = accelerator.process_index * n
     return values[start : start + n]
 
 
 def any_rank(accelerator: Accelerator, condition: bool) -> bool:
-    """Whether a condition holds on any rank."""
+    """Returns whether a condition holds on any rank."""
     return bool(accelerator.gather(torch.tensor([condition], device=accelerator.device)).any())
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> list[float]:
-    """The sum of each number over the ranks."""
+    """Returns the sum of each number over the ranks."""
     return accelerator.gather(torch.tensor([numbers], device=accelerator.device)).sum(0).tolist()

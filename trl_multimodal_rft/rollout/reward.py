@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards of a rollout's completions, and what is computed of those of all ranks."""
+"""Rewards of a rollout's completions, and signal, metrics and advantages from the rewards of all ranks."""
 
 from asyncio import AbstractEventLoop
 from bisect import bisect_right
@@ -29,17 +29,17 @@ from .rollout import EarlyRewards, Rollout, Source, Turn
 
 logger = get_logger(__name__)
 
-# What TRL adds to standard deviations
+# TRL adds it to standard deviations before it divides by them
 _EPS = 1e-4
 
-# First turns of completions whose mean rewards are logged
+# Number of a completion's first turns whose mean rewards are logged
 _SHOWN_TURNS = 8
 
 
 class EarlyCalls:
     """
-    Calls functions one by one, each of them, as they use so many connections as they were told. After an error, it
-    raises that one again.
+    Serial calls of each function by several threads, as a function opens as many connections as it may have. After an
+    error, every further call raises that error.
     """
 
     def __init__(self):
@@ -65,34 +65,36 @@ def checked_functions(
     template_kwargs: dict[str, Any],
     media_rules: MediaRules,
 ) -> dict[str, Callable]:
-    """Reward functions by name, whose arguments and results are checked; models of text read completions as text."""
-    readers = [name for name, each in zip(names, reward_funcs, strict=True) if isinstance(each, nn.Module)]
+    """Returns reward functions by name, with checks of arguments and results; models of text get messages as text."""
+    readers = [name for name, function in zip(names, reward_funcs, strict=True) if isinstance(function, nn.Module)]
     check_readers(readers, rollout.source.messages, rollout.source.completions)
-    noted = {"failures": rollout.source.failures}
-    reward_funcs = [partial(each, **noted) if hasattr(each, "notes_failures") else each for each in reward_funcs]
+    failures = {"failures": rollout.source.failures}
+    reward_funcs = [
+        partial(function, **failures) if hasattr(function, "notes_failures") else function for function in reward_funcs
+    ]
     return {
         name: checked_reward(
-            read_as_text(each, processor, template_kwargs) if name in readers else each,
+            read_as_text(function, processor, template_kwargs) if name in readers else function,
             name,
             media_rules,
             rollout.source.row_indices,
             [[(turn.start, turn.stop) for turn in turns] for turns in rollout.source.sampled_turns],
         )
-        for name, each, processor in zip(names, reward_funcs, processors, strict=True)
+        for name, function, processor in zip(names, reward_funcs, processors, strict=True)
     }
 
 
 def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any]:
     """
-    Arguments of reward functions, as TRL passes them; media are as the dataset has them. There are also `group_ids`,
-    unless a group straddles ranks.
+    Returns the arguments of reward functions, as TRL passes them, with media as the dataset has them. The arguments
+    include `group_ids`, unless a group straddles ranks.
     """
     rows = [
-        {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.source.extra.items()}}
+        {**row, **{key: value[i] if isinstance(value, list) else value for key, value in rollout.source.extra.items()}}
         for i, row in enumerate(rollout.source.rows)
     ]
     if rollout.source.environments is not None:
-        rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
+        rows = [{**row, "environments": value} for row, value in zip(rows, rollout.source.environments, strict=True)]
     prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
     groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
     return {**reward_arguments(prompts, completions, rollout.source.ids, rows), **groups, **kwargs}
@@ -100,8 +102,8 @@ def rollout_arguments(rollout: Rollout, kwargs: dict[str, Any]) -> dict[str, Any
 
 def only_waits(reward_func: Callable) -> bool:
     """
-    Whether a thread may call a function while the policy is trained: it is async, or has a true `only_waits`, as those
-    that ask servers. Others may use collectives, signals or the device.
+    Returns whether a thread may call a reward function while the policy is trained: the function is async, or has a
+    true `only_waits`, as functions that ask servers do. Others may use collectives, signals or the device.
     """
     return is_async_callable(reward_func) or getattr(reward_func, "only_waits", False)
 
@@ -113,11 +115,13 @@ def reward_early(
     loop: AbstractEventLoop | None,
     calls: EarlyCalls,
 ) -> EarlyRewards:
-    """Calls reward functions in a thread of their own. What they log is kept."""
+    """Calls reward functions while the policy is trained, and returns their rewards and the entries that they log."""
     logged: list[tuple[str, str, Any]] = []
     logs = {key: partial(lambda *entry: logged.append(entry), key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **logs})
-    one_by_one = {name: partial(calls, name, each) for name, each in functions.items() if not is_async_callable(each)}
+    one_by_one = {
+        name: partial(calls, name, function) for name, function in functions.items() if not is_async_callable(function)
+    }
     return EarlyRewards(call_rewards({**functions, **one_by_one}, arguments, loop), logged)
 
 
@@ -130,38 +134,41 @@ def reward_rollout(
     early: EarlyRewards | None = None,
 ) -> dict[str, list[float | None]]:
     """
-    Calls reward functions as TRL does, with further `kwargs`, but for those that were called early; media are as in
-    the dataset. Returns the rewards of completions by function, `None` where the environment failed.
+    Returns the rewards of completions by function, `None` where the environment failed. Calls the functions as TRL
+    does, with further `kwargs` and media as in the dataset, except for functions that `early` has rewards of.
     """
     arguments, early = rollout_arguments(rollout, kwargs), early or EarlyRewards({}, [])
-    for key, *what in early.logged:
-        kwargs[key](*what)
-    called = {name: each for name, each in functions.items() if name not in early.values}
-    found = call_rewards(called, arguments, loop, profile) | early.values
-    kept = [error is None for error in rollout.source.failures]
-    return {name: [each if keep else None for each, keep in zip(found[name], kept, strict=True)] for name in functions}
+    for key, *entry in early.logged:
+        kwargs[key](*entry)
+    remaining = {name: value for name, value in functions.items() if name not in early.values}
+    rewards = call_rewards(remaining, arguments, loop, profile) | early.values
+    succeeded = [error is None for error in rollout.source.failures]
+    return {
+        name: [value if is_valid else None for value, is_valid in zip(rewards[name], succeeded, strict=True)]
+        for name in functions
+    }
 
 
 def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
-    """Rewards of completions by function, `(N, F)`, NaN for `None`."""
-    return torch.tensor([[torch.nan if each is None else each for each in row] for row in rewards])
+    """Returns the rewards of completions by function, `(N, F)`, NaN for `None`."""
+    return torch.tensor([[torch.nan if reward is None else reward for reward in row] for row in rewards])
 
 
 def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> torch.Tensor:
-    """Sums of the rewards in each of the first turns, `(N, F, turns)`; NaN where a function doesn't give any."""
-    found = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
-    for sums, row, own in zip(found, rewards, turns, strict=True):
-        for i, each in enumerate(row):
-            for end, reward in each.steps if isinstance(each, StepwiseReward) else ():
-                if (turn := bisect_right(own, end, key=lambda each: each.stop)) < _SHOWN_TURNS:
+    """Returns the sums of the rewards in each of the first turns, `(N, F, turns)`, NaN where a function gives none."""
+    turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
+    for sums, row, spans in zip(turn_sums, rewards, turns, strict=True):
+        for i, item in enumerate(row):
+            for end, reward in item.steps if isinstance(item, StepwiseReward) else ():
+                if (turn := bisect_right(spans, end, key=lambda item: item.stop)) < _SHOWN_TURNS:
                     sums[i, turn] = sums[i, turn].nan_to_num(0.0) + reward
-    return found
+    return turn_sums
 
 
 def reward_metrics(
     rewards_per_func: torch.Tensor, names: Sequence[str], rewards: torch.Tensor, is_std_zero: torch.Tensor
 ) -> dict[str, float]:
-    """TRL's metrics. Shapes: `rewards_per_func` `(N, F)`, the others `(N,)`, of all ranks."""
+    """Returns TRL's metrics of rewards of all ranks. Shapes: `rewards_per_func` `(N, F)`, the others `(N,)`."""
     metrics = {}
     for i, name in enumerate(names):
         metrics[f"rewards/{name}/mean"] = rewards_per_func[:, i].nanmean().item()
@@ -172,7 +179,7 @@ def reward_metrics(
 
 
 def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Mean rewards of the first turns over all ranks' completions that have them, `(N, F, turns)`."""
+    """Returns the mean rewards of the first turns, from rewards `(N, F, turns)` of all ranks, NaN for no reward."""
     metrics: dict[str, float] = {}
     for name, means in zip(names, rewards.nanmean(dim=0).tolist(), strict=True):
         metrics |= {f"rewards/{name}/turn_{i}": mean for i, mean in enumerate(means, start=1) if mean == mean}
@@ -181,9 +188,9 @@ def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float
 
 def check_readers(names: Collection[str], prompts: Any, completions: Any) -> None:
     """
-    Reward models of text can't judge media.
+    Checks that no media are left out of the text that the named reward models read.
 
-    Raises [`MediaError`] if prompts hold media, and warns if tools returned some.
+    Raises [`MediaError`] if prompts hold media, and warns if tools returned media.
     """
     ref = next(iter_refs(prompts), None)
     if names and ref is not None:
@@ -199,9 +206,9 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
 
 
 def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collection[str], source: Source) -> None:
-    """Warns of the first row with a completion that hasn't failed for which every function returned `None`."""
-    given = zip(rewards, source.row_indices, source.failures, strict=True)
-    row = next((row for values, row, error in given if error is None and {*values} == {None}), None)
+    """Warns of the first row with a completion that didn't fail and for which every function returned `None`."""
+    completions = zip(rewards, source.row_indices, source.failures, strict=True)
+    row = next((row for values, row, error in completions if error is None and {*values} == {None}), None)
     if row is not None:
         logger.warning(
             f"row {row}: every reward function ({', '.join(map(repr, names))}) returned None for a completion, which "
@@ -209,15 +216,15 @@ def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collect
         )
 
 
-# Of all ranks
+# Functions of the rewards of all ranks
 
 
 def weighted_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, bonus: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    Reward of each completion, `(N,)`, from those of the functions, `(N, F)`, and its bonus, `(N,)`; NaN where no
-    function applies.
+    Returns the reward of each completion, `(N,)`: the weighted sum of its rewards by function, `(N, F)`, plus its
+    bonus, `(N,)`; NaN where no function applies.
     """
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards = rewards if bonus is None else rewards + bonus
@@ -232,36 +239,39 @@ def join_steps(
     bonus: torch.Tensor | None = None,
 ) -> Steps:
     """
-    Steps of completions, by what each function returned for them, and for each of their turns the token behind it and
-    its state. What functions return for whole completions, `(N, F)`, and the bonus, `(N,)`, are the outcome.
+    Returns the steps of completions from rewards of steps, and from the end (the index behind the last token) and the
+    state of each turn. A completion's outcome is its bonus, `(N,)`, plus the weighted sum of the rewards of functions
+    that reward whole completions, in `rewards_per_func`, `(N, F)`.
     """
-    found, numbers, weights = [], {}, weights.cpu().double()
-    for row, own in zip(rewards, turns, strict=True):
-        along = [dict(each.steps) if isinstance(each, StepwiseReward) else {} for each in row]
+    step_lists, numbers, weights = [], {}, weights.cpu().double()
+    for row, spans in zip(rewards, turns, strict=True):
+        stepwise = [dict(item.steps) if isinstance(item, StepwiseReward) else {} for item in row]
         steps = []
-        for end in sorted({stop - 1 for stop, _ in own}.union(*along)):
-            turn = bisect_right(own, end, key=lambda each: each[0])
-            values = [weight * each[end] for weight, each in zip(weights.tolist(), along, strict=True) if end in each]
-            state = numbers.setdefault(own[turn][1], len(numbers))
+        for end in sorted({stop - 1 for stop, _ in spans}.union(*stepwise)):
+            turn = bisect_right(spans, end, key=lambda item: item[0])
+            values = [
+                weight * item[end] for weight, item in zip(weights.tolist(), stepwise, strict=True) if end in item
+            ]
+            state = numbers.setdefault(spans[turn][1], len(numbers))
             steps.append(Step(end, turn, sum(values) if values else None, state))
-        # Of a completion without tokens, the outcome is compared with those of others
-        found.append(steps or [Step(-1, 0, None, numbers.setdefault(None, len(numbers)))])
-    along = torch.tensor([[isinstance(each, StepwiseReward) for each in row] for row in rewards])
-    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(along, torch.nan), weights)
+        # A completion without tokens has a step, too, for an outcome that is compared with those of others
+        step_lists.append(steps or [Step(-1, 0, None, numbers.setdefault(None, len(numbers)))])
+    stepwise = torch.tensor([[isinstance(item, StepwiseReward) for item in row] for row in rewards])
+    outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(stepwise, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()
-    return Steps(found, outcomes)
+    return Steps(step_lists, outcomes)
 
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """Whether the rewards differ within each completion's group. Shapes: both `(N,)`; returns `(N,)`."""
+    """Returns whether rewards differ within each completion's group. Shapes: both `(N,)`; returns `(N,)`."""
     statistics = group_statistics(rewards, group_ids)
     return statistics.live[statistics.index].to(rewards.device)
 
 
 def out_of_range(rewards: torch.Tensor, group_ids: torch.Tensor, bounds: Sequence[float]) -> torch.Tensor:
     """
-    Where the mean reward of each completion's group is: -1 at or below the lower bound, 1 at or above the upper one, 0
-    between them, or where none can be scored. Shapes: both `(N,)`; returns `(N,)`.
+    Returns -1 where the mean reward of a completion's group is at or below the lower bound, 1 where it is at or above
+    the upper one, and 0 between them, or where the group has no reward. Shapes: both `(N,)`; returns `(N,)`.
     """
     statistics = group_statistics(rewards, group_ids)
     total = torch.zeros_like(statistics.count).index_add(0, statistics.index, rewards.cpu().double().nan_to_num(0.0))
@@ -273,10 +283,10 @@ def normalize_then_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Rewards normalized per function and group, summed, then normalized over the batch, as TRL does for
+    Returns rewards normalized per function and group, summed, then normalized over the batch, as TRL does for
     `multi_objective_aggregation="normalize_then_sum"`; 0 in groups in which no function's rewards differ.
 
-    Shapes: `rewards_per_func` `(N, F)`; returns advantages, whether there is signal, and whether the standard
+    Shapes: `rewards_per_func` `(N, F)`; returns advantages, whether the group has signal, and whether the standard
     deviation is 0, each `(N,)`.
     """
     grouped = rewards_per_func.view(-1, group_size, rewards_per_func.size(1))
@@ -292,8 +302,9 @@ def normalize_then_sum(
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor, normalize: bool) -> torch.Tensor:
     """
-    TRL's advantages of RLOO: reward minus the mean of the others of its group, normalized over the batch if wanted; 0
-    for completions that can't be scored, or alone can. Shapes: both `(N,)`; returns `(N,)`.
+    Returns TRL's advantages of RLOO: a completion's reward minus the mean reward of the others of its group,
+    normalized over the batch if `normalize`; 0 for a completion that has no reward, or the only one of its group.
+    Shapes: both `(N,)`; returns `(N,)`.
     """
     advantages = rloo(rewards, group_ids)
     if not normalize:
@@ -305,7 +316,7 @@ def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor, normalize: boo
 
 
 def is_std_zero(rewards: torch.Tensor, group_size: int, scale: str = "group") -> torch.Tensor:
-    """Whether the standard deviation that TRL would divide by is 0. Shapes: `rewards` `(N,)`; returns `(N,)`."""
+    """Returns whether the standard deviation that TRL divides by is 0. Shapes: `rewards` `(N,)`; returns `(N,)`."""
     if scale == "batch":
         std = nanstd(rewards).expand_as(rewards) if rewards.numel() > 1 else torch.zeros_like(rewards)
     elif group_size > 1:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The completions that flow through a training step."""
+"""Rollouts: the completions of a generation batch, with all that the stages of a training step add to them."""
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -17,28 +17,28 @@ from ..policy import Completions
 
 
 def _per_token(fill: float = 0.0) -> Any:
-    """A tensor with a value per token, `fill` on padding."""
+    """Returns a dataclass field for a tensor with a value per token, and with `fill` on padding."""
     return field(default=None, metadata={"fill": fill})
 
 
 @dataclass(eq=False)
 class _Part:
-    """What a stage knows of completions: a dataclass of tensors and lists with a row per completion, and parts."""
+    """Part of a rollout: a dataclass of tensors and lists with a row per completion, and of further parts."""
 
     def walk(self) -> Iterator[tuple[Field, Any]]:
-        """Yields fields and values, of parts, too."""
-        for each in fields(self):
-            value = getattr(self, each.name)
+        """Yields fields and their values, including the fields of nested parts."""
+        for spec in fields(self):
+            value = getattr(self, spec.name)
             if isinstance(value, _Part):
                 yield from value.walk()
-            yield each, value
+            yield spec, value
 
     def changed(self, change: Callable[[Field, Any], Any]) -> Self:
-        """A copy with `change(field, value)` in place of each value, in parts, too."""
-        values = {each: getattr(self, each.name) for each in fields(self)}
+        """Returns a copy with `change(field, value)` in place of each value, in nested parts, too."""
+        values = {spec: getattr(self, spec.name) for spec in fields(self)}
         changed = {
-            each.name: value.changed(change) if isinstance(value, _Part) else change(each, value)
-            for each, value in values.items()
+            spec.name: value.changed(change) if isinstance(value, _Part) else change(spec, value)
+            for spec, value in values.items()
         }
         return replace(self, **changed)
 
@@ -48,19 +48,19 @@ Written = TypeVar("Written", torch.Tensor, int)
 
 
 class EarlyRewards(NamedTuple):
-    """Rewards by some functions, of completions that were requested ahead, and what these functions logged."""
+    """Rewards of completions in flight, by functions that only wait, and the entries that these functions logged."""
 
     values: dict[str, list[float | None]]
-    logged: list[tuple[str, str, Any]]  # the argument that was called, the name, and what
+    logged: list[tuple[str, str, Any]]  # the argument that was called, such as `log_metric`, the name and the value
 
     @classmethod
     def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
-        values = {name: sum((each.values[name] for each in parts), []) for name in parts[0].values}
-        return cls(values, sum((each.logged for each in parts), []))
+        values = {name: sum((part.values[name] for part in parts), []) for name in parts[0].values}
+        return cls(values, sum((part.logged for part in parts), []))
 
 
 def require(value: Written | None) -> Written:
-    """What an earlier stage has written into a rollout."""
+    """Returns a value that an earlier stage wrote into a rollout. Raises `ValueError` if it is `None`."""
     if value is None:
         raise ValueError("A stage of the step was left out, of which a later one needs a result.")
     return value
@@ -68,10 +68,10 @@ def require(value: Written | None) -> Written:
 
 @dataclass(eq=False)
 class Flight(_Part):
-    """Of completions that were requested ahead of need."""
+    """Weights and early rewards of completions that were sampled asynchronously."""
 
-    versions: torch.Tensor  # (N, 2), of the weights by which servers sampled first and last tokens
-    early_rewards: EarlyRewards | None = None  # by functions that only wait
+    versions: torch.Tensor  # (N, 2), versions of the weights by which servers sampled the first and the last token
+    early_rewards: EarlyRewards | None = None  # rewards by functions that only wait
 
 
 class Turn(NamedTuple):
@@ -79,17 +79,17 @@ class Turn(NamedTuple):
 
     start: int
     stop: int
-    messages: list[dict[str, Any]]  # the prompt, or the results, that it answers
+    messages: list[dict[str, Any]]  # the prompt, or the tool results, that the turn answers
 
     @property
     def state(self) -> str:
-        """A digest of what it answers, equal for equal messages and media."""
+        """Digest of the messages that the turn answers, equal for equal messages and media."""
         return content_digest(self.messages)
 
 
 @dataclass(eq=False)
 class Source(_Part):
-    """What completions were sampled from, and their texts, which rewards, logs and checks read, and no loss."""
+    """Rows, prompts and texts of completions, which rewards, logs and checks read, but no loss."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as reward functions get them
     row_indices: list[int] = field(default_factory=list)  # in their dataset
@@ -98,39 +98,39 @@ class Source(_Part):
     tools: list[dict[str, Callable]] = field(default_factory=list)  # of each completion, by name
     failures: list[Exception | None] = field(default_factory=list)  # why environments couldn't go on
     whole_groups: bool = True  # whether no group straddles ranks
-    batch_index: int | None = None  # in the run, of a batch that the loader of training yielded
+    batch_index: int | None = None  # index in the run, for a batch of the training loader
     ids: list[list[int]] = field(default_factory=list)  # of each completion, without padding
-    ended: list[bool] = field(default_factory=list)  # which completions weren't cut
+    ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages
     turns: list[list[Turn]] = field(default_factory=list)  # of each completion, where tools are called
-    # Of each completion, the messages that replaced its prompt's, where tools are called
+    # Messages of the contexts that replaced each completion's prompt, where tools are called
     contexts: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
     flight: Flight | None = None
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
-    # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
+    # Further completions from another view, which aren't trained on, and the indices of the completions beside them
     contrast: "tuple[Rollout, list[int]] | None" = None
 
     def template_tools(self, row: int) -> dict[str, Any]:
-        """Arguments of the chat template for a completion whose tools are those of its environment."""
+        """Returns the chat template's argument for the tools of a completion, if there are environments."""
         return {} if self.environments is None else {"tools": [*self.tools[row].values()] or None}
 
     @property
     def sampled_turns(self) -> list[list[Turn]]:
-        """Turns of each completion that have tokens; where no tools are called, a completion is one."""
+        """Turns of each completion that have tokens; a completion without tools is one turn."""
         whole = zip(self.ids, self.messages, strict=True)
         turns = self.turns or [[Turn(0, len(ids), messages)] for ids, messages in whole]
-        return [[turn for turn in each if turn.stop > turn.start] for each in turns]
+        return [[turn for turn in turn_list if turn.stop > turn.start] for turn_list in turns]
 
 
 @dataclass(eq=False)
 class Rewards(_Part):
-    """What reward functions say of completions."""
+    """Rewards of completions, and the signal in their groups."""
 
     by_function: list[list[float | None]] = field(default_factory=list)  # of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
-    bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
-    has_signal: torch.Tensor | None = None  # (N,), whether the group has something to learn from
+    bonus: torch.Tensor | None = None  # (all ranks' N,), added to the rewards' sum, by the rewards of the contrast
+    has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
     # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
     out_of_range: torch.Tensor | None = None
     scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies
@@ -138,37 +138,39 @@ class Rewards(_Part):
 
 @dataclass(eq=False)
 class ViewScores(_Part):
-    """The view in the loss."""
+    """Prompts under the view in the loss, and the dependency of tokens on the media that the view replaces."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view; empty without one
     replaces: torch.Tensor | None = None  # (N,), whether the view replaces media of the prompt
-    dependency: torch.Tensor | None = _per_token()  # (N, C), how far tokens depend on the media that it replaces
+    dependency: torch.Tensor | None = _per_token()  # (N, C), how far tokens depend on the replaced media
 
 
 @dataclass(eq=False)
 class Values(_Part):
-    """What a critic says of completions."""
+    """Values of a critic, and the returns that it learns."""
 
-    old: torch.Tensor | None = _per_token()  # (N, C)
+    old: torch.Tensor | None = _per_token()  # (N, C), by the critic before the update
     returns: torch.Tensor | None = _per_token()  # (N, C)
 
 
 @dataclass(eq=False)
 class TeacherScores(_Part):
-    """What a teacher reads, and what one on a server says of completions."""
+    """Prompts of a teacher, and scores by a teacher on a server."""
 
-    prompts: list[EncodedPrompt] = field(default_factory=list)  # where they differ from the student's; else empty
+    prompts: list[EncodedPrompt] = field(default_factory=list)  # empty unless they differ from the student's
     ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
     logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
 
 
 @dataclass(eq=False)
 class TokenChoice(_Part):
-    """Which tokens an update trains on."""
+    """Choice of the tokens that an update trains on."""
 
     entropies: torch.Tensor | None = _per_token()  # (N, C), under the policy that sampled
     weights: torch.Tensor | None = _per_token()  # (N, C), in the policy loss; None for 1
-    without_gradient: list[bool] = field(default_factory=list)  # completions that needn't be forwarded; empty for none
+    without_gradient: list[bool] = field(
+        default_factory=list
+    )  # whether completions needn't be forwarded; may be empty
 
 
 PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice)
@@ -184,7 +186,7 @@ class Rollout(_Part):
     """
 
     prompts: list[EncodedPrompt]  # each completion's prompt; completions of a group hold the same object
-    group_ids: torch.Tensor  # (N,), the number of each completion's group among those of all ranks
+    group_ids: torch.Tensor  # (N,), index of each completion's group among the groups of all ranks
     pad_token_id: int
     # (N, C), padded on the right
     completion_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": None})
@@ -211,17 +213,17 @@ class Rollout(_Part):
 
     @property
     def completions(self) -> Completions:
-        """What [`~policy.PolicyForward.score`] takes: prompts, ids and mask."""
+        """Arguments of [`~policy.PolicyForward.score`]: prompts, ids and mask."""
         return self.prompts, self.completion_ids, self.completion_mask
 
     @property
     def loss_mask(self) -> torch.Tensor:
-        """1 on tokens in the loss, `(N, C)`."""
+        """Mask of the tokens in the loss, `(N, C)`."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     @property
     def rows_to_score(self) -> list[int] | None:
-        """Completions that have a gradient, `None` for all."""
+        """Batch indices of the completions that have a gradient, `None` for all."""
         skips = self.tokens.without_gradient
         return [i for i, skip in enumerate(skips) if not skip] if any(skips) else None
 
@@ -259,49 +261,49 @@ class Rollout(_Part):
         return self.changed(chosen)
 
     def for_loss(self) -> "Rollout":
-        """Without what only rewards, logs and checks read."""
+        """Returns a copy without the fields that only rewards, logs and checks read."""
         rewards = replace(self.rewards, by_function=[], per_func=None, bonus=None)
         return replace(self, source=Source(), rewards=rewards)
 
     def parts(self, size: int) -> list[range]:
-        """The batch indices of at most `size` completions at a time."""
+        """Returns ranges of at most `size` batch indices, which cover all completions."""
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def micro_batches(self, n: int) -> list["Rollout"]:
-        """`n` parts of equal size, in order."""
+        """Returns `n` parts of equal size, in order."""
         size = len(self) // n
         return [self.select(range(start, start + size)) for start in range(0, n * size, size)]
 
     def groups(self, size: int) -> list["Rollout"]:
-        """One rollout per group of `size` completions, without columns that are padding in the whole group."""
+        """Returns one rollout per group of `size` completions, without columns of padding alone."""
         parts, tokens = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
 
     def token_fields(self) -> set[Field]:
-        """Fields of tensors with a value per token, which advantages and ratios may or may not have."""
+        """Returns the fields whose tensors have a value per token, which advantages and ratios may or may not have."""
         width = self.completion_ids.size(1)
-        values = {each: value for each, value in self.walk() if "fill" in each.metadata and value is not None}
-        return {each for each, value in values.items() if value.dim() > 1 and value.size(1) == width}
+        values = {spec: value for spec, value in self.walk() if "fill" in spec.metadata and value is not None}
+        return {spec for spec, value in values.items() if value.dim() > 1 and value.size(1) == width}
 
     def resized(self, width: int, tokens: set[Field]) -> "Rollout":
-        """With per-token tensors padded on the right, or cut, to a number of columns."""
+        """Returns a copy whose per-token tensors are padded on the right, or cut, to `width` columns."""
         more = width - self.completion_ids.size(1)
 
         def padded(spec: Field, value: Any) -> Any:
             if spec not in tokens:
                 return value
             fill = spec.metadata["fill"]
-            behind = (0, 0) * (value.dim() - 2)  # of dimensions behind the tokens
+            behind = (0, 0) * (value.dim() - 2)  # no padding of the dimensions behind the tokens
             return F.pad(value, (*behind, 0, more), value=self.pad_token_id if fill is None else fill)
 
         return self.changed(padded)
 
     def to(self, device: torch.device | str, copy: bool = False) -> "Rollout":
-        """With tensors on a device; prompts stay on the CPU."""
+        """Returns a copy with tensors on a device; prompts stay on the CPU."""
         return self.changed(lambda _, value: value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value)
 
     def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
-        """With prompts that share no cached masks, nor what only generation needs, with those of this one."""
+        """Returns a copy whose prompts have their own mask caches, and share media on devices if `on_device`."""
         copies: dict[int, EncodedPrompt] = {}
 
         def copied(prompt: EncodedPrompt) -> EncodedPrompt:
@@ -313,11 +315,11 @@ class Rollout(_Part):
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
 
         return self.changed(
-            lambda each, value: [copied(prompt) for prompt in value] if each.name == "prompts" else value
+            lambda spec, value: [copied(prompt) for prompt in value] if spec.name == "prompts" else value
         )
 
     def release(self) -> None:
-        """Frees what forwards kept of the media, once no more of them come."""
+        """Frees the media that forwards kept on devices, once no further forward comes."""
         for prompt in [*self.prompts, *self.view.prompts, *self.teacher.prompts]:
             for part in prompt.parts:
                 part.on_device.clear()
@@ -325,18 +327,20 @@ class Rollout(_Part):
 
 def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     """
-    Concatenates rollouts with the same fields, whenever they were sampled. The caller sets `group_ids` and
-    `num_items_in_batch`, which count over the whole batch.
+    Concatenates rollouts with the same fields, which may have been sampled at different steps. The caller sets
+    `group_ids` and `num_items_in_batch`, which count over the whole batch.
     """
-    width = max(each.completion_ids.size(1) for each in rollouts)
-    tokens = set.intersection(*(each.token_fields() for each in rollouts))
-    return _join([each.with_copied_prompts().to(device).resized(width, tokens) for each in rollouts], len(rollouts[0]))
+    width = max(rollout.completion_ids.size(1) for rollout in rollouts)
+    tokens = set.intersection(*(rollout.token_fields() for rollout in rollouts))
+    return _join(
+        [rollout.with_copied_prompts().to(device).resized(width, tokens) for rollout in rollouts], len(rollouts[0])
+    )
 
 
 def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
     """Concatenates parts, the first of `n` completions."""
     changed: dict[str, Any] = {}
-    for name in (each.name for each in fields(parts[0])):
+    for name in (spec.name for spec in fields(parts[0])):
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], _Part):
             changed[name] = _join(values, n)
@@ -353,7 +357,7 @@ _TRL_NAMES += ("num_items_in_batch",)
 
 
 class TRLInputs(MutableMapping[str, torch.Tensor]):
-    """A micro-batch as the dictionary that a `_compute_loss` in TRL's way reads and writes."""
+    """Micro-batch as the dictionary that a `_compute_loss` like TRL's reads and writes."""
 
     def __init__(self, rollout: Rollout):
         self.rollout = rollout

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What samples completions in training: transformers or vLLM, behind one call."""
+"""Samplers of completions in training: transformers or vLLM, behind one call."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,30 +20,30 @@ from ..models.wrapped import is_unsharded, replaced
 from ..policy import PolicyForward
 
 
-# Ids of each completion, and their log-probabilities if the engine returns any
+# Ids of each completion, and log-probabilities of the ids if the engine returns any
 Samples = tuple[list[list[int]], list[list[float | None]] | None]
 
 
 class Sampler:
     """
-    Samples a completion of each prompt. A subclass is passed to a trainer as `sampler`, in place of transformers and
-    vLLM; its log-probabilities, if it returns any, are checked and corrected like an engine's.
+    Sampler of a completion for each prompt. A subclass is passed to a trainer as `sampler`, in place of transformers
+    and vLLM; its log-probabilities, if it returns any, are checked and corrected like an engine's.
     """
 
-    max_length: int | None = None  # tokens of a prompt and its completion at most; `None`: the model's limit
+    max_length: int | None = None  # most tokens of a prompt and its completion; `None`: the model's limit
     is_collective: bool = False  # whether all ranks must call it equally often
     samples_policy: bool = False  # whether the policy itself samples, so that its scores are those of sampling
     is_engine: bool = False  # whether it takes decoded media and computes positions itself, as vLLM does
-    dtype: torch.dtype | None = None  # in which it computes; `None`: the policy's
+    dtype: torch.dtype | None = None  # dtype of its computations; `None`: the policy's
 
     def load_weights(self, step: int) -> None:
-        """Gets the policy's weights of an optimizer step, if it doesn't have them."""
+        """Loads the policy's weights of an optimizer step, unless the sampler has them."""
 
     def invalidate_weights(self) -> None:
-        """The policy's weights were changed by something else than a step, such as a checkpoint."""
+        """Handles a change of the policy's weights by something else than a step, such as a checkpoint."""
 
     def metrics(self) -> dict[str, float]:
-        """What it tells of the completions since the last call, by names in the log."""
+        """Returns metrics of the completions since the last call, by names in the log."""
         return {}
 
     def __call__(
@@ -57,7 +57,7 @@ class Sampler:
         branches: Branches | None = None,
     ) -> Samples:
         """
-        Samples.
+        Samples a completion for each prompt.
 
         Args:
             model (`torch.nn.Module`):
@@ -67,11 +67,11 @@ class Sampler:
             step (`int`):
                 Optimizer step, by which an engine knows whether its weights are old.
             config ([`~transformers.GenerationConfig`], *optional*):
-                How to sample, if not as in training.
+                Settings of sampling, by default those of training.
             room (`Sequence[int]`, *optional*):
-                Tokens of each completion at most.
+                Most tokens of each completion.
             branches ([`~generation.transformers.Branches`], *optional*):
-                Caches that generation continues from after results of tools.
+                Caches from which generation continues after tool results.
 
         Returns:
             `tuple`: Ids of each completion up to its end, and log-probabilities or `None`.
@@ -81,23 +81,23 @@ class Sampler:
 
 @dataclass
 class TransformersSampler(Sampler):
-    """Samples with `generate`, each prompt prefilled once, or with continuous batching."""
+    """Sampler by `generate`, with each prompt prefilled once, or by continuous batching."""
 
     policy: PolicyForward
     accelerator: Accelerator
     config: GenerationConfig
     eos_token_ids: Sequence[int]
     pad_token_id: int
-    # Gives a context with the model ready to generate
+    # Returns a context with the model ready to generate
     generating: Callable[[], AbstractContextManager[nn.Module]]
     profile: Callable[[str], AbstractContextManager]
-    continuous_batching: Any = None  # its config
-    dtype: torch.dtype | None = None  # of the model during continuous batching
+    continuous_batching: Any = None  # config of continuous batching, `None` for `generate`
+    dtype: torch.dtype | None = None  # the model's dtype during continuous batching
     samples_policy: ClassVar[bool] = True
 
     @property
     def is_collective(self) -> bool:
-        """Where sharded weights are gathered, or forwards of isolated prompts counted."""
+        """`True` if sharded weights are gathered, or ranks agree on the number of forwards of isolated prompts."""
         return not is_unsharded(self.accelerator) or self.policy.fallbacks.isolate is not None
 
     def __call__(
@@ -112,17 +112,21 @@ class TransformersSampler(Sampler):
     ) -> Samples:
         if self.continuous_batching is not None and config is None:
             return self._generate_batch(prompts), None
-        given = self.config if config is None else config
+        sampling_config = self.config if config is None else config
         with self.profile("transformers.generate"):
             output = self.policy.sample(
-                model, prompts, given, self.pad_token_id, generating=self.generating, branches=branches
+                model, prompts, sampling_config, self.pad_token_id, generating=self.generating, branches=branches
             )
         ids = trim_after_eos(output, self.eos_token_ids if config is None else config.eos_token_id)
-        texts = [given.stop_strings] if isinstance(given.stop_strings, str) else given.stop_strings or ()
-        return [self._unpadded(each, texts) for each in ids], None
+        texts = (
+            [sampling_config.stop_strings]
+            if isinstance(sampling_config.stop_strings, str)
+            else sampling_config.stop_strings or ()
+        )
+        return [self._unpadded(completion, texts) for completion in ids], None
 
     def _unpadded(self, ids: list[int], texts: Sequence[str]) -> list[int]:
-        """A completion that one of the texts may have ended, without the padding behind it."""
+        """Returns a completion without the padding that follows if one of the texts has ended it."""
         padding = (n for n, token in enumerate(ids) if token == self.pad_token_id)
         return ids[: next((n for n in padding if ends_with(ids[:n], texts, self.policy.processor)), len(ids))]
 
@@ -134,9 +138,9 @@ class TransformersSampler(Sampler):
                     "it off."
                 )
         with self.profile("transformers.generate_batch"), self.generating() as model:
-            own = self.policy.unwrapped(model)
-            # Continuous batching refuses names of attention that it doesn't know
-            with original_attention(own), replaced(own, generation_config=self.config):
+            unwrapped = self.policy.unwrapped(model)
+            # Continuous batching raises an error for names of attention that it doesn't know
+            with original_attention(unwrapped), replaced(unwrapped, generation_config=self.config):
                 if self.dtype is not None:
                     model.to(self.dtype)
                 outputs = model.generate_batch(
@@ -151,7 +155,7 @@ class TransformersSampler(Sampler):
 
 @dataclass
 class VLLMSampler(Sampler):
-    """Samples with vLLM, which gets the weights of a step once."""
+    """Sampler by vLLM, which loads the weights of a step once."""
 
     engine: MultimodalVLLMGeneration
     profile: Callable[[str], AbstractContextManager]
@@ -170,7 +174,7 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """Where ranks share an engine, or the error of a server."""
+        """`True` if ranks share an engine, or the errors of a server."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(
@@ -187,25 +191,25 @@ class VLLMSampler(Sampler):
         if config is not None:
             sampling = sampling_parameters(config)
             if config.do_sample:
-                sampling["seed"] = torch.randint(2**31, ()).item()  # the engine's own random numbers are training's
+                sampling["seed"] = torch.randint(2**31, ()).item()  # the engine's random numbers are for training
         with self.explain():
             self.load_weights(step)
             _, ids, logps, _ = self.engine.generate(
                 prompts, profiler=self.profile("vLLM.generate"), sampling=sampling, room=room
             )
-        return ids, [[logp for [logp] in each] for each in logps]
+        return ids, [[logp for [logp] in row] for row in logps]
 
     def invalidate_weights(self) -> None:
-        """The next call loads the weights."""
+        """Lets the next call load the weights."""
         self.loaded_step = -1
 
     def metrics(self) -> dict[str, float]:
-        """Tokens that speculative decoding samples at a time, where the engine tells them."""
+        """Returns the number of tokens that speculative decoding samples at a time, if the engine reports it."""
         length = self.engine.acceptance_length()
         return {} if length is None else {"sampling/acceptance_length": length}
 
     def load_weights(self, step: int) -> None:
-        """Gives the engine the weights of a step, if it doesn't have them."""
+        """Loads the weights of a step into the engine, unless it has them."""
         if step != self.loaded_step:
             with self.profile("sync_weights"):
                 self.engine.sync_weights()

@@ -22,61 +22,61 @@ from .rollout import Rollout, require
 
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
-    """Scores of a rollout, or of a part of it, `size` completions in a forward."""
-    (prompts, ids, mask), places = rollout.completions, rollout.parts(size)
-    slices = [slice(place.start, place.stop) for place in places]  # which copy no tensor, as `select` would
+    """Returns the scores of a rollout, or of a part of it, with `size` completions in a forward."""
+    (prompts, ids, mask), ranges = rollout.completions, rollout.parts(size)
+    slices = [slice(indices.start, indices.stop) for indices in ranges]  # slices copy no tensor, unlike `select`
     parts = [policy.score(model, prompts[part], ids[part], mask[part], packed=rollout.packed) for part in slices]
-    return parts[0] if len(parts) == 1 else Scores.join(parts, places)
+    return parts[0] if len(parts) == 1 else Scores.join(parts, ranges)
 
 
 def score_with_view(
     policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
 ) -> Scores:
     """
-    Scores of a micro-batch, with those after the view of its prompts, if it has one, as their `view`. One forward
-    computes both, as engines need it; where the view replaces nothing, both are the same. Other arguments are those of
-    [`PolicyForward.score`].
+    Returns the scores of a micro-batch, with the scores under the view of its prompts as their `view`, if it has one.
+    One forward computes both, as wrappers such as DDP need it; where the view replaces nothing, both are the same.
+    `options` are further arguments of [`PolicyForward.score`].
     """
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:
-        twice = (torch.cat([each, each]) for each in (ids, mask))
+        doubled = (torch.cat([tensor, tensor]) for tensor in (ids, mask))
         replaces = require(rollout.view.replaces)
-        chosen = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
-        chosen = None if len(chosen) == 2 * n else chosen
-        scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
-        own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
-        viewed = replaces[:, None]
-        own.view = Scores(
-            logps=torch.where(viewed, view.logps, own.logps),
-            entropies=torch.where(viewed, view.entropies, own.entropies),
+        scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
+        scored_rows = None if len(scored_rows) == 2 * n else scored_rows
+        scores = policy.score(model, [*prompts, *views], *doubled, packed=packed, rows=scored_rows, **options)
+        plain, view = scores.rows(slice(n)), scores.rows(slice(n, None))
+        is_replaced = replaces[:, None]
+        plain.view = Scores(
+            logps=torch.where(is_replaced, view.logps, plain.logps),
+            entropies=torch.where(is_replaced, view.entropies, plain.entropies),
         )
-        own.deferred = scores.deferred
+        plain.deferred = scores.deferred
     else:
-        own = policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
-    if rows is not None and rollout.old_per_token_logps is not None:  # the ratio of what isn't forwarded is 1
-        own.logps = torch.where(rollout.scored_mask.any(1)[:, None], own.logps, rollout.old_per_token_logps)
-    return own
+        plain = policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
+    if rows is not None and rollout.old_per_token_logps is not None:  # rows that aren't forwarded have ratio 1
+        plain.logps = torch.where(rollout.scored_mask.any(1)[:, None], plain.logps, rollout.old_per_token_logps)
+    return plain
 
 
 def score_dependency(
     policy: PolicyForward, model: nn.Module, rule: HeadRule, rollout: Rollout, size: int
 ) -> tuple[Scores, torch.Tensor]:
     """
-    Scores of a rollout, and how far the distribution of each token is from that after the view of its prompt, their KL
-    divergence `(N, C)`, 0 where the view replaces nothing; `size` completions in a forward.
+    Returns the scores of a rollout, and the KL divergence `(N, C)` between each token's distributions without and with
+    the view of its prompt, 0 where the view replaces nothing. A forward has `size` completions.
     """
-    places = rollout.parts(size)
-    found, dependencies = [], []
-    for part in map(rollout.select, places):
+    ranges = rollout.parts(size)
+    part_scores, dependencies = [], []
+    for part in map(rollout.select, ranges):
         prompts, ids, mask = part.completions
         clean = policy.score(model, prompts, ids, mask, packed=part.packed, hidden=True)
-        head, seen = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
-        target = Target(seen, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
+        head, target_mask = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
+        target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
         view = policy.score(model, part.view.prompts, ids, mask, packed=part.packed, target=target)
         dependencies.append(view.divergences)
         clean.hidden = None
-        found.append(clean)
-    return Scores.join(found, places), torch.cat(dependencies)
+        part_scores.append(clean)
+    return Scores.join(part_scores, ranges), torch.cat(dependencies)
 
 
 def score_values(
@@ -88,20 +88,20 @@ def score_values(
     cut: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Values of the states before each completion token, and after completions that were `cut`, 0 after others; `size`
-    completions in a forward.
+    Returns the values of the states before each completion token, and after each completion that was `cut`, 0 after
+    others. A forward has `size` completions.
 
     Shapes: `cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
     prompts, ids, mask = rollout.completions
     lengths, extended = mask.sum(1, keepdim=True), mask
     if cut is not None:
-        # The state after the last token is the one before a further token, whatever that is
+        # The state after the last token is the state before a further token, whatever id that has
         ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     options = {"packed": rollout.packed, "critic": critic, "logps": False}
     scores = [policy.score(model, prompts[part], ids[part], extended[part], **options) for part in parts]
-    values = torch.cat([each.values for each in scores])
+    values = torch.cat([part_scores.values for part_scores in scores])
     bootstrap = torch.zeros(len(ids), device=ids.device)
     if cut is not None:
         bootstrap = torch.where(cut, values.gather(1, lengths)[:, 0], 0)
@@ -117,7 +117,7 @@ def engine_ratios(
     largest: float | None = None,
 ) -> torch.Tensor:
     """
-    Importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says.
+    Returns importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says.
 
     Shapes: `logps`, `sampling_logps` (NaN where the engine returned none), `mask` `(N, C)`; returns `(N, C)`, or
     `(N, 1)` for modes of sequences.
@@ -133,7 +133,7 @@ def engine_ratios(
 
 
 def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
-    """Importance ratios of the policy that sampled a rollout to its engine, `(N, C)` or `(N, 1)`."""
+    """Returns importance ratios of the policy to the engine that sampled a rollout, `(N, C)` or `(N, 1)`."""
     return engine_ratios(
         require(rollout.old_per_token_logps),
         require(rollout.sampling_per_token_logps),
@@ -145,41 +145,41 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
 
 
 def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
-    """TRL's metrics of the differences between policy and engine, and of the ratios, from parts of a rollout."""
+    """Returns TRL's metrics of differences between policy and engine, and of their ratios, over parts of a rollout."""
     scored = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
     logps = torch.cat([require(part.old_per_token_logps) for part in scored])
     sampled = torch.cat([require(part.sampling_per_token_logps) for part in scored])
     mask = torch.cat([part.loss_mask for part in scored])
     ratios = torch.cat([rollout_ratios(part, args) for part in scored])
     difference = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
-    taken = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
-    difference, taken = (each if each.numel() else each.new_zeros(1) for each in (difference, taken))
+    valid = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
+    difference, valid = (tensor if tensor.numel() else tensor.new_zeros(1) for tensor in (difference, valid))
     name = "sampling/importance_sampling_ratio"
     low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max or math.inf
-    found = {
+    values = {
         "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
         "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
-        f"{name}/min": (taken.min(), nanmin),
-        f"{name}/mean": (taken.mean(), torch.nanmean),
-        f"{name}/max": (taken.max(), nanmax),
+        f"{name}/min": (valid.min(), nanmin),
+        f"{name}/mean": (valid.mean(), torch.nanmean),
+        f"{name}/max": (valid.max(), nanmax),
     }
-    if args.max_staleness > 0:  # bounds are what the ratios are cut to, or 0
-        kept = ((taken > low) & (taken < high)).float().mean()
-        found |= {"sampling/importance_sampling_ratio/kept_frac": (kept, torch.mean)}
-    return {name: Metric(value.reshape(1), combine) for name, (value, combine) in found.items()}
+    if args.max_staleness > 0:  # a ratio out of bounds is now a bound, or 0
+        kept = ((valid > low) & (valid < high)).float().mean()
+        values |= {"sampling/importance_sampling_ratio/kept_frac": (kept, torch.mean)}
+    return {name: Metric(value.reshape(1), combine) for name, (value, combine) in values.items()}
 
 
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
-    """Micro-batches of a rollout that the policy is trained on before its first update."""
+    """Returns the number of a rollout's micro-batches that the policy is trained on before its first update."""
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:
         return steps
-    # Else an update may end in the middle of the next rollout
+    # Otherwise an update may end in the middle of the next rollout
     return min(steps, accumulation) if steps_per_rollout % accumulation == 0 else 0
 
 
 def without_gradient(rollout: Rollout) -> list[bool]:
-    """Which completions have a policy gradient of exactly 0, such as those of a group with equal rewards."""
+    """Returns whether completions have a policy gradient of exactly 0, as in a group with equal rewards."""
     advantages = require(rollout.advantages)
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
@@ -189,15 +189,15 @@ def packing_metrics(
     policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]
 ) -> dict[str, float]:
     """
-    Over all ranks, the share of prompt tokens that micro-batches needn't forward, since completions share a prompt,
-    and of completions that aren't forwarded for lack of a gradient.
+    Returns shares over all ranks: of prompt tokens that micro-batches needn't forward, since completions share a
+    prompt, and of completions that aren't forwarded for lack of a gradient.
     """
-    repeated = [sum(len(context) for prompt in each.prompts for context in prompt.contexts) for each in micro_batches]
+    repeated = [sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches]
     forwarded = [
-        policy.n_prompt_tokens(model, each.prompts, each.completion_mask.sum(1).tolist()) if each.packed else n
-        for each, n in zip(micro_batches, repeated, strict=True)
+        policy.n_prompt_tokens(model, part.prompts, part.completion_mask.sum(1).tolist()) if part.packed else n
+        for part, n in zip(micro_batches, repeated, strict=True)
     ]
-    n_skipped = sum(sum(each.tokens.without_gradient) for each in micro_batches)
+    n_skipped = sum(sum(part.tokens.without_gradient) for part in micro_batches)
     counts = [sum(forwarded), sum(repeated), n_skipped, sum(map(len, micro_batches))]
     forwarded, repeated, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
     return {"packing/shared_frac": 1 - forwarded / repeated, "packing/skipped_frac": n_skipped / n}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of a dataset and their prompts, read and encoded in worker processes ahead of the step that needs them."""
+"""Rows of a dataset and their prompts, which worker processes read and encode before the step that needs them."""
 
 import json
 import math
@@ -35,49 +35,49 @@ from ..spelling import read_settings
 
 logger = get_logger(__name__)
 
-# In the output folder
+# File in the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
 
 _DROPPED = "Rows of which `max_length` leaves nothing to learn are dropped, and counted in `media/skipped`."
 _NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
-# `max_rows` of `on_media_error` as a share is of this many rows of a stream
+# Number of a stream's rows of which `max_rows` of `on_media_error` is a share
 _STREAM_LENGTH = 1000
 
 
 @dataclass(eq=False)
 class EncodedRow:
-    """A row of a dataset and its prompt, one object for all completions of a group."""
+    """Row of a dataset and its prompt, one object for all completions of a group."""
 
     row_index: int
     row: dict[str, Any]  # all columns as the dataset has them; a feature decodes its medium when it is accessed
-    stored: Row  # the same, with media as they are stored
+    stored: Row  # the same columns, with media as they are stored
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
-    prompt: EncodedPrompt | None = None  # `None` without media: text is tokenized as the other rows of its batch are
-    teachers: EncodedPrompt | None = None  # what a teacher reads instead, `None` without media
+    prompt: EncodedPrompt | None = None  # `None` without media, as the format of text depends on its batch
+    teachers: EncodedPrompt | None = None  # prompt that a teacher reads instead, `None` without media
 
 
 class _Read(NamedTuple):
-    """A row as it was read, and what was encoded of it."""
+    """Row of a dataset, and its encoded prompts."""
 
     row: Row
     prompt: Any = None
     decoded: Any = ()  # media of the prompt
-    messages: Any = None  # by themselves
+    messages: Any = None  # messages of the prompt, made from this row alone
     teachers: Any = None  # the prompt of a teacher
     teachers_decoded: Any = ()
 
 
 @dataclass(frozen=True)
 class UnreadableRows:
-    """The option `on_media_error`."""
+    """Settings of the option `on_media_error`."""
 
     action: Literal["raise", "skip"] = "raise"
-    max_rows: Annotated[float, "[0, inf]"] = 0.1  # that may be skipped, below 1 as a share
+    max_rows: Annotated[float, "[0, inf]"] = 0.1  # limit of skipped rows; a share of the dataset if below 1
 
     def limit(self, n_rows: int) -> int:
-        """How many of a dataset's rows may be skipped."""
+        """Returns the number of rows that may be skipped in a dataset of `n_rows`."""
         return int(self.max_rows) if self.max_rows >= 1 else max(1, int(self.max_rows * n_rows))
 
 
@@ -88,12 +88,12 @@ def unreadable_rows(option: str) -> UnreadableRows:
 
 class RowStream:
     """
-    Reads and encodes a trainer's rows. In training, it replaces rows that can't be read.
+    Stream of a trainer's rows with their encoded prompts. In training, other rows replace rows that can't be read.
 
-    `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
-    converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes what a teacher reads
-    of a row, if that is something else. `columns` are those to keep, by default all. With `drops`, other rows take the
-    place of an [`~data.reading.refs.OverlongRow`], too, and evaluations leave it out.
+    `encode` encodes the prompt of one row; it is `None` if environments or `rollout_func` make prompts. `messages`
+    converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes a teacher's prompt of
+    a row, if it differs. `columns` are the columns to keep, by default all. With `drops`, other rows also take the
+    place of an [`~data.reading.refs.OverlongRow`], and evaluations leave it out.
     """
 
     def __init__(
@@ -110,34 +110,34 @@ class RowStream:
         state: Callable[[], TrainerState],
     ):
         self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
-        self._lost: dict[int, str] = {}  # likewise, before the first other row of a stream
+        self._lost: dict[int, str] = {}  # such rows of a stream before the first row that can replace them
         skips = unreadable_rows(args.on_media_error).action == "skip"
         self._skips = MediaError if skips else OverlongRow if drops else ()
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
         self._encode_teachers = encode_teachers
-        self._rows: DatasetRows | None = None  # to train on; `None` for a stream
-        self._batches: Any = None  # of these
+        self._rows: DatasetRows | None = None  # training rows; `None` for a stream
+        self._batches: Any = None  # batches of the training rows
         self._completions = 1
-        self._last_row: Row | None = None  # of a stream, the last one that could be read
+        self._last_row: Row | None = None  # last row of a stream that could be read
         self._extra: EndlessRows | None = None
-        self._n_extra = 0  # of these rows that all ranks have drawn
-        self.sampler: DifficultySampler | None = None  # of rows to train on
+        self._n_extra = 0  # number of extra rows that all ranks have drawn
+        self.sampler: DifficultySampler | None = None  # sampler of training rows
         self._pool: PrefetchPool | None = None
-        self._n_prefetch = 0  # batches
-        self._has_prompts = False  # until then, there is nothing for workers to do
-        self._coming: list[int] = []  # rows of the next batches
+        self._n_prefetch = 0  # number of batches to prefetch
+        self._has_prompts = False  # whether any row had media; else workers have nothing to encode
+        self._coming: list[int] = []  # row indices of the next batches
         self._coming_extra: list[int] = []
-        # Of each dataset that was evaluated, rows that can't be read
+        # Rows that can't be read, for each dataset that was evaluated
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows that can't be read, additional ones that were drawn, and how difficult rows are."""
+        """Returns the skipped rows, the number of extra rows that were drawn, and the difficulty of rows."""
         difficulty = None if self.sampler is None else self.sampler.state_dict()
         return {"skipped": self.skipped, "n_extra": self._n_extra, "difficulty": difficulty}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # An error of a server may not show again
+        # Rows stay skipped, even if their error was of a server and wouldn't come again
         self.skipped, self._n_extra = state["skipped"], state["n_extra"]
         if self.sampler is not None and state["difficulty"] is not None:
             self.sampler.load_state_dict(state["difficulty"])
@@ -158,9 +158,9 @@ class RowStream:
         **options,
     ) -> DataLoader:
         """
-        A loader of [`RowBatch`]es of this rank, the rows of `n_prefetch` of which are prefetched.
+        Returns a loader of this rank's [`RowBatch`]es, which prefetches the rows of the next `n_prefetch` batches.
 
-        Accelerate doesn't prepare it: its loaders shard the batches again.
+        Accelerate mustn't prepare the loader, as it would shard the batches again.
         """
         self.close()
         self._completions, self._n_prefetch, self._coming = shape.completions, n_prefetch, []
@@ -169,13 +169,13 @@ class RowStream:
             self._rows, read = None, self._read_training
             self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns, from_first=self._from_first)
             return _batch_loader(self._batches, **options)
-        args, left_out = self._args, lambda: self.skipped
+        args, get_skipped = self._args, lambda: self.skipped
         if getattr(args, "difficulty_sampling", False):
             self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
         dataset = self._select_columns(dataset)
         self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
-        self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, left_out)
-        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
+        self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, get_skipped)
+        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # other systems can't fork
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
             # References to media stay in the process that made them
             self._pool = PrefetchPool(
@@ -189,8 +189,8 @@ class RowStream:
         self, dataset: Any, completions: int, sampler: Callable[[Any], Any], shuffle: bool = False, **options
     ) -> DataLoader:
         """
-        A loader of [`RowBatch`]es to evaluate. With `on_media_error="skip"`, all rows are read once, to leave out
-        those that can't be. `sampler` is for datasets, `shuffle` for streams.
+        Returns a loader of [`RowBatch`]es to evaluate. With `on_media_error="skip"`, it first reads all rows once, to
+        leave out unreadable ones. `sampler` is for datasets, `shuffle` for streams.
         """
         args, accelerator, size = self._args, self._accelerator, self._args.eval_batch_size
         if isinstance(dataset, IterableDataset):
@@ -217,11 +217,11 @@ class RowStream:
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
     def left_out(self, dataset: Dataset) -> dict[int, str]:
-        """Rows that the last loader of a dataset to evaluate leaves out, and why."""
+        """Returns the rows that the last loader of a dataset to evaluate leaves out, with their errors."""
         return self._unreadable.get(dataset, {})
 
     def draw(self, n: int) -> RowBatch:
-        """This rank's next `n` rows for additional completions, whose endless order is independent of the batches."""
+        """Returns this rank's next `n` extra rows, in an endless order that is independent of the batches."""
         assert self._extra is not None
         ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
         self._n_extra += ranks * n
@@ -236,21 +236,21 @@ class RowStream:
         return self._state().max_steps, self._args.gradient_accumulation_steps
 
     def batch_indices(self, start: int, n: int) -> range:
-        """The indices of at most `n` batches of the run."""
+        """Returns the indices of at most `n` batches of the run, from `start` on."""
         return self._batches.batch_indices(start, n, *self._steps)
 
     def batch(self, batch_index: int) -> tuple[RowBatch, int]:
-        """A batch, also before the loader yields it, and the optimizer step at which it is used."""
+        """Returns a batch, even before the loader yields it, and the optimizer step that uses it."""
         return self._batches.batch(batch_index), self._batches.step(
             batch_index, self._args.gradient_accumulation_steps
         )
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
-        """Takes the rows of batches from a checkpoint, where others may take the place of some since."""
+        """Fixes the rows of batches to those of a checkpoint, as rows may have been replaced since it was made."""
         self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
-        """Rows that come from no loader, not encoded yet."""
+        """Returns rows that come from no loader, without encoded prompts."""
         return self._complete([_Read(Row(getattr(row, "row_index", i), dict(row))) for i, row in enumerate(rows)])
 
     def _select_columns(self, dataset: Dataset) -> Dataset:
@@ -270,7 +270,7 @@ class RowStream:
 
     def _read_training(self, batch: RowBatch) -> list[EncodedRow]:
         read = self._read(batch, self._completions, self._rows, training=True)
-        self._has_prompts = self._has_prompts or any(each.prompt is not None for each in read)
+        self._has_prompts = self._has_prompts or any(row.prompt is not None for row in read)
         if self._pool is not None and self._has_prompts:
             if batch.batch_index is not None:
                 self._coming = self._batches.coming(batch.batch_index, self._n_prefetch, *self._steps)
@@ -280,12 +280,12 @@ class RowStream:
     def _read(
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
     ) -> list[EncodedRow]:
-        """Reads the row of each group once. In training, replaces rows that can't be read."""
+        """Returns the row of each completion, read once per group. In training, replaces rows that can't be read."""
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
         skips, lost = self._skips if training else (), dict[int, str]()
-        read: dict[int, _Read] = {}  # by the place at which a group begins
+        read: dict[int, _Read] = {}  # by the batch index at which a group begins
         while True:
             failed: dict[int, str] = {}
             if training:
@@ -309,7 +309,7 @@ class RowStream:
         return [groups[group - 1] for group in accumulate(begins)]
 
     def _patience(self, row: Row) -> float:
-        """Seconds that the media of a row may take, each a download, to be unpacked and to be decoded."""
+        """Returns the seconds that a row's media may take to be downloaded, unpacked and decoded."""
         with suppress(MediaError):
             media = rows_to_messages([row], self._args.ignored_media_columns or (), rules=self._args.rules)
             return 3 * self._args.rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
@@ -322,7 +322,7 @@ class RowStream:
             read = self._encoded(key if rows is None else rows[key])
         for prompt, decoded in ((read.prompt, read.decoded), (read.teachers, read.teachers_decoded)):
             if decoded:
-                prompt.decoded = decoded  # which isn't pickled with it
+                prompt.decoded = decoded  # pickled prompts lose their decoded media
         if training:
             self._last_row = read.row
         return read
@@ -336,27 +336,27 @@ class RowStream:
             (messages,) = self._messages([row])
             prompt = self._encode(row, messages)
         teachers = None if self._encode_teachers is None else self._encode_teachers(row)
-        decoded = (getattr(each, "decoded", ()) for each in (prompt, teachers))
+        decoded = (getattr(encoded, "decoded", ()) for encoded in (prompt, teachers))
         return _Read(row, prompt, next(decoded), messages, teachers, next(decoded))
 
     def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
-        columns = restore_rows([each.row for each in read], self._args.rules)
+        columns = restore_rows([item.row for item in read], self._args.rules)
         return [
-            EncodedRow(each.row.row_index, restored, each.row, placed, each.prompt, each.teachers)
-            for each, restored, placed in zip(read, columns, self._placed(read), strict=True)
+            EncodedRow(item.row.row_index, restored, item.row, messages, item.prompt, item.teachers)
+            for item, restored, messages in zip(read, columns, self._placed(read), strict=True)
         ]
 
     def _placed(self, read: "list[_Read]") -> list[Any]:
-        """The messages of rows in one format, which the media of one of them determine."""
-        messages = [each.messages for each in read]
-        formats = {(each.prompt is None, type(each.messages)) for each in read}
+        """Returns the messages of rows in one format, which depends on whether any row has media."""
+        messages = [item.messages for item in read]
+        formats = {(item.prompt is None, type(item.messages)) for item in read}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
-        others = [i for i, each in enumerate(read) if each.prompt is None or each.messages is None]
-        known = [each.row for each in read if each.prompt is not None and each.messages is not None][:1]
-        made = self._messages([*known, *(read[i].row for i in others)])[len(known) :]
-        for i, each in zip(others, made, strict=True):
-            messages[i] = each
+        indices = [i for i, item in enumerate(read) if item.prompt is None or item.messages is None]
+        reference = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
+        placed = self._messages([*reference, *(read[i].row for i in indices)])[len(reference) :]
+        for i, item in zip(indices, placed, strict=True):
+            messages[i] = item
         return messages
 
     # Rows that can't be read
@@ -364,10 +364,11 @@ class RowStream:
     def _replacement(self, key: Any, lost: Collection[int]) -> Any:
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
-        return self._last_row if key.row_index in lost else key  # whose numbers may be others' in another epoch
+        # Not `self.skipped`, as a stream's row numbers may be those of other rows in another epoch
+        return self._last_row if key.row_index in lost else key
 
     def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """A stream's rows of an epoch from the first on that can take the place of skipped ones."""
+        """Yields a stream's rows of an epoch, from the first row on that can take the place of skipped ones."""
         for row in islice(rows, _STREAM_LENGTH if self._skips else 0):
             try:
                 self._encoded(row)
@@ -383,7 +384,7 @@ class RowStream:
         yield from rows
 
     def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
-        """Notes rows that failed, of the so many of a split. All that did, on any rank."""
+        """Records rows of a split of `n_rows` that failed, and returns those that failed on any rank, with errors."""
         failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
         new = dict(sorted(failures.items() - skipped.items()))
         skipped.update(failures)
@@ -405,7 +406,7 @@ class RowStream:
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
-        """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
+        """Returns the unreadable rows of a dataset to evaluate. The ranks share the reading, once per dataset."""
         if not self._skips or self._encode is None:
             return {}
         if dataset not in self._unreadable:
@@ -427,7 +428,7 @@ class RowStream:
 
 
 class _Unindexed:
-    """The dataset of a loader whose batch sampler makes the batches."""
+    """Dataset of a loader whose batch sampler makes the batches."""
 
     def __init__(self, n_rows: int | None):
         self._n_rows = n_rows
@@ -444,7 +445,7 @@ class _Unindexed:
 def _batch_loader(batches: Any, n_rows: int | None = None, collate_fn: Callable | None = None) -> DataLoader:
     dataset: Any = _Unindexed(n_rows)
     loader: Any = DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or _unchanged)
-    loader.set_epoch = batches.set_epoch  # which `Trainer` looks for in the loader alone before transformers 5.17
+    loader.set_epoch = batches.set_epoch  # before transformers 5.17, `Trainer` looks for it in the loader alone
     return loader
 
 
@@ -457,7 +458,7 @@ def _number(key: Any) -> int:
 
 
 def named_dataset(datasets: Any, dataset: Any) -> Any:
-    """The dataset that `get_eval_dataloader` is called with: itself, or by its name among the trainer's."""
+    """Returns the dataset for an argument of `get_eval_dataloader`: a dataset, a name, or `None` for the trainer's."""
     dataset = datasets if dataset is None else datasets[dataset] if isinstance(dataset, str) else dataset
     if dataset is None:
         raise ValueError("There is no dataset to evaluate; pass `eval_dataset` to the trainer or to `evaluate`.")
@@ -465,13 +466,13 @@ def named_dataset(datasets: Any, dataset: Any) -> Any:
 
 
 def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], model: PreTrainedModel) -> bool:
-    """Warns of the first row that is longer than the model was trained for. Whether it did."""
+    """Warns of the first row that is longer than the model was trained for; returns whether there is one."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
     for prompt, number in zip(prompts, numbers, strict=True):
-        taken = int(prompt.position_ids.max()) + 1
-        if taken > limit:
+        n_positions = int(prompt.position_ids.max()) + 1
+        if n_positions > limit:
             logger.warning(
-                f"Row {number} takes {taken} positions, more than the {limit} of the model "
+                f"Row {number} takes {n_positions} positions, more than the {limit} of the model "
                 "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their "
                 "media smaller, or scale its positions (`rope_scaling` of its config).",
                 main_process_only=False,
@@ -481,10 +482,10 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], 
 
 
 def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
-    """The replacement of a row, the same on all ranks that skip the same rows."""
+    """Returns the replacement of a row, the same on all ranks that skip the same rows."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:
         raise MediaError(_NONE_LEFT + [*skipped.values()][-1])
-    drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
-    return next(each for each in drawn if each not in skipped)
+    candidates = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
+    return next(index for index in candidates if index not in skipped)

@@ -13,38 +13,38 @@ from .rollout import Rollout
 
 @dataclass(frozen=True)
 class EntropySource:
-    """The option `entropy_source`."""
+    """Settings of the option `entropy_source`."""
 
-    policy: Literal["rollout", "current"] = "rollout"  # whose entropies choose tokens
-    scope: Literal["batch", "sequence", "micro_batch"] = "batch"  # where tokens compete
+    policy: Literal["rollout", "current"] = "rollout"  # the policy with the entropies that choose tokens
+    scope: Literal["batch", "sequence", "micro_batch"] = "batch"  # the tokens that compete with one another
     renormalize: bool = False  # whether the policy loss is averaged over the tokens that are trained on
 
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """Chooses the tokens of micro-batches, as the arguments `top_entropy_quantile` and `entropy_source` say."""
+    """Choice of micro-batches' tokens by the arguments `top_entropy_quantile` and `entropy_source`."""
 
     args: Any
-    gather: Callable[[torch.Tensor], torch.Tensor]  # rows of all ranks, padded on the right
+    gather: Callable[[torch.Tensor], torch.Tensor]  # returns the rows of all ranks, padded on the right
     rank: int
 
     @property
     def is_on(self) -> bool:
-        """Whether some tokens are left out."""
+        """`True` if some tokens are left out."""
         return self.args.top_entropy_quantile < 1
 
     @property
     def is_trls(self) -> bool:
-        """Whether TRL's mask is used."""
+        """`True` if TRL's mask is used."""
         return self.args.entropy_settings == EntropySource("current", "micro_batch")
 
     @property
     def window(self) -> int | None:
-        """Micro-batches whose tokens compete; `None` if those of a sequence do."""
+        """Number of micro-batches whose tokens compete; `None` if the tokens of each sequence do."""
         return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_settings.scope)
 
     def weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Weights of tokens in the policy loss. Shapes: all `(B, C)`."""
+        """Returns the weights of tokens in the policy loss. Shapes: all `(B, C)`."""
         args, settings = self.args, self.args.entropy_settings
         options = {"ratio": args.top_entropy_quantile, "renormalize": settings.renormalize}
         if settings.scope == "sequence":
@@ -53,7 +53,9 @@ class TokenFilter:
         return weights[self.rank * len(mask) : (self.rank + 1) * len(mask), : mask.size(1)]
 
     def mark(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
-        """Sets the weights of the tokens of micro-batches, which compete with each other and those of all ranks."""
-        weights = self.weights(torch.cat([*entropies]), torch.cat([each.loss_mask for each in micro_batches]))
-        for each, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
-            each.tokens.weights = part
+        """Sets the weights of micro-batches' tokens, which compete with one another and with those of all ranks."""
+        weights = self.weights(
+            torch.cat([*entropies]), torch.cat([micro_batch.loss_mask for micro_batch in micro_batches])
+        )
+        for micro_batch, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
+            micro_batch.tokens.weights = part

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Ready-made tools, and tools by name."""
+"""Ready-made tools, and loading of tools by name."""
 
 import inspect
 import math
@@ -14,13 +14,13 @@ from ..data.reading.refs import MediaRef, iter_refs
 from ..spelling import check_settings, load_dotted, split_settings
 
 
-_SMALLEST = 28  # pixels of a side, one token of Qwen2.5-VL
-_MOST_ELONGATED = 100
+_SMALLEST = 28  # pixels of a box's side, as long as that of a token of Qwen2.5-VL
+_MOST_ELONGATED = 100  # ratio of a box's sides
 
 
 class Zoom:
     """
-    An environment with the tool `zoom`, which shows a part of an image of the prompt, or of an earlier result, as
+    Environment with the tool `zoom`, which shows a part of an image of the prompt, or of an earlier result, as
     [DeepEyes](https://huggingface.co/papers/2505.14362) does.
 
     Boxes are cut at the border of the image. A box with a side shorter than 28 pixels is enlarged around its center.
@@ -62,14 +62,14 @@ class Zoom:
 
     def _region(self, bbox_2d: Any, width: int, height: int) -> tuple[int, int, int, int]:
         try:
-            left, top, right, bottom = (float(each) for each in bbox_2d)
+            left, top, right, bottom = (float(coordinate) for coordinate in bbox_2d)
         except (TypeError, ValueError):
             raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; give [left, top, right, bottom].") from None
         if not (left < right and top < bottom and all(map(math.isfinite, (left, top, right, bottom)))):
             raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; left must be less than right, and top less than bottom.")
         if self.scale is not None:
-            left, right = (each * width / self.scale for each in (left, right))
-            top, bottom = (each * height / self.scale for each in (top, bottom))
+            left, right = (coordinate * width / self.scale for coordinate in (left, right))
+            top, bottom = (coordinate * height / self.scale for coordinate in (top, bottom))
         left, right = _enlarged(max(left, 0), min(right, width), width)
         top, bottom = _enlarged(max(top, 0), min(bottom, height), height)
         sides = right - left, bottom - top
@@ -85,7 +85,7 @@ class Zoom:
 
 
 def _enlarged(start: float, end: float, size: int) -> tuple[int, int]:
-    """A stretch of at least `_SMALLEST` pixels within an image of this size, as far as it has them."""
+    """Returns the start and end of a box's side in pixels, enlarged to `_SMALLEST` or else to the image's `size`."""
     if start >= end:
         return 0, 0
     start, end = math.floor(start), math.ceil(end)
@@ -101,10 +101,10 @@ TOOLS: dict[str, Callable] = {"zoom": Zoom}
 
 def load_tools(names: Sequence[str]) -> dict[str, Any]:
     """
-    The arguments `tools` and `environment_factory` of a trainer, from names of tools: ready-made ones, and dotted
+    Returns a trainer's arguments `tools` and `environment_factory` from names of tools: ready-made tools, and dotted
     paths of functions and of one class of environments. A class may have settings, as in `zoom(scale=1000)`.
 
-    Raises `ValueError` for an unknown name or setting, or several classes.
+    Raises `ValueError` for an unknown name or setting, or for several classes.
     """
     tools, factories = [], []
     for text in names:

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Several turns: tools are called, and their results, media included, are appended to the completion, or are a part of a
-context that replaces what the model has read so far.
+Completions of several turns: tools are called, and their results, media included, are appended to the completion, or
+become a part of a context that replaces everything that the model has read so far.
 """
 
 import asyncio
@@ -39,41 +39,41 @@ from .samplers import Samples
 
 logger = get_logger(__name__)
 
-# What ends a conversation in the middle of a call
+# Limits that end a conversation after a call
 ENDS = ("length", "turns", "media")
 
-_DEEPEST = 100  # levels of a call's arguments
+_DEEPEST = 100  # most levels of a call's arguments
 
 
 @dataclass
 class Trajectory:
-    """One completion while tools are called in it."""
+    """Completion while tools are called in it."""
 
-    prompt: EncodedPrompt  # its prompt, or the context that replaced it last
-    ids: list[int]  # its ids
-    messages: list[dict[str, Any]]  # the assistant's message, calls included, and the tools' results
-    history: list[dict[str, Any]]  # the conversation, as the chat template is to write it
+    prompt: EncodedPrompt  # the prompt, or the context that replaced it last
+    ids: list[int]  # ids of the completion
+    messages: list[dict[str, Any]]  # the assistant's messages, calls included, and the tools' results
+    history: list[dict[str, Any]]  # the conversation as input of the chat template
     logps: list[float | None] | None  # log-probabilities of an engine
-    mask: list[int]  # 0 on what tools returned
-    # What tools returned since the context was rewritten, with its places behind that
+    mask: list[int]  # 0 on tokens of tool results
+    # Encoded tool results since the context was rewritten, each with its index in the tokens behind the context
     turns: list[tuple[int, EncodedPrompt]] = field(default_factory=list)
-    whole: EncodedPrompt | None = None  # the context and all behind it, up to the last result
-    # Messages of the contexts, each with the index in `messages` behind those that it holds
+    whole: EncodedPrompt | None = None  # the context and all tokens behind it, up to the last result
+    # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
     closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score the tokens behind them with
-    ends: list[int] = field(default_factory=list)  # of each, the index of the first token that follows another
+    ends: list[int] = field(default_factory=list)  # index in `ids` behind the tokens of each earlier context
     sampled: list[Turn] = field(default_factory=list)
-    # How many `calls` and `failures` it has, and 1 for `length`, `turns` or `media`, if that ended it
+    # Numbers of `calls` and `failures`, and 1 for `length`, `turns` or `media` if that limit ended the completion
     counts: Counter[str] = field(default_factory=Counter)
-    failure: Exception | None = None  # why its environment couldn't go on
-    environment: Any = None  # which may rewrite contexts
+    failure: Exception | None = None  # error with which the environment couldn't go on
+    environment: Any = None  # may rewrite contexts
     tools: dict[str, Callable] = field(default_factory=dict)  # by name
-    index: int = 0  # in its rollout
-    row: int = 0  # in its dataset
+    index: int = 0  # batch index in the rollout
+    row: int = 0  # row index in the dataset
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The calls that its last turn ends with."""
+        """Tool calls at the end of the last turn."""
         return self.messages[-1].get("tool_calls") or []
 
     @property
@@ -86,14 +86,14 @@ class Trajectory:
         return self.ends[-1] if self.ends else 0
 
     def replace_context(self, messages: list[dict[str, Any]], encoded: EncodedPrompt, model: PreTrainedModel) -> None:
-        """Lets another context, which holds all messages so far in its way, precede what follows."""
+        """Replaces the context by `messages`, which stand for all messages so far and precede all later tokens."""
         self.closed.append(scored_prompt(model, self))
         self.ends.append(len(self.ids))
         self.contexts.append((messages, len(self.messages)))
         self.prompt, self.history, self.turns, self.whole = encoded, [*messages], [], None
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
-        """Extends the completion."""
+        """Appends tokens to the completion, which were `sampled` or else are tool results."""
         self.ids = self.ids + ids
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
@@ -102,39 +102,39 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Calls tools and samples the next turn, until no completion ends with a call."""
+    """Loop that calls tools and samples the next turn, until no completion ends with a call."""
 
-    encoder: PromptEncoder  # of the prompts, whose rules results follow; unless it says otherwise, control tokens fail
-    # Samples what follows prompts, as many tokens at most as are left for each
+    encoder: PromptEncoder  # encoder of prompts and results; by default control tokens in results are errors
+    # Samples completions of prompts, with at most as many tokens as the second list has for each
     complete: Callable[[list[EncodedPrompt], list[int]], Samples]
-    branches: Branches  # which completions and results these continue
-    max_length: int  # tokens of a completion at most, results included
-    max_turns: float  # how often a completion's calls are answered at most
-    max_media: int | None  # media in a completion at most
+    branches: Branches  # caches of the completions, which later turns continue
+    max_length: int  # most tokens of a completion, tool results included
+    max_turns: float  # most answers to a completion's calls
+    max_media: int | None  # most media in a completion
     ends: Collection[int]  # ids that end a turn
-    isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
-    max_context_media: int | None = None  # media in a context at most; those before are left out of it
+    isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
+    max_context_media: int | None = None  # most media in a context, the last ones; earlier media are left out
     # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
     engine_length: int | None = None
-    # Whether a condition holds on any rank, where ranks must sample equally often
+    # Returns whether a condition holds on any rank, if ranks must sample equally often
     anyone: Callable[[bool], bool] = bool
-    loop: Any = None  # where async tools run
+    loop: Any = None  # event loop of async tools
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        calling = [each for each in trajectories if each.calls and each.failure is None]
+        calling = [trajectory for trajectory in trajectories if trajectory.calls and trajectory.failure is None]
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            continuing = [each for each in calling if self._answer(each)]
+            continuing = [trajectory for trajectory in calling if self._answer(trajectory)]
             if not self.anyone(bool(continuing)):
                 return
             self._continue(continuing, trajectories[0].prompt)
-            calling = [each for each in continuing if each.calls]
+            calling = [trajectory for trajectory in continuing if trajectory.calls]
             n_turns += 1
-        for trajectory in calling:
-            trajectory.counts["turns"] += 1
+        for unfinished in calling:
+            unfinished.counts["turns"] += 1
 
     def _answer(self, trajectory: Trajectory) -> bool:
-        """Appends the results of a completion's calls, if they fit and the environment goes on."""
+        """Appends the results of a completion's calls, and returns whether they fit and the environment goes on."""
         encoder = self.encoder
         try:
             results = self._call_tools(trajectory)
@@ -177,30 +177,31 @@ class ToolLoop:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Characters of a token at most."""
+        """Number of characters of the longest token."""
         return max(map(len, tokenizer_of(self.encoder.processor).get_vocab()))
 
     def _rewritten(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Messages to go on with after results: the environment's, or the last media's; `None` for those so far."""
+        """Returns a new context after results: the environment's, or one of the last media; `None` to keep the old."""
         rewrite, most = getattr(trajectory.environment, "get_context", None), self.max_context_media
         if rewrite is None and most is None:
             return None
         messages = [*self._conversation(trajectory), *results]
         try:
-            given = None if rewrite is None else rewrite(tree_map(lambda each: each, messages))  # it may change them
+            # A copy, as the environment may change it
+            custom = None if rewrite is None else rewrite(tree_map(lambda value: value, messages))
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
-        if given is not None:
+        if custom is not None:
             mode, where = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
-            messages = _read_messages(given, trajectory.row, self.encoder.media_rules)
+            messages = _read_messages(custom, trajectory.row, self.encoder.media_rules)
             messages = checked_texts(messages, self.encoder.processor, mode, where)
         n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
         if n_surplus > 0:
             return _without_first_media(messages, n_surplus)
-        return None if given is None else messages
+        return None if custom is None else messages
 
     def _conversation(self, trajectory: Trajectory) -> list[dict[str, Any]]:
-        """Messages of the context, and those since, without control tokens that the policy has sampled as text."""
+        """Returns the messages of the context and all later ones, without control tokens that the policy sampled."""
         context, n = trajectory.contexts[-1]
         return context + [
             checked_texts(message, self.encoder.processor, "strip", "") if message["role"] == "assistant" else message
@@ -210,7 +211,7 @@ class ToolLoop:
     def _encode(
         self, trajectory: Trajectory, results: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]] | None, EncodedPrompt]:
-        """The context with results as messages, or `None` if they are appended, and its encoding, or theirs."""
+        """Returns a new context's messages and encoding; `None` and the results' encoding if these are appended."""
         messages = self._rewritten(trajectory, results)
         if messages is not None:
             tools = [*trajectory.tools.values()] or None
@@ -232,7 +233,7 @@ class ToolLoop:
         return None, turn
 
     def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
-        """What the tools of a completion return, as messages in the order of the calls."""
+        """Calls the tools of a completion, and returns their results as messages in the order of the calls."""
         results: list[Any] = []
         for call in trajectory.calls:
             trajectory.counts["calls"] += 1
@@ -251,7 +252,7 @@ class ToolLoop:
         coroutines = [_settled(result) for _, result in results if inspect.iscoroutine(result)]
         if coroutines:
             awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
-            results = [(name, next(awaited) if inspect.iscoroutine(each) else each) for name, each in results]
+            results = [(name, next(awaited) if inspect.iscoroutine(value) else value) for name, value in results]
         row, messages = trajectory.row, []
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
@@ -261,7 +262,7 @@ class ToolLoop:
                 content = _content(name, result, row, self.encoder.media_rules)
             except MediaError:
                 raise
-            except Exception as error:  # of its `str`
+            except Exception as error:  # the `str` of a result may fail
                 failed, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
             try:
                 place = f"row {row}, column '{FROM_TOOL}{name!r}'"
@@ -275,7 +276,7 @@ class ToolLoop:
         return messages
 
     def _failure(self, error: MediaError) -> str:
-        """The error message for a result that can't be encoded, without the result's control tokens."""
+        """Returns the error message for a result that can't be encoded, without the result's control tokens."""
         logger.warning_once(f"Tool result could not be encoded; the model received an error message instead: {error}")
         reason = str(error).encode(errors="replace").decode()
         for token in placeholder_tokens(self.encoder.model, self.encoder.processor):
@@ -285,15 +286,15 @@ class ToolLoop:
     def _failed(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
-        """Results with an error message in place of those that can't be encoded."""
+        """Returns results with an error message in place of results that can't be encoded."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
-        failed = with_media or results  # texts that hold placeholders
+        failed = with_media or results  # without media, texts hold placeholders
         trajectory.counts["failures"] += len(failed)
         content = self._failure(error)
         return [{**message, "content": content} if message in failed else message for message in results]
 
     def _check_joins(self, trajectory: Trajectory, turn: EncodedPrompt) -> None:
-        """Media whose features depend on what pads them can't be encoded one after the other, unless nothing does."""
+        """Raises [`MediaError`] if media of a tool would change the padding, and so the features, of earlier media."""
         if (self.isolate or family_of(self.encoder.model).isolate) is None or not turn.media:
             return
         for before in (trajectory.prompt, *trajectory.media):
@@ -305,11 +306,11 @@ class ToolLoop:
                     )
 
     def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt) -> None:
-        """Samples what follows the results; a rank without any samples once, for the collectives of the others."""
-        wholes = [each.whole or each.prompt for each in trajectories] or [idle]
-        asked = [(each.index, each.turns[-1][1] if each.turns else None) for each in trajectories]
-        self.branches.continuations = asked
-        room = [self.max_length - len(each.ids) for each in trajectories]
+        """Samples the turns after the results; a rank without any results samples once, to join collectives."""
+        wholes = [item.whole or item.prompt for item in trajectories] or [idle]
+        continuations = [(item.index, item.turns[-1][1] if item.turns else None) for item in trajectories]
+        self.branches.continuations = continuations
+        room = [self.max_length - len(item.ids) for item in trajectories]
         tokenizer = tokenizer_of(self.encoder.processor)
         ids, logps = self.complete(wholes, [max(n, 1) for n in room] or [1])
         for i, trajectory in enumerate(trajectories):
@@ -326,14 +327,14 @@ class ToolLoop:
 def parse_assistant_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
-    """A sampled turn as a message; one whose calls are nested too deeply for other code is text."""
+    """Returns a sampled turn as a message; a turn with calls that are nested too deeply for other code is text."""
     callables: Any = list(tools.values())
     try:
         message = parse_response(tokenizer, ids, prefix=before, tools=callables)
         inner = [message.get("tool_calls")]
         for _ in range(_DEEPEST):
-            inner = [[*each.values()] if isinstance(each, dict) else each for each in inner]
-            inner = [part for each in inner if isinstance(each, list) for part in each]
+            inner = [[*level.values()] if isinstance(level, dict) else level for level in inner]
+            inner = [part for level in inner if isinstance(level, list) for part in level]
         if not inner:
             return message
     except RecursionError:
@@ -343,32 +344,34 @@ def parse_assistant_turn(
 
 
 def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[dict[str, Any]]:
-    """First turns as messages, with their calls if the tokenizer can parse them."""
+    """Returns first turns as messages, with their calls if the tokenizer can parse them."""
     tokenizer = tokenizer_of(processing_class)
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         return [{"role": "assistant", "content": text} for text in texts_of(rollout, ids, tokenizer)]
-    given = zip(ids, rollout.prompts, rollout.source.tools, strict=True)
-    return [parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), tools) for each, prompt, tools in given]
+    rows = zip(ids, rollout.prompts, rollout.source.tools, strict=True)
+    return [
+        parse_assistant_turn(tokenizer, turn_ids, prompt.input_ids.tolist(), tools) for turn_ids, prompt, tools in rows
+    ]
 
 
 def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[Any]:
-    """Completions as texts, or as messages where the prompts are."""
+    """Returns completions as texts, or as messages if the prompts are messages."""
     if is_conversational({"prompt": rollout.source.messages[0]}):
-        return [[each] for each in first_turns(rollout, ids, processing_class)]
+        return [[message] for message in first_turns(rollout, ids, processing_class)]
     return texts_of(rollout, ids, tokenizer_of(processing_class))
 
 
 def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Completions as texts, which begin with the tag where their prompt has opened thoughts."""
+    """Returns completions as texts, which begin with the tag of thoughts if their prompt has opened it."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    opened = {id(each): opened_thoughts(each.input_ids, tokenizer) for each in rollout.prompts}
+    opened = {id(row): opened_thoughts(row.input_ids, tokenizer) for row in rollout.prompts}
     return [opened[id(prompt)] + text for prompt, text in zip(rollout.prompts, texts, strict=True)]
 
 
 def run_turns(
     rollout: Rollout, ids: list[list[int]], logps: list[list[float | None]] | None, loop: ToolLoop
 ) -> list[Trajectory]:
-    """Continues completions, whose first turns are given, until none ends with a call."""
+    """Continues completions after their first turns, `ids`, until none ends with a call."""
     source = rollout.source
     trajectories = [
         Trajectory(
@@ -389,22 +392,23 @@ def run_turns(
         for i, message in enumerate(first_turns(rollout, ids, loop.encoder.processor))
     ]
     loop.run(trajectories)
-    source.failures = [each.failure for each in trajectories]
+    source.failures = [trajectory.failure for trajectory in trajectories]
     return trajectories
 
 
 def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:
     """
-    Prompts to score trajectories with: those in which tools returned media hold these media as well, those whose
-    context was rewritten all contexts.
+    Returns prompts to score trajectories with. If tools returned media, the prompt holds these media as well; if the
+    context was rewritten, the prompt holds all contexts.
     """
     return [
-        Contexts.of([*each.closed, scored_prompt(model, each)], [*each.ends, len(each.ids)]) for each in trajectories
+        Contexts.of([*trajectory.closed, scored_prompt(model, trajectory)], [*trajectory.ends, len(trajectory.ids)])
+        for trajectory in trajectories
     ]
 
 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
-    """What to score the tokens behind the context of a trajectory with."""
+    """Returns the prompt to score the tokens behind a trajectory's context with."""
     prompt, whole = trajectory.prompt, trajectory.whole
     if whole is None or not trajectory.media:
         return prompt
@@ -416,7 +420,7 @@ def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedProm
 
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:
-    """Messages of an environment, whose new media become references."""
+    """Returns checked messages of an environment, with references in place of new media."""
     are_messages = isinstance(messages, list) and all(
         isinstance(message, dict)
         and (isinstance(message.get("content"), (str, list)) or message.get("role") == "assistant")
@@ -436,13 +440,13 @@ def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) 
 
 
 def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """Messages without their first `n` media."""
+    """Returns messages without their first `n` media."""
     dropped = {id(ref) for ref in itertools.islice(iter_refs(messages), n)}
     return _with_blocks(messages, lambda block: [] if any(id(ref) in dropped for ref in iter_refs(block)) else [block])
 
 
 def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) -> list[dict[str, Any]]:
-    """Messages with what `change` returns in place of each block of their contents."""
+    """Returns messages in which the blocks that `change` returns take the place of each block."""
     return [
         {**message, "content": [part for block in message["content"] for part in change(block)] or ""}
         if isinstance(message.get("content"), list)
@@ -456,7 +460,7 @@ async def _together(coroutines: list) -> list[Any]:
 
 
 async def _settled(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of an async tool; an exit would end the thread of all tools."""
+    """Returns the result of an async tool, an error for an exit, which would end the thread of all tools."""
     try:
         return await coroutine
     except SystemExit as error:
@@ -464,7 +468,7 @@ async def _settled(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """The texts of results."""
+    """Yields the texts of results."""
     for message in messages:
         content = message["content"]
         blocks = [{"text": content}] if isinstance(content, str) else content
@@ -472,11 +476,11 @@ def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[dict[str, Any]]:
-    """What a tool returned, as the content of a message."""
+    """Returns a tool's result as the content of a message."""
     if isinstance(result, Exception):
         return str({"error": str(result)})
     if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
-        # Its paths aren't those of rows
+        # The paths of a tool aren't relative to the folder of rows' media
         return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, replace(rules, media_dir=None))
     place = next((place for place, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
     if place is not None:

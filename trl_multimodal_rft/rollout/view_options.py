@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Options that name a view: for which completions it is, how strong, and what it does in the loss."""
+"""Options that name a view: its share of completions, its strength, and its terms in the loss."""
 
 import functools
 import inspect
@@ -15,64 +15,64 @@ from ..views import View, as_view
 
 @dataclass(frozen=True)
 class RolloutView:
-    """A view that a share of each group is sampled from, by the option `rollout_view`."""
+    """View from which a share of each group is sampled, by the option `rollout_view`."""
 
     view: View | None = None
-    fraction: Annotated[float, "(0, 1]"] = 0.5  # of a group: its last completions, rounded down
-    schedule: str = "constant"  # of the view's strength, see `SCHEDULES`
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, which is its last completions, rounded down
+    schedule: str = "constant"  # schedule of the view's strength, see `SCHEDULES`
 
 
 @dataclass(frozen=True)
 class ContrastView:
-    """A view that further completions are sampled from, by the option `contrast_view`."""
+    """View from which further completions are sampled, by the option `contrast_view`."""
 
     view: View | None = None
-    fraction: Annotated[float, "(0, 1]"] = 0.5  # further completions of a group, as a share of it, rounded down
-    reward_ratio: Annotated[float, "[0, inf)"] = 0.8  # of the group's mean reward to theirs, at least, for the bonus
-    bonus: Annotated[float, "(0, inf)"] = 0.3  # of the group's right completions
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # number of further completions as a share of the group, rounded down
+    reward_ratio: Annotated[float, "[0, inf)"] = 0.8  # least ratio of mean rewards, group to contrast, for the bonus
+    bonus: Annotated[float, "(0, inf)"] = 0.3  # added to the rewards of the group's right completions
 
 
 @dataclass(frozen=True)
 class LossView:
-    """A view in the loss, by the option `loss_view`."""
+    """View in the loss, by the option `loss_view`."""
 
     view: View | None = None
-    kl_coef: Annotated[float, "[0, inf)"] = 0.0  # of the divergence between the policies with and without the view
-    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token in nats from which on it isn't raised further
-    # Of the entropies of the policy and of the policy under the view, which are lowered
+    kl_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the divergence of the policy under the view
+    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token, in nats, that the loss raises no further
+    # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
     advantage_min: Annotated[float | None, "[0, 1]"] = None  # weight of the advantage that depends least on the media
-    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of the tokens that are trained on, by their dependency
-    temperature: Annotated[float | None, "(0, inf)"] = None  # of the weights of tokens by differences of entropies
+    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on, of the highest dependency
+    temperature: Annotated[float | None, "(0, inf)"] = None  # temperature of token weights by entropy differences
 
     @property
     def has_term(self) -> bool:
-        """Whether it adds terms to the loss."""
+        """`True` if the view adds terms to the loss."""
         return self.kl_coef != 0 or self.entropy_coefs is not None
 
     @property
     def is_trained(self) -> bool:
-        """Whether terms in the loss have a gradient under the view."""
+        """`True` if terms in the loss have a gradient under the view."""
         return self.kl_coef != 0 or (self.entropy_coefs or (0, 0))[1] != 0
 
     @property
     def measures_divergence(self) -> bool:
-        """Whether distributions under the policy that sampled are compared with those under the view."""
+        """`True` if the sampling policy's distributions without and with the view are compared."""
         return self.advantage_min is not None or self.token_quantile < 1
 
     @property
     def measures_dependency(self) -> bool:
-        """Whether the dependency on media is measured, by a divergence or by entropies."""
+        """`True` if the dependency on media is measured, by a divergence or by entropies."""
         return self.measures_divergence or self.temperature is not None
 
 
 @dataclass(frozen=True)
 class RejectedView:
-    """A view after which a chosen completion is rejected, by the option `rejected_view`."""
+    """View under which a chosen completion is rejected, by the option `rejected_view`."""
 
     view: View | None = None
-    conditional_coef: Annotated[float, "[0, inf)"] = 1.0  # of the preference for the media over the view
-    anchor_coef: Annotated[float, "[0, inf)"] = 1.0  # of the term that keeps chosen rewards above the anchor
+    conditional_coef: Annotated[float, "[0, inf)"] = 1.0  # weight of the preference for the media over the view
+    anchor_coef: Annotated[float, "[0, inf)"] = 1.0  # weight of the term that keeps chosen rewards above the anchor
     anchor: float = 0.0  # reward of a chosen completion
 
 
@@ -81,50 +81,51 @@ T = TypeVar("T", RolloutView, ContrastView, LossView, RejectedView)
 
 def view_option(cls: type[T], option: str, value: str | None) -> T:
     """
-    Reads an option that names a view, whose settings (`"mask_patches(ratio=0.6, kl_coef=0.01)"`) are those of the view
-    and the fields of a class. Raises `ValueError` if neither has a setting, or both, or a value is out of range.
+    Reads an option that names a view, with settings of the view and of `cls`, such as
+    `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Raises `ValueError` if neither or both have a setting, or a value is out
+    of range.
     """
     if value is None:
         return cls()
     name, settings = split_settings(value)
-    hints = {each.name: (each.type, each.default) for each in fields(cls) if each.name != "view"}
-    chosen, own = as_view(name), {}
-    known = inspect.signature(chosen.type.function).parameters
+    hints = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
+    view, options = as_view(name), {}
+    known = inspect.signature(view.type.function).parameters
     if both := sorted(hints.keys() & known):
         raise ValueError(f"The view {name!r} has a setting {both[0]!r}, as `{option}` does; rename that of the view.")
-    for key, given in (settings or {}).items():
+    for key, setting in (settings or {}).items():
         if key in hints:
             annotation, default = hints[key]
-            check_value(f"`{key}` of `{option}`", given, annotation, f"the default is {default!r}")
-            own[key] = given
+            check_value(f"`{key}` of `{option}`", setting, annotation, f"the default is {default!r}")
+            options[key] = setting
         elif key not in known:
             raise ValueError(
                 f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*known][2:]}, and the option "
                 f"{[*hints]}.{did_you_mean(key, [*known, *hints])}"
             )
-    rest = {key: given for key, given in (settings or {}).items() if key not in own}
-    check_settings(chosen.type.function, option, rest)
-    return cls(replace(chosen, settings=rest), **own)
+    view_settings = {key: setting for key, setting in (settings or {}).items() if key not in options}
+    check_settings(view.type.function, option, view_settings)
+    return cls(replace(view, settings=view_settings), **options)
 
 
 def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The modalities of media that the views of a config change, by its options that name them."""
+    """Returns the modalities of media that views of a config change, by the options that name the views."""
     names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
     views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
     kinds = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}
-    return {name: each | {"video"} if config["use_audio_in_video"] else each for name, each in kinds.items()}
+    return {name: media | {"video"} if config["use_audio_in_video"] else media for name, media in kinds.items()}
 
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:
     r"""
-    The decay of a strength in [NoisyRollout](https://huggingface.co/papers/2504.13055), to a share
-    $1 - 1 / (1 + e^{-\lambda (t - \gamma) / T})$ of it, where $t / T$ is the progress of the run, $\gamma / T$ the
-    midpoint and $\lambda$ the steepness.
+    Returns the share of a view's strength in [NoisyRollout](https://huggingface.co/papers/2504.13055),
+    $1 - 1 / (1 + e^{-\lambda (t - \gamma) / T})$, where $t / T$ is the progress of the run, $\gamma / T$ the midpoint
+    and $\lambda$ the steepness.
     """
     return (1 - math.tanh(steepness * (progress - midpoint) / 2)) / 2
 
 
-# Strength of a view at a share of the run
+# Share of a view's strength by the progress of the run, from 0 to 1
 SCHEDULES: dict[str, Callable[..., float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1 - progress,
@@ -134,7 +135,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 
 def as_schedule(text: str) -> Callable[[float], float]:
     """
-    A schedule by its name, with settings behind it: `"sigmoid(midpoint=0.5)"`.
+    Returns the schedule of a name that may have settings, such as `"sigmoid(midpoint=0.5)"`.
 
     Raises `ValueError` if there is no such schedule, or it has no such setting.
     """
@@ -147,8 +148,8 @@ def as_schedule(text: str) -> Callable[[float], float]:
 
 def last_of_groups(share: float, n: int, first: int, group_size: int) -> list[int]:
     """
-    Which of `n` completions, from the place `first` of all ranks' on, are the last of their group, so many as a share
-    of it, rounded down.
+    Returns the indices, among `n` completions, of the completions in the last `share` of their group, rounded down.
+    `first` is the index of the first completion among the completions of all ranks.
     """
     start = group_size - int(share * group_size)
     return [i for i in range(n) if (first + i) % group_size >= start]

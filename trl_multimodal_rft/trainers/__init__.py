@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .dpo_trainer import MultimodalDPOTrainer
     from .grpo_config import MultimodalGRPOConfig
     from .grpo_trainer import MultimodalGRPOTrainer
+    from .kto_config import MultimodalKTOConfig
+    from .kto_trainer import MultimodalKTOTrainer
     from .ppo_config import MultimodalPPOConfig
     from .ppo_trainer import MultimodalPPOTrainer
     from .reward_config import MultimodalRewardConfig

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Names, types and ranges of arguments, of TRL's and of this package's."""
+"""Checks of the names, types and ranges of arguments, TRL's and this package's."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from ..spelling import check_value, did_you_mean
 
 
-# Arguments of TRL and transformers by the interval that they must be in, with which own ones are annotated
+# Valid intervals of arguments of TRL and transformers; this package annotates its arguments with theirs
 _IN_INTERVALS = {
     "[0, inf]": (
         "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
@@ -41,9 +41,9 @@ _IN_INTERVALS = {
     "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
 }
 _INTERVALS = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
-_NONE_ALLOWED = ("top_k", "top_p")  # whatever TRL's annotations say
+_NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, whatever TRL's annotations say
 
-# What to do instead, where it isn't the default
+# Remedies that error messages name, for arguments whose remedy isn't the default value
 _REMEDIES = {
     "temperature": "completions of a prompt must differ, so take a low one such as 0.1; `trl-multimodal-rft evaluate` "
     "decodes greedily",
@@ -53,21 +53,22 @@ _REMEDIES = {
 }
 
 
-_LONGEST_HELP = 280  # characters, where it has more than a sentence
+_LONGEST_HELP = 280  # characters; a longer first sentence stays whole
 
 
 def help_from_docstring(config_class: type) -> type:
-    """Gives the fields of a config as help what its docstring says of them, where they have none."""
+    """Fills in the missing help texts of a config's fields from its docstring, and returns the class."""
     text = inspect.cleandoc(config_class.__doc__ or "")
-    described = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
+    descriptions = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
     for option in fields(config_class):
-        if option.name in described and "help" not in option.metadata:
-            words = " ".join(described[option.name].split())
-            words = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", words)  # links, and not lists
-            parts = re.split(r"(?<=[.;])\s+", words.replace("`~", "`").replace("$\\lambda$", "lambda"))
-            while len(" ".join(parts)) > _LONGEST_HELP and len(parts) > 1:
-                parts.pop()
-            option.metadata = MappingProxyType({**option.metadata, "help": " ".join(parts).rstrip(".;") + "."})
+        if option.name in descriptions and "help" not in option.metadata:
+            description = " ".join(descriptions[option.name].split())
+            # Replaces links by their texts, and leaves lists in brackets
+            description = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", description)
+            sentences = re.split(r"(?<=[.;])\s+", description.replace("`~", "`").replace("$\\lambda$", "lambda"))
+            while len(" ".join(sentences)) > _LONGEST_HELP and len(sentences) > 1:
+                sentences.pop()
+            option.metadata = MappingProxyType({**option.metadata, "help": " ".join(sentences).rstrip(".;") + "."})
     return config_class
 
 
@@ -78,20 +79,20 @@ _INSTEAD = {
 
 
 def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
-    """Raises a `TypeError` about an unknown keyword argument of a constructor that names what to use instead."""
+    """Raises a `TypeError` that names the alternative to an unknown keyword argument of a constructor."""
     parameters = inspect.signature(cls.__init__).parameters
     unknown = kwargs.keys() - parameters.keys()
-    # A constructor with `**kwargs` may take them itself
-    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    # A constructor with `**kwargs` may accept any keyword
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         name = min(unknown)
         message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
-        if name == "compute_metrics" and "reward_funcs" not in parameters:  # no completions are sampled
+        if name == "compute_metrics" and "reward_funcs" not in parameters:  # the alternative needs sampling
             raise TypeError(message)
         raise TypeError(message + _INSTEAD.get(name, did_you_mean(name, parameters)))
 
 
 class CheckedKeywords:
-    """A class whose constructor checks its keywords, see [`check_keywords`]."""
+    """Base of classes whose constructor checks its keywords, see [`check_keywords`]."""
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
@@ -99,23 +100,23 @@ class CheckedKeywords:
 
 
 def as_names(value: str | list[str] | None) -> list[str] | None:
-    """Names from a text with commas, or from a list of such texts; `None` without any."""
+    """Returns the distinct names in a comma-separated text, or in a list of such texts; `None` without any."""
     texts = [value] if isinstance(value, str) else value or []
     names = [name.strip() for text in texts for name in text.split(",")]
     return list(dict.fromkeys(filter(None, names))) or None
 
 
 def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
-    """Raises a `ValueError` about a `dtype` among the arguments of `from_pretrained` that torch doesn't have."""
+    """Raises a `ValueError` if torch doesn't have the `dtype` among the arguments of `from_pretrained`."""
     dtype = (kwargs or {}).get("dtype", "auto")
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        full = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype.lower())
-        near = f"Did you mean '{full}'?" if full else "Write 'float32', 'bfloat16', 'float16' or 'auto'."
-        raise ValueError(f"`{option}` has the dtype {dtype!r}, which torch doesn't have. {near}")
+        full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype.lower())
+        remedy = f"Did you mean '{full_name}'?" if full_name else "Write 'float32', 'bfloat16', 'float16' or 'auto'."
+        raise ValueError(f"`{option}` has the dtype {dtype!r}, which torch doesn't have. {remedy}")
 
 
 def as_rates(value: Any) -> dict[str, float] | None:
-    """`learning_rates`, which may be texts such as YAML's "2e-6"; `None` without any."""
+    """Returns `learning_rates` as numbers, also from texts such as YAML's "2e-6"; `None` without any."""
     if not value:
         return None
     try:
@@ -131,45 +132,49 @@ def as_rates(value: Any) -> dict[str, float] | None:
 
 
 class Needs:
-    """In the annotation of a field, options without one of which it has no effect."""
+    """Annotation of a config's field that has no effect unless one of the named options is set."""
 
     def __init__(self, *names: str):
         self.names = names
 
     def check(self, option: str, config: object) -> None:
-        """Raises a `ValueError` if a config sets none of them."""
+        """Raises a `ValueError` if a config sets none of the named options."""
         if not any(getattr(config, name) for name in self.names):
-            named = " or ".join(f"`{name}`" for name in self.names)
-            raise ValueError(f"`{option}` has no effect without {named}; set {named} or remove it.")
+            names = " or ".join(f"`{name}`" for name in self.names)
+            raise ValueError(f"`{option}` has no effect without {names}; set {names} or remove it.")
 
 
 def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
-    Checks the types and ranges of a config's values, or of others that are given by the names of its fields, and that
-    what they need is set, see [`Needs`].
+    Checks the types and ranges of a config's values, or of `values` by the names of its fields, and that the options
+    that these fields need are set, see [`Needs`].
     """
     values, annotations = vars(config) if values is None else values, _annotations(type(config))
     for option in fields(config):
         if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
             continue
         annotation, remedy = annotations[option.name], f"the default is {option.default}"
-        if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):  # else the config has its own
+        # An interval of the config itself has the default as its remedy
+        if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
             remedy = _REMEDIES.get(option.name, remedy)
         check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)
-        for needed in getattr(annotation, "__metadata__", ()):
-            if isinstance(needed, Needs) and values[option.name] != option.default:
-                needed.check(option.name, config)
+        for constraint in getattr(annotation, "__metadata__", ()):
+            if isinstance(constraint, Needs) and values[option.name] != option.default:
+                constraint.check(option.name, config)
 
 
 @functools.cache
 def _annotations(config_class: type) -> dict[str, Any]:
     hints = typing.get_type_hints(config_class, include_extras=True)
-    theirs = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
-    return {name: Annotated[hint, _INTERVALS[name]] if name in theirs else hint for name, hint in hints.items()}
+    plain = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
+    return {name: Annotated[hint, _INTERVALS[name]] if name in plain else hint for name, hint in hints.items()}
 
 
 def check_batches(config, names: list[str]) -> None:
-    """Names the arguments whose product isn't a multiple of `num_generations`, where TRL names the product."""
+    """
+    Raises a `ValueError` that names the arguments whose product isn't a multiple of `num_generations`; TRL's error
+    names only the product.
+    """
     size, group, processes = config.generation_batch_size, config.num_generations, config.world_size
     if config.do_eval and config.eval_strategy != "no":
         name, group_eval = "per_device_eval_batch_size", config.num_generations_eval or group
@@ -183,13 +188,13 @@ def check_batches(config, names: list[str]) -> None:
     if size is None or size % group == 0:
         return
     if len(names) == 1:
-        whole = math.lcm(group, config.per_device_train_batch_size * processes)
+        unit = math.lcm(group, config.per_device_train_batch_size * processes)
         raise ValueError(
             f"`generation_batch_size={size}` must be a multiple of `num_generations={group}`, so that prompts keep "
-            f"all their completions. Set `generation_batch_size={_multiple(size, whole, 1)}`."
+            f"all their completions. Set `generation_batch_size={_multiple(size, unit, 1)}`."
         ) from None
     sizes = [f"`{name}={_multiple(getattr(config, name), group, size // getattr(config, name))}`" for name in names]
-    smaller = max(each for each in range(1, min(size, group) + 1) if size % each == 0)
+    smaller = max(divisor for divisor in range(1, min(size, group) + 1) if size % divisor == 0)
     sizes += [f"`num_generations={smaller}`"] if smaller > 1 else []
     raise ValueError(
         f"{_product(config, names, processes)} must be a multiple of "
@@ -203,13 +208,13 @@ def _product(config, names: list[str], processes: int) -> str:
 
 
 def _multiple(value: int, group: int, others: int) -> int:
-    """The smallest number from a value on whose product with others is a multiple of a group."""
+    """Returns the smallest number, at least `value`, whose product with `others` is a multiple of `group`."""
     step = group // math.gcd(group, others)
     return -(-value // step) * step
 
 
 def check_generation_kwargs(config, names: set[str] | None) -> None:
-    """Checks options of sampling."""
+    """Raises a `ValueError` if `generation_kwargs` has a name outside `names` or an invalid value."""
     options = config.generation_kwargs or {}
     for name in options:
         if names is not None and name not in names:
@@ -221,39 +226,40 @@ def check_generation_kwargs(config, names: set[str] | None) -> None:
 
 
 def check_instances(**arguments: Any) -> None:
-    """Refuses a class where an instance is needed."""
+    """Raises a `TypeError` if an argument is a class in place of an instance."""
     for name, value in arguments.items():
         if isinstance(value, type):
-            make = value.__name__ + (".from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)")
-            raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{make}`.")
+            call = value.__name__ + (".from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)")
+            raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{call}`.")
 
 
 def check_unsplit(args: Any, model: Any) -> None:
     """
-    Refuses tensor, context and sequence parallelism, whose ranks share rows: here, each rank draws rows of its own.
+    Raises a `ValueError` about tensor, context or sequence parallelism: their ranks share rows, while these trainers
+    draw different rows on each rank.
     """
-    parallelism = args.parallelism_config or ParallelismConfig()  # which reads what `accelerate launch` sets
+    parallelism = args.parallelism_config or ParallelismConfig()  # defaults to `accelerate launch`'s settings
     sizes = {name: getattr(parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
     deepspeed = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     sizes["autotp_size"] = deepspeed.get("tensor_parallel", {}).get("autotp_size")
     sizes["sequence_parallel_size"] = deepspeed.get("sequence_parallel_size")
-    split = {name: size for name, size in sizes.items() if (size or 1) > 1}
+    splits = {name: size for name, size in sizes.items() if (size or 1) > 1}
     if isinstance(model, str):
         kwargs = args.model_init_kwargs or {}
-        split |= {name: kwargs[name] for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)}
+        splits |= {name: kwargs[name] for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)}
     else:
-        loaded = {name: getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size")}
-        split |= {f"model.{name}": size for name, size in loaded.items() if size > 1}
-    if split:
+        model_sizes = {name: getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size")}
+        splits |= {f"model.{name}": size for name, size in model_sizes.items() if size > 1}
+    if splits:
         raise ValueError(
-            f"{', '.join(f'`{name}={value!r}`' for name, value in split.items())}: ranks that share a model's layers "
+            f"{', '.join(f'`{name}={value!r}`' for name, value in splits.items())}: ranks that share a model's layers "
             "or a row's tokens would train on different rows. Remove it; `fsdp2.yaml`, `hsdp.yaml` and "
             "`deepspeed_zero3.yaml` split weights, and `max_tokens_per_microbatch` long rows."
         )
 
 
 def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any) -> None:
-    """Checks the types of a trainer's arguments, and that its config goes with them."""
+    """Checks the types of a trainer's arguments, and that they fit its config."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     check_instances(**{name: arguments.get(name) for name in names})
     if not isinstance(reference := arguments.get("ref_model"), (torch.nn.Module, type(None))):
@@ -262,18 +268,19 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
         raise TypeError(f"`ref_model` is of type {type(reference).__name__}; {remedy}.")
     for name in ("train_dataset", "ptx_dataset"):
         _check_dataset(name, arguments.get(name))
-    of_evaluation = arguments.get("eval_dataset")
-    several = of_evaluation if isinstance(of_evaluation, dict) else {None: of_evaluation}
-    for key, dataset in several.items():
+    eval_dataset = arguments.get("eval_dataset")
+    entries = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for key, dataset in entries.items():
         _check_dataset("eval_dataset" if key is None else f"eval_dataset[{key!r}]", dataset)
 
-    several = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    for index, each in enumerate(several if reward_funcs is not None else ()):
+    entries = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    for index, reward_func in enumerate(entries if reward_funcs is not None else ()):
         name = f"reward_funcs[{index}]" if isinstance(reward_funcs, list) else "reward_funcs"
-        check_instances(**{name: each})
-        if not isinstance(each, str) and not callable(each):
+        check_instances(**{name: reward_func})
+        if not isinstance(reward_func, str) and not callable(reward_func):
             raise TypeError(
-                f"`{name}` is of type {type(each).__name__}; pass a function, a model, or the name of a reward model."
+                f"`{name}` is of type {type(reward_func).__name__}; pass a function, a model, or the name of a reward "
+                "model."
             )
     if getattr(args, "max_staleness", 0) > 0:
         for name in ("environment_factory", "rollout_func"):
@@ -287,9 +294,9 @@ def check_arguments(reward_funcs: Any = None, args: Any = None, **arguments: Any
                 "`max_staleness` reads rows ahead, and again when a run resumes, which an iterable dataset doesn't "
                 "allow; pass a `Dataset`."
             )
-    acts = arguments.get("tools") or arguments.get("environment_factory")
+    tool_source = arguments.get("tools") or arguments.get("environment_factory")
     for option in ("max_context_media", "max_tool_media"):
-        if not acts and getattr(args, option, None) is not None:
+        if not tool_source and getattr(args, option, None) is not None:
             raise ValueError(f"`{option}` has no effect without `tools` or `environment_factory`; pass one of them.")
     for option in ("rollout_view", "contrast_view"):
         for name in ("tools", "environment_factory", "rollout_func"):
@@ -315,12 +322,12 @@ def _check_dataset(name: str, dataset: Any) -> None:
     elif isinstance(dataset, (torch.utils.data.Dataset, Generator)):
         remedy = "`Dataset.from_generator(rows)`, whose generator yields its rows"
     remedies = {"str": f"`{name}=load_dataset(...)`", "DataFrame": "`Dataset.from_pandas(frame)`"}
-    wanted = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
-    raise TypeError(f"{wanted} {kind}; pass {remedies.get(kind, remedy)}.")
+    problem = f"`{name}` must be a `Dataset` or `IterableDataset`, got a"
+    raise TypeError(f"{problem} {kind}; pass {remedies.get(kind, remedy)}.")
 
 
 def check_output_dir(folder: str) -> None:
-    """Raises `OSError` if an output folder can't be made or written to. It isn't made yet."""
+    """Raises `OSError` if an output folder can't be made or written to, and makes no folder itself."""
     path = os.path.abspath(folder)
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -333,7 +340,7 @@ def check_output_dir(folder: str) -> None:
         ) from error
 
 
-# Options of TRL that trainers of rows with completions can't follow: the values that ask for nothing, and why
+# Options of TRL without use in trainers on datasets of completions: their neutral values, and the reason
 NOT_WHEN_READING = {
     "dataset_num_proc": ((None,), "rows are encoded when they are read; raise `dataloader_num_workers`"),
     "pad_to_multiple_of": ((None, "auto"), "rows are as long as they are"),
@@ -349,7 +356,7 @@ NOT_WHEN_READING = {
 
 
 def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]], method: str) -> None:
-    """Raises a `ValueError` for an option that has another value than those that ask for nothing."""
+    """Raises a `ValueError` if an option without use in a method has another value than its neutral ones."""
     for name, (neutral, reason) in options.items():
-        if getattr(args, name) not in neutral:
+        if getattr(args, name, neutral[0]) not in neutral:  # not every config has all of them
             raise ValueError(f"`{name}={getattr(args, name)!r}` has no use in {method} here: {reason}.")

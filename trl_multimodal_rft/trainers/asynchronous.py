@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Asynchronous rollouts: when a trainer asks servers for completions, and what it does with their answers."""
+"""Asynchronous rollouts: a trainer's requests to servers, and the rollouts that it makes of their answers."""
 
 import copy
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from .rollout_views import take_views, under_views
 from .run import Run
 
 
-# Completions of each rank that the engine is checked by, and their tokens at most
+# Number of completions that each rank samples to check the engine, and the most tokens of one
 _PROBES, _PROBE_LENGTH = 4, 16
 
 
 def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> Callable[..., EncodedPrompt | None]:
-    """Encodes a row, and renders its media for servers that are asked ahead, in the process that reads it."""
+    """Returns a function that encodes a row, and renders its media for servers, in the process that reads the row."""
 
     def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
         encoded = prompts.encode_row(row, prompt)
@@ -45,7 +45,7 @@ def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> 
 
 @dataclass
 class AsynchronousSampling:
-    """Samples of batches that were requested from servers ahead of need."""
+    """Sampling of batches by requests that servers get before the batches are due."""
 
     run: Run
     flight: InFlight
@@ -53,8 +53,8 @@ class AsynchronousSampling:
 
     def __call__(self, sampler: Any, rollout: Rollout, batch_index: int) -> Samples:
         """
-        Samples of the batch with this index in the run. Before, the servers get the weights, and the requests for the
-        batches that these may sample. All ranks must call this.
+        Returns the samples of the batch with this index in the run. First sends the weights to the servers, and the
+        requests for the batches that these weights may sample. All ranks must call this.
         """
         run, flight, n = self.run, self.flight, len(rollout)
         accelerator = run.accelerator
@@ -62,20 +62,20 @@ class AsynchronousSampling:
         with sampler.explain():
             sampler.load_weights(run.step)
         flight.version = batch_index
-        for each in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
-            if each not in flight:
-                self._ask(each)
+        for item in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
+            if item not in flight:
+                self._ask(item)
         with sampler.explain(), sampler.profile("vLLM.generate"):
-            asked, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
+            pending, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
             self.engine.check_starts()
-        completions = [each for answer in answers for each in answer.completions]
-        ids, logps = ([*each] for each in zip(*completions, strict=True))
-        versions = [[each.first, each.last] for each in answers for _ in each.completions]
+        completions = [item for answer in answers for item in answer.completions]
+        ids, logps = ([*item] for item in zip(*completions, strict=True))
+        versions = [[item.first, item.last] for item in answers for _ in item.completions]
         rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
-        if asked.rewards:
-            rewards = on_all_ranks(accelerator, lambda: [each.result() for each in asked.rewards.values()])
+        if pending.rewards:
+            rewards = on_all_ranks(accelerator, lambda: [item.result() for item in pending.rewards.values()])
             rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
-        flight.probes = asked.probes
+        flight.probes = pending.probes
         ages = batch_index - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
         waits = accelerator.gather(torch.tensor([seconds], device=ages.device))
         run.metrics.add(
@@ -86,21 +86,21 @@ class AsynchronousSampling:
                 "wait/trainer": waits[:, 1].mean().item(),
             }
         )
-        return take_views(run, rollout, asked.views, ids, logps)
+        return take_views(run, rollout, pending.views, ids, logps)
 
     def _ask(self, batch_index: int) -> None:
-        """Asks servers for the completions of this rank's part of a batch. All ranks must call this."""
+        """Requests the completions of this rank's part of a batch from the servers. All ranks must call this."""
         run, accelerator = self.run, self.run.accelerator
         batch, step = run.stream.batch(batch_index)
         rows = list(batch)
         rollout = run.collect(rows)
-        rollout.group_ids = rollout.group_ids.cpu()  # which threads read
+        rollout.group_ids = rollout.group_ids.cpu()  # threads read them
         for row, prompt in zip(rows, rollout.prompts, strict=True):
-            row.prompt = prompt  # of text, too
+            row.prompt = prompt  # so that no prompt, also of text, is encoded again when the batch is due
         views = under_views(run, rollout, step)
         n, first = len(rollout), accelerator.process_index * len(rollout)
         origins, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-        # Further completions have further seeds
+        # Seeds follow from these indices, so completions of the contrast continue after those of all ranks
         indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(origins)]
         rows_of_prompts = [rollout.source.row_indices[i] for i in origins]
         keys = request_keys(prompts, rows_of_prompts, indices, batch_index, run.args.seed)
@@ -111,45 +111,48 @@ class AsynchronousSampling:
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
         check = run.checks.self_check
         is_due = check is not None and check.engine_updated is None
-        starts = dict(zip(requests, accumulate((each.count for each in requests.values()), initial=0), strict=False))
+        starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
-        parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # without contrasts
+        # Completions of the contrast start at `n`
+        parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
         reward = self._early_rewards(parts)
         self.flight.ask(
             batch_index, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes
         )
 
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
-        """How to reward the completions of requests when they come, by functions that only wait."""
+        """Returns the functions that reward each request's completions when they come, by rewards that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names(), rewards.functions(), rewards.processors(), strict=True)
-        chosen = [each for each in functions if only_waits(each[1])]
-        # Results of tools follow, and a group that is sampled from two prompts comes in two parts
-        if not chosen or run.toolbox.tools or run.args.rollout_view is not None:
+        triples = [triple for triple in functions if only_waits(triple[1])]
+        # Completions before calls of tools aren't whole, and with `rollout_view` two requests share a group
+        if not triples or run.toolbox.tools or run.args.rollout_view is not None:
             return {}
-        names, funcs, processors = zip(*chosen, strict=True)
-        if flight.processor is None:  # the trainer's own can't be used by several threads
+        names, funcs, processors = zip(*triples, strict=True)
+        if flight.processor is None:  # threads can't share the trainer's processor
             flight.processor = copy.deepcopy(run.prompts.processor)
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             source = part.source
             source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
             source.completions = without_tools(part, source.ids, flight.processor)
-            given = names, funcs, processors, rewards.template_kwargs, run.args.rules
-            return reward_early(part, checked_functions(part, *given), run.state(), rewards.loop, flight.calls)
+            arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
+            return reward_early(part, checked_functions(part, *arguments), run.state(), rewards.loop, flight.calls)
 
         return {key: partial(reward, part) for key, part in parts.items()}
 
 
 def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     """
-    A few tokens after at most `n` of the last batch's prompts, sampled by the weights that the engine has. All ranks
-    must call this.
+    Returns a rollout of a few tokens after at most `n` of the last batch's prompts, sampled by the engine's current
+    weights. All ranks must call this.
     """
     size, accelerator = min(n, _PROBES), run.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
-    asked = [each._replace(count=1, most=min(each.most, _PROBE_LENGTH)) for each in requests]
-    ids, logps = ([*each] for each in zip(*on_all_ranks(accelerator, lambda: flight.sample(asked)), strict=True))
+    short_requests = [item._replace(count=1, most=min(item.most, _PROBE_LENGTH)) for item in requests]
+    ids, logps = (
+        [*item] for item in zip(*on_all_ranks(accelerator, lambda: flight.sample(short_requests)), strict=True)
+    )
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
     options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What all trainers that sample completions share: construction on TRL's, the stages of a rollout, micro-batches."""
+"""Base of the trainers that sample completions: construction on TRL's, stages of a rollout, micro-batches."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AsynchronousSampling, row_encoder
-from .checkpoints import CheckpointMixin
+from .checkpoints.mixin import CheckpointMixin
 from .configs import stops_of
 from .engine import (
     check_prompts,
@@ -56,28 +56,30 @@ from .engine import (
     transformers_sampler,
     vllm_sampler,
 )
+from .loading import (
+    around_trl_constructor,
+    compile_models,
+    enable_packing,
+    feature_dtype,
+    first_fallbacks,
+    load_for_sampling,
+    prepare_reference,
+    reward_sources,
+    start_loop,
+    with_media_reader,
+)
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
 from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
 from .run import MetricLog, RewardFunctions, Run
 from .setup import (
-    around_trl_constructor,
     check_launch,
-    compile_models,
-    enable_packing,
-    feature_dtype,
-    first_fallbacks,
     has_unread_rows,
-    load_for_sampling,
     modalities,
-    prepare_reference,
-    reward_sources,
-    start_loop,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
-    with_media_reader,
 )
 from .signatures import Model, Processor
 
@@ -87,15 +89,15 @@ logger = get_logger(__name__)
 
 class MultimodalTrainer(CheckpointMixin):
     """
-    Base of the trainers that sample completions. Constructor, config, loop, engines and names of metrics are TRL's;
-    rollout and loss are functions of a [`~rollout.rollout.Rollout`].
+    Base of the trainers that sample completions. Constructor, config, training loop, engines and names of metrics are
+    TRL's; rollout and loss are functions of a [`~rollout.rollout.Rollout`].
     """
 
     _micro_batch: Rollout | None = None  # while its loss is computed
-    _scores: Scores | None = None  # of it
+    _scores: Scores | None = None  # of that micro-batch
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
-    _trains_on_reference = True  # else rewards alone depend on it
+    _trains_on_reference = True  # else the reference matters for rewards alone
     # Attributes of TRL's trainers, whose types TRL leaves open
     reward_funcs: Any = ()
     reward_processing_classes: Any = ()
@@ -119,7 +121,7 @@ class MultimodalTrainer(CheckpointMixin):
         rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
         processors, ref_model = kwargs.pop("reward_processing_classes", None), kwargs.pop("ref_model", None)
         datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
-        if factory is None:  # environments read what columns they like
+        if factory is None:  # environments may read any column
             warn_of_unread(args, datasets, modalities(model, args))
             for warning in check_reads(() if rollout_func else reward_funcs or (), datasets["train_dataset"]):
                 logger.warning(f"`train_dataset`: {warning}")
@@ -170,8 +172,12 @@ class MultimodalTrainer(CheckpointMixin):
             for_engine=args.use_vllm if sampler is None else sampler.is_engine,
             feature_dtype=lambda: feature_dtype(self._forwarded_models().values()),
         )
-        ahead = args.max_staleness > 0 and not self.tools  # further turns continue from decoded media
-        encode = row_encoder(self.prompts, lambda: self.vllm_generation.prompts) if ahead else self.prompts.encode_row
+        is_asynchronous = args.max_staleness > 0 and not self.tools  # with tools, later turns need the decoded media
+        encode = (
+            row_encoder(self.prompts, lambda: self.vllm_generation.prompts)
+            if is_asynchronous
+            else self.prompts.encode_row
+        )
         self._stream = RowStream(
             args,
             self.accelerator,
@@ -236,7 +242,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
-        """Sets what TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
+        """Sets the attributes of TRL's GRPO trainer for tools and environments, and adds rewards of environments."""
         self.environment_factories, self.environments = self.toolbox.factories or None, None
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
@@ -265,28 +271,28 @@ class MultimodalTrainer(CheckpointMixin):
             self.sampler = self._transformers_sampler if sampler is None else sampler
             return
         datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
-        now = (lambda: self.host_memory), (lambda: self.is_in_train)
-        engine = vllm_sampler(run, self._logit_bias, revision, datasets, *now)
+        getters = (lambda: self.host_memory), (lambda: self.is_in_train)
+        engine = vllm_sampler(run, self._logit_bias, revision, datasets, *getters)
         self.sampler, self.vllm_generation = engine, engine.engine
         self.in_flight = requests_in_flight(args, engine.engine)
 
     def _add_log_callbacks(self) -> None:
         extra, pending = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler, scheduler = self.callback_handler, getattr(self, "commit_scheduler", None)
-        shown_by = handler if self.is_world_process_zero() else None
+        printer = handler if self.is_world_process_zero() else None
         self._unread_metrics = PendingMetrics()
-        self._rollout_log = RolloutLog(self._run, self._logs, extra, pending, shown_by)
+        self._rollout_log = RolloutLog(self._run, self._logs, extra, pending, printer)
         for callback in (ReadMetrics(self._unread_metrics), *self._rollout_log.callbacks(handler, scheduler)):
             self.add_callback(callback)
-        self.log_completions = False  # TRL's tables hold no audio or video
+        self.log_completions = False  # `RolloutLog` takes the place of TRL's tables, which hold no audio or video
 
     def offloading(self) -> AbstractContextManager[None]:
-        """With `offload_during_generation`, the device has no memory of what sampling doesn't need."""
+        """Returns a context that, with `offload_during_generation`, frees device memory that sampling doesn't need."""
         if self.host_memory is None:
             return nullcontext()
-        # A function of the user may use these
-        others: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
-        return self.host_memory.holding(idle_storages(self.model, self.optimizer, *others))
+        # A `rollout_func` may use these models
+        models: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
+        return self.host_memory.holding(idle_storages(self.model, self.optimizer, *models))
 
     def _check_sampler(self, rollout: Rollout) -> None:
         options: Any = {"corrects": self._corrects(rollout), "logit_bias": self._logit_bias, "flight": self.in_flight}
@@ -319,18 +325,18 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        """Completions of rows with their advantages; groups without signal are exchanged where the config says so."""
+        """Returns a rollout of rows with advantages, and exchanges groups without signal if the config says so."""
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
             if is_stale and self._trains_on_reference and rollout.ref_per_token_logps is not None:
-                # The reference may have moved since
+                # The reference may have moved since it scored the older groups
                 rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Completions of rows with their advantages, by the stages below in their order."""
+        """Returns a rollout of rows with advantages, by the stages below in their order."""
         self._check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
@@ -354,12 +360,12 @@ class MultimodalTrainer(CheckpointMixin):
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
-        """Completions, with the turns in which tools are called."""
+        """Samples completions, and continues them after calls of tools."""
         branches: Any = Branches() if self.tools else None
         run, tool_mask = self._run, None
         if self.rollout_func is not None:
             self.sampler.load_weights(run.step)
-            # As TRL calls it, with prompts that hold their media
+            # As in TRL, the prompts that the function gets hold their media
             output = self.rollout_func(restore_media(rollout.source.messages), self)
             placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
             ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
@@ -369,29 +375,29 @@ class MultimodalTrainer(CheckpointMixin):
             sample = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
             ids, logps = sample(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
-            given = self.sampler, rollout, (ids, logps), branches, self.tool_loop
-            ids, logps, tool_mask = continue_after_tools(run, *given)
+            parts = self.sampler, rollout, (ids, logps), branches, self.tool_loop
+            ids, logps, tool_mask = continue_after_tools(run, *parts)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.source.completions = without_tools(rollout, ids, self.processing_class)
             for prompt in rollout.prompts:
-                prompt.decoded = ()  # the engine has processed it
+                prompt.decoded = ()  # the engine has processed the media
 
         multiple, masks = self.pad_to_multiple_of, self.mask_truncated_completions
         run.complete(rollout, ids, logps, tool_mask, pad_to_multiple_of=multiple, mask_truncated=masks)
         run.metrics.add(self.sampler.metrics())
 
     def tool_loop(self, **options) -> ToolLoop:
-        """Calls tools as in training, unless the options say otherwise."""
-        most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
-        return self._run.tool_loop(self.sampler, **{**most, **options})
+        """Returns a loop of tool calls with the limits of training, unless `options` has others."""
+        limits = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
+        return self._run.tool_loop(self.sampler, **{**limits, **options})
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        """Scores of the policy that sampled, and of its reference, where they are needed before the update."""
+        """Scores the completions by the policy that sampled them, and by its reference, as the update needs it."""
         raise NotImplementedError
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Advantages, and the metrics of rewards."""
+        """Computes advantages, and metrics of rewards."""
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
@@ -405,7 +411,7 @@ class MultimodalTrainer(CheckpointMixin):
         self.sampler.invalidate_weights()
 
     def _rollout_state(self) -> dict[str, Any]:
-        """What this process needs to continue in the middle of a generation batch as if it hadn't stopped."""
+        """Returns the state from which this process continues inside a generation batch as if it hadn't stopped."""
         return {
             **super()._rollout_state(),
             "batches": self._batches(),
@@ -416,18 +422,18 @@ class MultimodalTrainer(CheckpointMixin):
         }
 
     def _batches(self) -> dict[str, Any]:
-        """What the size and the contents of a generation batch depend on."""
+        """Returns the settings that the size and the contents of a generation batch depend on."""
         names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
         sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
         return {**sizes, "num_processes": self.accelerator.num_processes, "reference": self.args.beta != 0}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Restores what all ranks share, and this rank's completions if batches still have the same shape."""
+        """Restores the state that all ranks share, and this rank's completions if batches have the same settings."""
         super()._load_rollout_state(state)
         if state["batches"] == self._batches():
             self._step = state["step"]
             if state["buffered_inputs"] is not None:
-                self._buffered_inputs = [each.to(self.accelerator.device) for each in state["buffered_inputs"]]
+                self._buffered_inputs = [part.to(self.accelerator.device) for part in state["buffered_inputs"]]
             for batch in self._buffered_inputs or ():
                 batch.packed = batch.packed and self._policy.fallbacks.packing
             if self._groups is not None and state["groups"] is not None:
@@ -444,7 +450,7 @@ class MultimodalTrainer(CheckpointMixin):
     # Update
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """A micro-batch; a new rollout when the last one is used up."""
+        """Returns a micro-batch, of a new rollout when the last one is used up; in evaluation a whole rollout."""
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
         steps = self.args.steps_per_generation
@@ -463,11 +469,11 @@ class MultimodalTrainer(CheckpointMixin):
 
     @property
     def _uses_every_score(self) -> bool:
-        """Whether completions without an advantage count in the loss, or in what is chosen for it."""
+        """`True` if completions without an advantage count in the loss, or in the choice of its tokens."""
         return True
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """Scores the new micro-batches that the policy will have moved away from when they are trained on."""
+        """Scores the micro-batches of a new rollout that are trained on only after the policy's next update."""
         for part in micro_batches[self._n_on_policy :]:
             if part.old_per_token_logps is None:
                 part.old_per_token_logps = self._run.score(self.model, part).logps
@@ -479,10 +485,10 @@ class MultimodalTrainer(CheckpointMixin):
         return n_on_policy(self.args, self._steps_per_rollout)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        """What a trainer changes before the micro-batch with an index among those of all epochs over a rollout."""
+        """Prepares the micro-batch at `index`, counted over all epochs on a rollout; by default, does nothing."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The loss of a micro-batch by `_compute_loss`, whose forward may be split by `max_tokens_per_microbatch`."""
+        """Returns the loss of a micro-batch by `_compute_loss`; `max_tokens_per_microbatch` may split its forward."""
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         self._micro_batch, self._scores = inputs, None
@@ -493,15 +499,15 @@ class MultimodalTrainer(CheckpointMixin):
             self._micro_batch = self._scores = None
         if parts is None:
             return loss
-        # `training_step` divides what it gets here
+        # `training_step` divides the loss of the last part alone by this number
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return self._backward_by_parts(model, loss, parts, divisor)
 
     def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
         """
-        The loss of a micro-batch: its scores, then the loss and the metrics of the trainer's algorithm.
+        Computes the loss of a micro-batch from its scores, and records the metrics of the trainer's algorithm.
 
-        A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
+        A subclass may replace this method in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
         """
         rollout = inputs.rollout
         loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
@@ -509,11 +515,11 @@ class MultimodalTrainer(CheckpointMixin):
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        """The loss of a micro-batch, a scalar, and its metrics, from its scores."""
+        """Computes the loss of a micro-batch, a scalar, and its metrics, from its scores."""
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Scores of a micro-batch, with gradients. Where no update came between, they are those of sampling, too."""
+        """Computes a micro-batch's scores, with gradients; they are its old scores, too, if no update came between."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
@@ -521,7 +527,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
             if not self.model.training:
                 self._log_engine([rollout])
-            elif self._step % self._steps_per_rollout == self._n_on_policy - 1:  # now all have their old scores
+            elif self._step % self._steps_per_rollout == self._n_on_policy - 1:  # now no old score is missing
                 self._log_engine(self._buffered_inputs or ())
         return self._scores
 
@@ -533,7 +539,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.now)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Scores of the micro-batch, media included, for a `_compute_loss` of the user that calls TRL's hook."""
+        """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""
         if self._micro_batch is None:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         scores = self._score(model, self._micro_batch)
@@ -541,7 +547,7 @@ class MultimodalTrainer(CheckpointMixin):
 
 
 def _overrides_loss(trainer_class: type) -> bool:
-    """Whether the loss is that of a subclass outside this package, which may have a gradient on every token."""
+    """Returns whether a subclass outside this package has its own loss, which may have a gradient on every token."""
     package = __name__.partition(".")[0]
-    outside = itertools.takewhile(lambda each: each.__module__.partition(".")[0] != package, trainer_class.__mro__)
-    return any(name in vars(each) for each in outside for name in ("_loss", "_compute_loss"))
+    subclasses = itertools.takewhile(lambda cls: cls.__module__.partition(".")[0] != package, trainer_class.__mro__)
+    return any(name in vars(cls) for cls in subclasses for name in ("_loss", "_compute_loss"))

@@ -16,7 +16,7 @@ from .multimodal_config import SamplingArguments
 
 @dataclass(frozen=True)
 class SelfTeacher:
-    """The option `self_teacher`."""
+    """Settings of the option `self_teacher`."""
 
     weights: Literal["current", "base", "ema"] = "current"
     rate: Annotated[float, "(0, 1]"] = 0.05  # share of the student's weights in the average after each update
@@ -34,12 +34,12 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         > Parameters that control the completions
 
         num_generations (`int`, *optional*, defaults to `1`):
-            Completions of each prompt in training, which is forwarded once for all of them, by the student and by the
-            teacher. The batch holds as many fewer prompts. Evaluation samples one.
+            Number of completions per prompt in training. Student and teacher forward the prompt once for all of them,
+            and the batch holds fewer prompts by this factor. Evaluation samples one completion per prompt.
         steps_per_generation (`int`, *optional*):
-            Micro-batches between one sampling and the next. By default `gradient_accumulation_steps`, as in TRL.
+            Number of micro-batches per generation batch. By default `gradient_accumulation_steps`, as in TRL.
         generation_batch_size (`int`, *optional*):
-            Completions that are sampled at once, over all processes, in place of `steps_per_generation`.
+            Number of completions that all processes sample at once, in place of `steps_per_generation`.
 
         > Parameters that control what teacher and student see
 
@@ -49,14 +49,14 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         student_view (`str`, *optional*):
             View under which the student samples and is trained; the teacher sees the media as they are.
         self_teacher (`str`, *optional*, defaults to `"current"`):
-            Weights of a student that is its own teacher, as it is without another: `"current"` are those of the
-            student at each update, without a gradient, `"base"` those without its adapter, which don't change, and
-            `"ema"` an exponential moving average of the student's, whose setting `rate`, as in `"ema(rate=0.05)"`, is
-            the share of the student's weights in the average after each update, as in TRL's SDFT and SDPO.
+            Weights that the student has as its own teacher, if there is no other one: `"current"` takes its weights
+            at each update, without a gradient, `"base"` its weights without its adapter, which don't change, and
+            `"ema"` an exponential moving average of its weights, where the setting `rate`, as in `"ema(rate=0.05)"`,
+            is the share of the student's weights in the average after each update, as in TRL's SDFT and SDPO.
 
         teacher_model_server_url (`str`, *optional*):
             Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
-            in this process. It returns the most likely tokens alone, so set `loss_top_k`, at most the server's
+            in this process. A server returns only the most likely tokens, so set `loss_top_k`, at most the server's
             `--max-logprobs`.
 
         > Parameters that control the divergence
@@ -65,7 +65,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             Number of the teacher's most likely tokens over which the divergence is computed. 0 takes the whole
             vocabulary, in chunks.
         loss_add_tail (`bool`, *optional*, defaults to `True`):
-            With `loss_top_k`, whether the other tokens count as one, with the rest of the probability. `False`
+            With `loss_top_k`, whether the other tokens count as one token with the remaining probability. `False`
             renormalizes the distributions over the chosen tokens.
 
         > Parameters that control the logging
@@ -89,8 +89,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
     log_multimodal: bool = True
 
-    # What other trainers that sample have options for: `beta` is no coefficient of a reference, and completions are
-    # trained on once, whatever their weights under an engine
+    # Fixed values of options that other sampling trainers have: `beta` is no coefficient of a KL penalty, and
+    # completions are trained on once, without importance weights for an engine
     needs_rewards = beta_is_kl = False
     teacher_columns = TEACHER_COLUMNS
     num_generations_eval = num_iterations = 1
@@ -104,7 +104,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
-                as_view(getattr(self, name))  # which checks it
+                as_view(getattr(self, name))  # raises if the view is invalid
         if self.auto_find_batch_size:
             raise ValueError(
                 "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "
@@ -121,12 +121,12 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
 
     @property
     def self_teacher_settings(self) -> SelfTeacher:
-        """The weights of a student that is its own teacher."""
+        """Settings of `self_teacher`."""
         return read_settings(SelfTeacher, "self_teacher", self.self_teacher)
 
     @property
     def keeps_decoded(self) -> bool:
-        """Whether a server takes decoded media."""
+        """`True` if a teacher on a server needs the decoded media."""
         return self.teacher_model_server_url is not None
 
     def _check_server(self) -> None:
@@ -145,7 +145,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
                 raise ValueError(f"`teacher_model_server_url` and `{name}` are of two teachers; remove one of them.")
 
     def _set_batches(self) -> None:
-        """Fills in the size of the batches that are sampled at once, as TRL's GRPO does."""
+        """Fills in `generation_batch_size` and `steps_per_generation`, as TRL's GRPO does."""
         per_step = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is None:
             name = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
@@ -153,8 +153,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             self.generation_batch_size = per_step * self.steps_per_generation
             check_batches(self, ["per_device_train_batch_size", name])
             return
-        steps, rest = divmod(self.generation_batch_size, per_step)
-        if rest != 0 or self.steps_per_generation not in (None, steps):
+        steps, remainder = divmod(self.generation_batch_size, per_step)
+        if remainder != 0 or self.steps_per_generation not in (None, steps):
             raise ValueError(
                 f"`generation_batch_size` ({self.generation_batch_size}) must be `steps_per_generation` times the "
                 f"{per_step} completions of a micro-batch over all processes; set one of both."

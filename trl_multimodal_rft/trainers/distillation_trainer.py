@@ -67,16 +67,15 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Student, as for [`~trl.DistillationTrainer`].
         teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Teacher, of the student's vocabulary, and for media of its family: it gets the student's prompts and
-            features. By default the one that `teacher_model_name_or_path` names, or else the student itself, with
-            `teacher_view`, `student_view` or columns of the teacher.
+            Teacher with the student's vocabulary and, for media, of the student's family, as it gets the student's
+            prompts and features. By default the model that `teacher_model_name_or_path` names, or else the student
+            itself, with `teacher_view`, `student_view` or columns of the teacher.
         args ([`MultimodalDistillationConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`]. What a column `teacher_prompt`
-            has, such as the solution in addition to the question, the teacher reads in place of `prompt`, and what
-            `teacher_image`, `teacher_images` and so on have, such as a crop, it sees in place of the columns of that
-            kind.
+            Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`]. The teacher reads the column
+            `teacher_prompt`, such as the question with its solution, in place of `prompt`, and columns such as
+            `teacher_image` or `teacher_images`, such as a crop, in place of the columns of their modality.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -92,12 +91,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         tools (`list[Callable]`, *optional*):
             Tools, as for [`MultimodalGRPOTrainer`].
         sampler ([`~rollout.samplers.Sampler`], *optional*):
-            What samples completions, as for [`MultimodalGRPOTrainer`].
+            Sampler of completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the teacher has another vocabulary or processor than the student, if the student is its own
-            teacher of what it sees itself, or if a model does to its logits what divergences can't account for.
+            teacher and reads the same prompts as that, or if a model changes its logits by more than a scale and a
+            soft cap.
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
@@ -137,7 +137,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
-        self.teacher_model = self.ref_model  # which waits in the host's memory, too
+        self.teacher_model = self.ref_model  # it waits in the host's memory during sampling, too
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
         student_rule = rule_of(student, "student")
@@ -171,18 +171,24 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
                 "or 'teacher_image'."
             )
         rollout = self._collect(rows)
-        read, server = teacher_prompts(self._run, rollout, rows), self.teacher_server
-        requests = None if server is None else server.read(read)
+        prompts, server = teacher_prompts(self._run, rollout, rows), self.teacher_server
+        requests = None if server is None else server.read(prompts)
         rollout.prompts = prompts_under(self._run, rollout, self.args.student_view)
         with self.offloading():
             self._sample(rollout)
         if server is not None and requests is not None:
             score_on_server(self._run, server, rollout, requests)
-        read = [continued(own, each) for own, each in zip(rollout.prompts, read, strict=True)]
-        for prompt in read:
+        prompts = [
+            continued(student_prompt, teacher_prompt)
+            for student_prompt, teacher_prompt in zip(rollout.prompts, prompts, strict=True)
+        ]
+        for prompt in prompts:
             prompt.decoded = ()
-        if server is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
-            rollout.teacher.prompts = read
+        if server is None and any(
+            student_prompt is not teacher_prompt
+            for student_prompt, teacher_prompt in zip(rollout.prompts, prompts, strict=True)
+        ):
+            rollout.teacher.prompts = prompts
         self._check_sampler(rollout)
         self._run.leave_out_failed(rollout)
         self._rollout_log.add_completions(rollout)
@@ -192,10 +198,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     # Update
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """No scores are needed that the student will have moved away from."""
+        """Does nothing, as distillation needs no log-probabilities of the student before its updates."""
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Divergences of a micro-batch from the teacher, with gradients."""
+        """Computes a micro-batch's scores with their divergences from the teacher, with gradients."""
         self._scores = self._policy.score(
             model,
             rollout.prompts,
@@ -207,13 +213,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         return self._scores
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        """The mean divergence over the tokens of an optimizer step, over all processes."""
+        """Computes the mean divergence over the tokens of an optimizer step on all processes."""
         mask = inputs.loss_mask
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        loss = scores.divergences.sum() / n_tokens  # 0 on tokens that don't count
+        loss = scores.divergences.sum() / n_tokens  # a divergence outside the mask is 0
         return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
 
     # Checkpoints
@@ -223,18 +229,20 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(self.beta, "generalized Jensen-Shannon divergence")
         support = f" over the teacher's {args.loss_top_k} most likely tokens" if args.loss_top_k else ""
         lines = [("Teacher", self._teacher_in_words()), ("Loss", f"{kind}{support}, `beta={self.beta}`")]
-        lines += [(f"`{each}`", f"`{getattr(args, each)}`") for each in ("temperature", "learning_rate")]
+        lines += [(f"`{name}`", f"`{getattr(args, name)}`") for name in ("temperature", "learning_rate")]
         return [*lines, *common_lines(args.to_dict())]
 
     def _teacher_in_words(self) -> str:
         args = self.args
         average = f', with an average of its weights, `self_teacher="ema(rate={args.self_teacher_settings.rate})"`'
-        how = {"current": "", "base": ", without its adapter", "ema": average}
-        who = f"the model itself{how[args.self_teacher_settings.weights]}"
+        weights = {"current": "", "base": ", without its adapter", "ema": average}
+        teacher = f"the model itself{weights[args.self_teacher_settings.weights]}"
         if self.teacher_server is not None:
-            who = f"{in_code(self.teacher_server.name)} on a vLLM server"
+            teacher = f"{in_code(self.teacher_server.name)} on a vLLM server"
         elif self.teacher_model is not None:
-            who = in_code(get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name")
+            teacher = in_code(
+                get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name"
+            )
         views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
-        privileged = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
-        return ", ".join([who, *views, *privileged])
+        columns = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
+        return ", ".join([teacher, *views, *columns])

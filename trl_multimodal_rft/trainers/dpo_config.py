@@ -11,7 +11,7 @@ from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer can't follow: the values that ask for nothing, and why there is nothing else
+# Options of TRL without use in this trainer: their neutral values, and the reason
 _NOT_HERE = {
     **NOT_WHEN_READING,
     "padding_free": ((False,), '`packing="prefix"` lays completions out without padding'),
@@ -27,15 +27,15 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     r"""
     Configuration class for the [`MultimodalDPOTrainer`].
 
-    Holds every argument of [`~trl.DPOConfig`] and of [`MediaArguments`]. Of TRL's, those about the preparation of
-    datasets and about padding have no use here, and raise.
+    Holds every argument of [`~trl.DPOConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
+    datasets and about padding have no use here, and raise an error.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether columns that the trainer doesn't know are taken from the rows.
+            Whether to remove columns that the trainer doesn't know from the rows.
         max_length (`int`, *optional*):
-            Most tokens of a prompt and a completion, which is cut. A row whose prompt leaves no token of it is
-            dropped. `None` takes rows as they are.
+            Most tokens of a prompt with its completion; a longer completion is cut. Rows with a prompt that leaves no
+            token for the completion are dropped. `None` takes rows as they are.
         packing (`str`, *optional*, defaults to `"prefix"`):
             `"prefix"` forwards a prompt and its media once for both completions, and falls back to `"padded"`, a row
             per completion, with a message, where the model can't. Loss and gradient are the same.
@@ -44,16 +44,16 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
             log-probabilities of the model's own forward of each prompt and completion, and that these depend on its
             media.
         rejected_view (`str`, *optional*):
-            View of the media after which the chosen completion is rejected, such as `"crop(scale=0.4)"`, see
+            View of the media after which the chosen completion counts as rejected, such as `"crop(scale=0.4)"`, see
             [mDPO](https://huggingface.co/papers/2406.11839) and `docs/preference.md`. Further settings are
-            `conditional_coef` (1.0), the coefficient of this preference; `anchor_coef` (1.0), that of the term that
-            keeps rewards of chosen completions above `anchor` (0.0). Rows without media that the view applies to have
-            neither.
+            `conditional_coef` (1.0), the coefficient of this preference; `anchor_coef` (1.0), the coefficient of the
+            term that keeps rewards of chosen completions above `anchor` (0.0). Rows without media that the view
+            applies to have neither term.
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of chosen completions move, in nats per token, when sounds of their prompts become
-            silent, and images and videos grey. Each takes two forwards of two completions. Evaluations measure it
-            once. 0 measures nothing.
+            silent, and images and videos grey. A measurement takes two forward passes of two completions. Evaluations
+            measure the metric once. 0 measures nothing.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -94,5 +94,5 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
 
     @property
     def rejected_view_settings(self) -> RejectedView:
-        """The view after which chosen completions are rejected, with its settings."""
+        """Settings of `rejected_view`, with the view after which chosen completions count as rejected."""
         return view_option(RejectedView, "rejected_view", self.rejected_view)

@@ -6,38 +6,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, ProcessorMixin, TrainerCallback
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.preferences import anchored_preference, conditional_preference
-from ..checks.measure import Measure
-from ..checks.media_contribution import is_due, media_contribution
-from ..data.rows.unread import lists_columns
-from ..encoding.processors import tokenizer_of
 from ..forward.scores import Scores
-from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
-from ..models.wrapped import is_unsharded, replaced, unwrapped
+from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .dpo_config import MultimodalDPOConfig
-from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, completions_to_score
-from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import IN_CONSTRUCTOR, load_reference, loading_in_trl, resolve_config
+from .preference_data import COLUMNS, REFERENCE, PreferenceCollator
+from .preferences import PreferenceTrainer
+from .reading import Batch, NumItems, load_for_reading
+from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
-# What TRL's loss reads of a model's outputs, besides log-probabilities
+# Outputs of a model that TRL's loss reads
 _OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
 
 
-class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
+class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     """
     Trainer for Direct Preference Optimization (DPO) of models that see and hear, see
     [Direct Preference Optimization](https://huggingface.co/papers/2305.18290).
@@ -55,8 +47,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, each text or messages, and with the media columns that
-            [`MultimodalGRPOTrainer`] takes, whose media are for the prompt. Without `prompt`, it is what both
-            completions start with.
+            [`MultimodalGRPOTrainer`] takes, with media of the prompt. Without `prompt`, the common start of both
+            completions is the prompt.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -70,17 +62,16 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
         compute_metrics (`Callable`, *optional*):
-            See [`~trl.DPOTrainer`]: its predictions are logits of the rows with the chosen completions, then of those
-            with the rejected ones, from a further forward of each, and its labels their tokens.
+            See [`~trl.DPOTrainer`]: predictions are logits of the rows with the chosen completions, then of the rows
+            with the rejected ones, from a further forward pass of each row; labels are the tokens of these rows.
 
     Raises:
-        `TypeError`: If `args` is a config of TRL's own, or `ref_model` no model.
+        `TypeError`: If `args` is a config of TRL's own, or if `ref_model` isn't a model.
         `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
             parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
     """
 
     _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
-    _keeps_outputs = True
 
     def __init__(
         self,
@@ -100,26 +91,13 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         arguments = arguments_of(locals())
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         loaded = load_for_reading(arguments, datasets)
-        model, processing_class = loaded.model, loaded.processing_class
-        self._starts_as_reference = ref_model is None
-        if ref_model is None:
-            ref_model = load_reference(model, args, peft_config, quantization_config)
-        self._rejected, self._measured_step = args.rejected_view_settings, -1
-        collator = PreferenceCollator(unwrapped(None, model), processing_class, args, view=self._rejected.view)
+        self._rejected = args.rejected_view_settings
+        collator = PreferenceCollator(
+            unwrapped(None, loaded.model), loaded.processing_class, args, view=self._rejected.view
+        )
         collator.prepare({"train": train_dataset, "eval": eval_dataset}, "")
-        with (
-            loading_in_trl(loaded.by_name),
-            # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
-            replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **IN_CONSTRUCTOR),
-        ):
-            arguments |= {"model": model, "ref_model": ref_model}
-            arguments |= {"processing_class": processing_class, "data_collator": collator}
-            if train_dataset is not None:  # else TRL raises
-                arguments["train_dataset"] = _without_rows(train_dataset, processing_class)
-            arguments["eval_dataset"] = None if eval_dataset is None else _without_rows(None, processing_class)
-            super().__init__(**arguments)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
+        stand_in = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
+        self._construct(super().__init__, arguments | {"data_collator": collator}, loaded, stand_in)
         self._start_reading(
             datasets,
             columns=COLUMNS if args.remove_unused_columns else None,
@@ -136,63 +114,24 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
     # Reference
 
-    def _precompute_reference(self) -> None:
-        """Adds columns with the reference's log-probabilities to the datasets, after which none is in memory."""
-        if self.ref_model is None and not is_unsharded(self.accelerator):
-            raise ValueError(
-                "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only "
-                "when training begins; drop the option."
-            )
-        self.train_dataset = self._with_reference(self.train_dataset)
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {name: self._with_reference(each) for name, each in self.eval_dataset.items()}
-        elif self.eval_dataset is not None:
-            self.eval_dataset = self._with_reference(self.eval_dataset)
-        self.ref_model = None
-
-    def _with_reference(self, dataset: Any) -> Dataset:
-        if not isinstance(dataset, Dataset):
-            raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
-        found = []
-        with evaluation_mode(self.model):
-            for batch in self.get_eval_dataloader(dataset):
-                pair = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
-                found.append(self.accelerator.gather_for_metrics(torch.stack(pair, dim=1)).cpu())
-        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
-        logps, known = torch.full((len(dataset), len(self._reference)), torch.nan), torch.cat(found)
-        if len(known) != len(scored):
-            raise ValueError(
-                f"The reference scored {len(known)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
-                "don't set `dataloader_drop_last`."
-            )
-        logps[scored] = known
-        for name, values in zip(self._reference, logps.T.tolist(), strict=True):
-            dataset = dataset.add_column(name, values)
-        if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
-            raise ValueError(
-                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "
-                "the columns that it gets, or use `map` in its place."
-            )
-        return dataset
-
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """
         Computes the reference's log-probabilities of a micro-batch.
 
         Args:
             model ([`~torch.nn.Module`]):
-                The reference, or the policy with PEFT, whose adapter is off meanwhile.
+                The reference, or, with PEFT, the policy, with its adapter off meanwhile.
             inputs (`dict`):
                 Micro-batch of the collator.
 
         Returns:
             `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`; with
-            `rejected_view` also of the chosen ones after the view, NaN where a row has none.
+            `rejected_view` also of the chosen completions after the view, NaN for rows without a view.
         """
 
         n, after_view = 2 * len(inputs["sequences"]), []
 
-        def score(**kwargs: Any) -> SimpleNamespace:
+        def score(**kwargs: torch.Tensor) -> SimpleNamespace:
             logps = self._score(model, inputs).logps
             after_view.append(logps[n:].sum(1))
             return SimpleNamespace(log_probs=logps[:n])
@@ -207,48 +146,28 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
 
     # Update
 
-    def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
-        """Scores of all chosen completions, of the rejected ones, and of the chosen ones after a view."""
-        completions, packed = completions_to_score(self._policy, inputs, self.args)
-        return self._policy.score(model, *completions, packed=packed, compute_aux_loss=compute_aux_loss)
-
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._measure_contribution(model, inputs)
-        if not all(name in inputs for name in self._reference):
-            is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
-            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
-                raise ValueError(
-                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
-                    "after an update, or that was another model; pass it as `eval_dataset` to the trainer."
-                )
-            logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-            inputs = inputs | dict(zip(self._reference, logps, strict=True))
+        inputs = self._with_logps_of_reference(inputs)
         scores = self._score(model, inputs, self.aux_loss_enabled)
-        both = scores.rows(slice(2 * len(inputs["sequences"])))
+        pair_scores = scores.rows(slice(2 * len(inputs["sequences"])))
         outputs = SimpleNamespace(
-            log_probs=both.logps,
-            entropy=both.entropies,
-            is_top1=both.top1 > 0,
-            mean_logits=both.mean_logits,
-            log_sum_sq_probs=both.log_sum_sq_probs,
-            aux_loss=both.aux_loss,
+            log_probs=pair_scores.logps,
+            entropy=pair_scores.entropies,
+            is_top1=pair_scores.top1 > 0,
+            mean_logits=pair_scores.mean_logits,
+            log_sum_sq_probs=pair_scores.log_sum_sq_probs,
+            aux_loss=pair_scores.aux_loss,
         )
-        loss = self._loss_of_trl(outputs, _as_rows(inputs))
+        loss = self._loss_of_trl(_as_rows(inputs), outputs)
         if self._rejected.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
 
-    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
-        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
-        rows = [row for both in zip(*(pair.sequences(measure.model) for pair in pairs), strict=True) for row in both]
-        ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
-        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
-        return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
-
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """
-        The terms of the view, a mean over the pairs like TRL's loss, in which those without one have 0. `logps` are
-        the scores of completions, `(2 * B + V,)`.
+        Computes the loss of the view, a mean over all pairs as TRL's loss is, to which pairs without a view add 0.
+        `logps` are the log-probabilities of completions, `(2 * B + V,)`.
         """
         settings, n, viewed = self._rejected, len(inputs["sequences"]), inputs["viewed"]
         chosen = logps[viewed] - inputs["ref_chosen_logps"][viewed]
@@ -261,27 +180,11 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
             "rewards/above_anchor": (rewards[0] > settings.anchor).float(),
             "logps/view": logps[2 * n :].detach(),
         }
-        metrics = {name: scored_mean(each, torch.ones_like(each)) for name, each in values.items()}
+        metrics = {name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()}
         log_metrics(metrics, self.accelerator.gather, self._metrics["train" if self.model.training else "eval"])
         conditional = settings.conditional_coef * conditional_preference(chosen, view, self.beta)
         anchored = settings.anchor_coef * anchored_preference(chosen, self.beta, settings.anchor)
         return (conditional + anchored).sum() / n
-
-    def _measure_contribution(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """
-        Logs how far media move the log-probabilities of some chosen completions: with the first micro-batch of an
-        update where that is due, and with the first one of an evaluation that has media.
-        """
-        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
-        metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
-        is_first = step != self._measured_step if training else "media/contribution" not in metrics
-        if not every or not is_first or (training and not is_due(every, step, 1)):
-            return
-        self._measured_step = step if training else self._measured_step
-        ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
-        completions = inputs["sequences"], ids, mask
-        for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
-            metrics[name].append(value)
 
     # Card
 
@@ -295,15 +198,8 @@ class MultimodalDPOTrainer(CompletionTrainer, DPOTrainer):
         return [*lines, *common_lines(self.args.to_dict())]
 
 
-def _without_rows(dataset: Rows, processing_class: Processor) -> Rows:
-    """A row for TRL's constructor, which tokenizes it, or, with media, leaves it as it is."""
-    row = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
-    rows = Dataset.from_dict(row | {"image": [None]} if isinstance(processing_class, ProcessorMixin) else row)
-    return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
-
-
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score."""
+    """Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score."""
     n = 2 * len(inputs["sequences"])
     return {
         "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),

@@ -18,22 +18,23 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..reporting.events import EventPart
-from .shards import writes_shards
+from .checkpoints.shards import writes_shards
 
 
-_NAME = "ema"  # of the file, or the folder of shards, in a checkpoint
+_NAME = "ema"  # name of the file, or of the folder of shards, in a checkpoint
 
 
 class MovingAverage(TrainerCallback):
     r"""
-    Follows weights after each update: $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in float32.
+    Callback that averages weights after each update, $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in
+    float32.
 
-    Where processes hold weights in part, so do they hold the average.
+    A process that holds shards of the weights holds the same shards of the average.
     """
 
     @classmethod
     def of(cls, model: nn.Module, decay: float, option: str) -> "MovingAverage":
-        """The average of the weights of a model that train, which an option asks for."""
+        """Returns the average of a model's trained weights, for the argument that `option` names."""
         if is_deepspeed_zero3_enabled():
             raise ValueError(f"`{option}` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
         return cls({name: p for name, p in model.named_parameters() if p.requires_grad}, decay, option)
@@ -59,8 +60,8 @@ class MovingAverage(TrainerCallback):
 
     def follow(self, model: nn.Module) -> None:
         """
-        Takes the same weights of a model, where an engine has moved, replaced or sharded them. All processes have to
-        call this.
+        Follows the weights of the same names in `model` from now on, as an engine may have moved, replaced or sharded
+        them. All processes have to call this.
         """
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
@@ -70,7 +71,7 @@ class MovingAverage(TrainerCallback):
             self._average[name] = _placed(average, parameters[name])
 
     def update(self) -> None:
-        for name, parameter in self._parameters.items():  # one by one, so that only one is there in float32
+        for name, parameter in self._parameters.items():  # serially, so that one weight at a time is copied to float32
             self._move([self._average[name]], [parameter.detach().float()], None)
 
     @contextmanager
@@ -85,7 +86,7 @@ class MovingAverage(TrainerCallback):
             self._write(saved)
 
     def _reshard(self) -> None:
-        """Has the next forward gather weights, where FSDP2 keeps some of those of the last one."""
+        """Makes the next forward gather all weights again, as FSDP2 may have kept some from the last forward."""
         for module in self._sharded:
             module.reshard()
 
@@ -95,7 +96,7 @@ class MovingAverage(TrainerCallback):
             parameter.copy_(values[name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The average of each weight by its name, as this process holds it."""
+        """Returns this process's part of the average, by the names of the weights."""
         return self._average
 
     def save(self, checkpoint: Path, accelerator: Accelerator, writes: bool) -> None:
@@ -124,7 +125,7 @@ class MovingAverage(TrainerCallback):
 
 
 def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, or one that is sharded already, on the device and the mesh of another."""
+    """Returns a tensor, which may be sharded already, on the device and the mesh of `like`."""
     value = value.to(like.device)
     if isinstance(like, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value, like.device_mesh, like.placements)

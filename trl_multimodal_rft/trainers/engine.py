@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What samples for a trainer, with its arguments."""
+"""Samplers with the arguments of a trainer, checks of their samples, and turns after tool calls."""
 
 import os
 from collections import Counter
@@ -33,7 +33,7 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
 from ..rollout.turns import ENDS, ToolLoop, run_turns, with_results
 from .asynchronous import probe_engine
-from .checkpoint_files import checkpoints, step_of
+from .checkpoints.files import checkpoints, step_of
 from .configs import SamplingConfig, mapping
 from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights
@@ -43,7 +43,7 @@ from .setup import media_limits, sampling_changes
 
 logger = get_logger(__name__)
 
-# Arguments of the engine that options of the config are for, the former with `vllm_` before their names
+# Arguments of the engine that are options of the config, the first with the prefix `vllm_`, the second without
 _ENGINE_OPTIONS = ("mode", "structured_outputs_regex", "server_base_url", "server_host", "server_port", "group_port")
 _ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length")
 _ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
@@ -52,9 +52,9 @@ _SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
 
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
-    """What the engine adds to logits: a sampled placeholder would stand for media that don't exist."""
-    given = mapping(args.generation_kwargs).get("logit_bias", {})
-    return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in given.items()}
+    """Returns the engine's biases of logits, by id: a sampled placeholder would stand for media that don't exist."""
+    biases = mapping(args.generation_kwargs).get("logit_bias", {})
+    return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in biases.items()}
 
 
 def make_engine(
@@ -64,33 +64,33 @@ def make_engine(
     media_limits: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
-    """The engine, with the arguments that TRL gives it, and the most media of a prompt; the user's arguments win."""
+    """Makes the vLLM engine with TRL's arguments and the most media of a prompt; arguments of the user win."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model()
-    named = {str(i): value for i, value in bias.items()}  # as JSON has it
-    given = args.generation_kwargs or {}
-    stops = {} if given.get("ignore_eos") else ends_of_text(run.ends)
-    if args.vllm_structured_outputs_regex is not None or "structured_outputs" in given:
-        stops.pop("ignore_eos", None)  # grammars end by what the folder says
-    # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
+    json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
+    options = args.generation_kwargs or {}
+    stops = {} if options.get("ignore_eos") else ends_of_text(run.ends)
+    if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
+        stops.pop("ignore_eos", None)  # a grammar ends with the end of text of the model's folder
+    # Else vLLM detokenizes each log-probability, which takes time, and fails for ids beyond the vocabulary
     generation_kwargs = {
-        "detokenize": "stop" in given,
-        **given,
+        "detokenize": "stop" in options,
+        **options,
         **stops,
-        "logit_bias": named if args.vllm_mode == "server" else bias,
+        "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
     adapter_only = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
-    # TRL would round to 4 bits what it merges
+    # TRL would round merged weights to 4 bits
     adapter = None
     if adapter_only or in_4bit:
         adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
     dtype = computing_dtype(accelerator, unwrapped(accelerator, model))
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
-        engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
+        engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt is sent once
         if (args.vllm_engine_kwargs or {}).get("speculative_config"):
-            engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
+            engine_kwargs["disable_log_stats"] = False  # the statistics hold acceptance lengths
 
     def without_weights() -> AbstractContextManager[None]:
         memory = host_memory()
@@ -106,8 +106,8 @@ def make_engine(
         generation_kwargs=generation_kwargs,
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
-        placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
-        adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
+        placeholders=bias.keys() - {int(i) for i in options.get("logit_bias", ())},
+        adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # pushes to the Hub leave out `_*`
         while_sampling=without_weights,
     )
 
@@ -120,12 +120,12 @@ def transformers_sampler(
     continuous_batching: ContinuousBatchingConfig | None,
     placeholders: set[int],
 ) -> TransformersSampler:
-    """What samples with transformers, by the config, the arguments and the backend that TRL's constructor makes."""
+    """Returns the transformers sampler, with the config, the arguments and the backend of TRL's constructor."""
     args = run.args
-    if placeholders and not args.use_vllm:  # sampled, they would stand for media that don't exist
+    if placeholders and not args.use_vllm:  # a sampled placeholder would stand for media that don't exist
         config.suppress_tokens = sorted(placeholders | set(config.suppress_tokens or []))
         kwargs["suppress_tokens"] = config.suppress_tokens
-        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
+        # Training doesn't discourage tokens that are never sampled, so the saved model must suppress them, too
         run.prompts.model.generation_config.suppress_tokens = config.suppress_tokens
 
     @contextmanager
@@ -159,18 +159,18 @@ def transformers_sampler(
 
 
 def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
-    """Runs the self-check on the first prompts of a run, and on the first with other media."""
+    """Runs the self-check on the first prompts of a run, and on the first with a new kind of media."""
     messages = rollout.source.messages
     if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
         rows = zip(messages, rollout.source.row_indices, strict=True)
-        messages = [run.prompts.checked(each, row) for each, row in rows]
+        messages = [run.prompts.checked(prompt, row) for prompt, row in rows]
     run.checks.on_prompts(run.model(), messages, rollout.prompts, settings)
 
 
 def check_settings(
     run: Run, sampler: Sampler, transformers: TransformersSampler, load_processor: Callable[[], Processor]
 ) -> RunSettings:
-    """What the self-check compares the policy with: a processor as transformers loads it, and its samples."""
+    """Returns the run's settings for the self-check; `load_processor` loads the processor as transformers does."""
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
         options: dict[str, Any] = {"fallbacks": fallbacks, "generating": transformers.generating}
@@ -200,42 +200,43 @@ def check_sampler(
     flight: InFlight | None,
 ) -> None:
     """
-    Compares what sampled, if it isn't the policy itself, with the policy, where that is due. `corrects` says whether
-    its log-probabilities weigh completions, `logit_bias` what it adds to logits, `flight` has the requests ahead.
+    Compares a sampler other than the policy itself with the policy, if a check is due. `corrects` says whether the
+    sampler's log-probabilities weigh completions, `logit_bias` is what it adds to logits, and `flight` holds the
+    requests that were sent ahead of need.
     """
     if sampler.samples_policy or not run.is_training:
         return
     _check_logps(run, rollout, corrects)
     check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
     if check is not None and run.encodes_text and not has_tools:
-        after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
-        if any_rank(run.accelerator, bool(after.any())):
+        tail = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
+        if any_rank(run.accelerator, bool(tail.any())):
             ends = run.tokenizer.convert_ids_to_tokens([*run.ends])
             raise RuntimeError(
                 f"self-check: completions go on after an end of text, {ends}. Let what samples stop "
                 "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
             )
-    if sampling_changes(run.args):  # which make another distribution than the policy's
+    if sampling_changes(run.args):  # the sampler's distribution isn't the policy's
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
-        own = computing_dtype(run.accelerator, run.policy.unwrapped(run.model()))
-        dtype, is_old = sampler.dtype or own, rollout.source.flight is not None
-        if flight is not None and is_old and flight.probes:  # its completions are older than the policy
+        policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model()))
+        dtype, is_old = sampler.dtype or policy_dtype, rollout.source.flight is not None
+        if flight is not None and is_old and flight.probes:  # the rollout is older than the policy
             probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model(), run.step, probe, dtype, logit_bias, False)
-        if not is_old or has_tools:  # whose later turns aren't
+        if not is_old or has_tools:  # turns after results are never old
             run.checks.on_engine(run.model(), run.step, rollout, dtype, logit_bias, has_tools)
 
 
 def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
     """
-    Logs the share of tokens that came without a log-probability, and says so once. Raises a `RuntimeError` if all of
-    the first batch did, where they should weigh completions.
+    Logs the share of tokens for which the sampler gave no log-probability, and warns of it once. Raises `RuntimeError`
+    if no token of the first batch has one, although log-probabilities should weigh completions.
     """
     checks, sampled, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
     if sampled is None:
         return
-    if rollout.source.from_view is not None:  # which are left out by us
+    if rollout.source.from_view is not None:  # completions of a view have none on purpose
         mask = mask & ~rollout.source.from_view[:, None]
     n_missing, n = sum_over_ranks(run.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
@@ -259,7 +260,7 @@ def continue_after_tools(
     """
     Calls tools and samples further turns, until no completion ends with a call. All ranks must call this.
 
-    Returns ids, log-probabilities, and masks that are 0 on results.
+    Returns ids, log-probabilities, and masks that are 0 on results of tools.
     """
 
     def sample(prompts: list[EncodedPrompt], room: list[int]) -> Samples:
@@ -267,33 +268,38 @@ def continue_after_tools(
 
     loop = make_loop(complete=sample, branches=branches)
     trajectories = run_turns(rollout, *samples, loop)
-    for part in (part for each in trajectories for prompt in (each.prompt, *each.closed) for part in prompt.parts):
+    for part in (
+        part
+        for completion in trajectories
+        for prompt in (completion.prompt, *completion.closed)
+        for part in prompt.parts
+    ):
         part.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.encoder.model, trajectories)
-    rollout.source.completions = [each.messages for each in trajectories]
-    rollout.source.turns = [each.sampled for each in trajectories]
-    rollout.source.contexts = [[messages for messages, _ in each.contexts[1:]] for each in trajectories]
-    ids, mask = [each.ids for each in trajectories], [each.mask for each in trajectories]
-    logps = None if samples[1] is None else [each.logps or [] for each in trajectories]
-    if sampler.samples_policy and any(len(each.sampled) > 1 for each in trajectories):
-        why = branches.obstacle
-        mode = f"prefills the conversation again: {why}" if why else "continues from its cache"
+    rollout.source.completions = [completion.messages for completion in trajectories]
+    rollout.source.turns = [completion.sampled for completion in trajectories]
+    rollout.source.contexts = [[messages for messages, _ in completion.contexts[1:]] for completion in trajectories]
+    ids, mask = [completion.ids for completion in trajectories], [completion.mask for completion in trajectories]
+    logps = None if samples[1] is None else [completion.logps or [] for completion in trajectories]
+    if sampler.samples_policy and any(len(completion.sampled) > 1 for completion in trajectories):
+        obstacle = branches.obstacle
+        mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
         if mode != run.mode_after_tools:
             logger.info(f"After results of tools, generation {mode}.")
             run.mode_after_tools = mode
     if (flight := rollout.source.flight) is not None:  # results are followed by the newest weights
-        called = torch.tensor([0 in each for each in mask], device=run.accelerator.device)
-        flight.versions[called, 1] = require(rollout.source.batch_index)
+        has_results = torch.tensor([0 in completion for completion in mask], device=run.accelerator.device)
+        flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
         contexts, lengths = by_context(rollout.prompts, list(map(len, ids)))
         tokens = chain.from_iterable(ids)
         run.checks.on_tool_media(run.model(), contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
-    counts = sum((each.counts for each in trajectories), Counter())
-    counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
-    *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)
-    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ended, strict=True)})
-    failed = failures / calls if calls else 0.0
-    run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failed})
+    counts = sum((completion.counts for completion in trajectories), Counter())
+    local_counts = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
+    *ends, calls, failures, n = sum_over_ranks(run.accelerator, local_counts)
+    run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ends, strict=True)})
+    failure_rate = failures / calls if calls else 0.0
+    run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failure_rate})
     return ids, logps, mask
 
 
@@ -305,10 +311,10 @@ def vllm_sampler(
     host_memory: Callable[[], HostMemory | None],
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
-    """What samples with vLLM, which keeps memory for the most media of a prompt of datasets and of tools."""
+    """Returns the vLLM sampler, which keeps memory for the most media of a prompt, media of tools included."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
     limits = {}
-    if not run.toolbox and n_tool_media is not None:  # else it isn't known
+    if not run.toolbox and n_tool_media is not None:  # else the number of media isn't known
         limits = {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
     engine = make_engine(run, bias, revision, limits, host_memory)
 
@@ -325,7 +331,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
         engine.ask,
         args.max_staleness,
         args.vllm_server_timeout,
-        # An adapter of which servers get a new version keeps its name for requests in flight
+        # Servers get each version of an adapter under another name, and requests in flight keep the old one
         changes_weights=engine.adapter_alone is None,
         settings=engine.sampling,
     )
@@ -333,7 +339,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
 
 @contextmanager
 def naming_checkpoint(output_dir: str, step: int) -> Iterator[None]:
-    """Errors within the context get a note on how to resume."""
+    """Adds a note on how to resume to errors within the context."""
     try:
         yield
     except Exception as error:

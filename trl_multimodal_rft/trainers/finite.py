@@ -12,15 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..rollout.ranks import any_rank
-from .checkpoint_files import local_part
+from .checkpoints.files import local_part
 
 
 @torch.no_grad()
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequence: str) -> None:
-    """Raises if trained weights aren't finite. All processes have to call this."""
+    """Raises `FloatingPointError` if trained weights aren't finite. All processes have to call this."""
     trained = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
     trained = {name: value for name, value in trained.items() if value.numel() > 0}
-    # The largest weight isn't finite if one isn't
+    # The largest absolute weight isn't finite if any weight isn't
     largest = nn.utils.get_total_norm(trained.values(), math.inf)
     if any_rank(accelerator, not largest.isfinite().item()):
         broken = [f", such as {name!r}" for name, value in trained.items() if not value.isfinite().all()]
@@ -39,17 +39,17 @@ def skip_broken_update(
     most: int,
 ) -> tuple[bool, int]:
     """
-    Makes an update whose gradient isn't finite one that changes nothing.
+    Skips an update whose gradient isn't finite.
 
-    Returns whether it was one, and how many there were in a row, `n_skipped` before. Raises `FloatingPointError` after
-    more than `most`.
+    Returns whether the update is skipped, and the number of skipped updates in a row, which was `n_skipped` before.
+    Raises `FloatingPointError` if that number exceeds `most`, or if DeepSpeed has made the update already.
     """
-    # The same on all processes, which hold the same gradient. DeepSpeed may have no norm, or -1.
+    # All processes decide alike, as they hold the same gradient. DeepSpeed may have no norm, or -1.
     if norm is None or (math.isfinite(norm) and norm >= 0):
         return False, 0
     scaler = accelerator.scaler
     if accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() > 1):
-        return False, n_skipped  # the scale of the loss is why; it is lowered, and the step skipped, by the scaler
+        return False, n_skipped  # the loss is scaled too much; the scaler lowers the scale and skips the step
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         if not accelerator.optimizer_step_was_skipped:
             raise FloatingPointError(
@@ -70,7 +70,7 @@ def skip_broken_update(
 
 @contextmanager
 def naming_broken_logits(step: int, dtype: torch.dtype) -> Iterator[None]:
-    """Names the step and the remedy where torch can't sample from logits."""
+    """Raises `FloatingPointError`, with the step and a remedy, if torch can't sample from logits in the context."""
     try:
         yield
     except RuntimeError as error:

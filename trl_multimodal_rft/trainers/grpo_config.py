@@ -33,7 +33,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     r"""
     Configuration class for the [`MultimodalGRPOTrainer`].
 
-    Holds every argument of [`~trl.GRPOConfig`], and those below. `docs/algorithms.md` says when to use which.
+    Holds every argument of [`~trl.GRPOConfig`], and those below. `docs/algorithms.md` says when to use which option.
 
     Parameters:
         > Parameters that control the advantages
@@ -42,16 +42,16 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
             `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, or for rewards along a
             completion `"turn_norm"`, `"ps_grpo"` or `"gigpo"`, see [`~algorithms.advantages.ESTIMATORS`], with
-            settings behind them, such as `"cpgd(weight='std')"`. Or a function, which is called on every process with
-            the whole batch as keyword arguments, `rewards` of shape `(N,)`, `rewards_per_func` `(N, F)`, `group_ids`
-            `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if `beta` is 0), where `NaN` marks what can't
-            be scored, and returns advantages of shape `(N,)` or `(N, T)`. A function can't be set on the command line;
-            a checkpoint holds its name only.
+            settings after the name, such as `"cpgd(weight='std')"`. Or a function, which is called on every process
+            with the whole batch as keyword arguments, `rewards` of shape `(N,)`, `rewards_per_func` `(N, F)`,
+            `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (the last one `None` if `beta` is 0), and
+            returns advantages of shape `(N,)` or `(N, T)`. Rewards are `NaN` where a completion can't be scored. A
+            function can't be set on the command line; a checkpoint holds its name only.
 
         > Parameters that control the rewards
 
         soft_overlong_cache (`int`, *optional*):
-            Number of tokens below `max_completion_length` from which on a completion is penalized for its length, up
+            Number of tokens below `max_completion_length` over which a penalty for the length of a completion grows
             to -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a separate reward function.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
             Whether to divide rewards by their standard deviation over the run so far.
@@ -61,9 +61,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the KL divergence from the reference, whose coefficient is `beta`
 
         kl_estimator (`str`, *optional*):
-            `"k1"` is subtracted from the rewards, `"k2"` and `"k3"` are added to the loss: each has the divergence's
-            gradient only there. Defaults to `"k1"` for `"reinforce"` and `"rloo"`, `"k2"` for `"reinforce_baseline"`,
-            and else `"k3"`, in TRL's form (see `use_bias_correction_kl`).
+            `"k1"` is subtracted from the rewards, `"k2"` and `"k3"` are added to the loss: only there do they have the
+            gradient of the divergence. Defaults to `"k1"` for `"reinforce"` and `"rloo"`, `"k2"` for
+            `"reinforce_baseline"`, and else `"k3"`, in TRL's form (see `use_bias_correction_kl`).
         kl_target (`float`, *optional*):
             Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts
             at `beta`. `None` keeps the coefficient.
@@ -73,38 +73,38 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the loss
 
         loss_type (`str`, *optional*, defaults to `"dapo"`):
-            See [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"` (with settings `"cpgd(drift_coef=0.01,
-            drift_clamp=2.0)"`), `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or `"dual_clip"`, whose bound
-            is `delta` (3 by default).
+            Policy loss of [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"` (with settings
+            `"cpgd(drift_coef=0.01, drift_clamp=2.0)"`), `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or
+            `"dual_clip"`, whose bound is `delta` (3 by default).
 
-        > Parameters that control which tokens are trained on, with `top_entropy_quantile` below 1
+        > Parameters that control which tokens are trained on, if `top_entropy_quantile` is below 1
 
         entropy_source (`str`, *optional*, defaults to `"rollout"`):
-            Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a
-            generation batch once more, unless TRL does already; `"current"` with the scope `'batch'` forwards
-            everything twice. The metric `extra_scoring_time` has the seconds of each optimizer step with such passes.
-            A setting `scope` says where tokens compete for the quantile: in the `'batch'` of an optimizer step over
-            all processes, which is the default, in their `'sequence'`, or in the `'micro_batch'` over all processes;
-            `"current(scope='micro_batch')"` is TRL's choice. With the setting `renormalize=True`, the policy loss is
-            averaged over the tokens that are trained on instead of all. GMPO does so anyway.
+            Policy whose entropies choose tokens: the one that sampled (`"rollout"`) or the `"current"` one.
+            `"rollout"` scores a generation batch once more, unless TRL scores it anyway; `"current"` with the scope
+            `'batch'` forwards everything twice. The metric `extra_scoring_time` has the seconds of each optimizer step
+            with such passes. A setting `scope` says where tokens compete for the quantile: in the `'batch'` of an
+            optimizer step over all processes, which is the default, in their `'sequence'`, or in the `'micro_batch'`
+            over all processes; `"current(scope='micro_batch')"` is TRL's choice. With the setting `renormalize=True`,
+            the policy loss is averaged over the tokens that are trained on instead of all. GMPO does so anyway.
 
-        > Parameters that control a view in the loss, in training; text sees itself under each view
+        > Parameters that control a view in the loss, in training; prompts without media are the same under each view
 
         loss_view (`str`, *optional*):
-            What the policy sees or hears in a second forward of the same completions, a name of [`~views.VIEWS`] with
-            settings or a dotted path of your own, such as `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Further settings
-            say what it is for. `kl_coef` is the coefficient of the divergence (k3) between the policy and the policy
-            under the view, which is raised, with gradients of both, see
-            [PAPO](https://huggingface.co/papers/2507.06448), and `kl_clip` (10) the divergence of a token, in nats,
-            from which on it isn't. `entropy_coefs` are the coefficients of the entropies of the policy and of the
-            policy under the view, which are lowered: PAPO's Double Entropy Loss, which estimates them by minus the
+            View of the media in a second forward of the same completions, a name of [`~views.VIEWS`] or the dotted
+            path of a function of yours, with settings, such as `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Further
+            settings say what the view is for. `kl_coef` is the coefficient of the divergence (k3) between the policy
+            and the policy under the view, which is raised, with gradients of both, see
+            [PAPO](https://huggingface.co/papers/2507.06448); a token's divergence isn't raised above `kl_clip` (10),
+            in nats. `entropy_coefs` are the coefficients of the entropies of the policy and of the policy under the
+            view, which are lowered: PAPO's Double Entropy Loss, which estimates entropies by minus the
             log-probabilities of the sampled tokens. `advantage_min` is the weight of the advantage of the completion
             that depends least on its media, by the divergence of its tokens' distributions under the view; weights are
-            linear in it, with a mean of 1 over the generation batch, see
-            [VPPO](https://huggingface.co/papers/2510.09285). `token_quantile` is the share of the tokens of each
-            completion that are trained on, those that depend most on the media, as in VPPO. `temperature` is that of
-            the weights of tokens by the difference of the entropies of the reference under the view and of the policy,
-            see [MAPO](https://huggingface.co/papers/2605.27741), without its loss on attention.
+            linear in the divergence, with a mean of 1 over the generation batch, see
+            [VPPO](https://huggingface.co/papers/2510.09285). `token_quantile` is the share of each completion's tokens
+            that are trained on, the ones that depend most on the media, as in VPPO. `temperature` is the temperature
+            of weights of tokens, by the entropy of the reference under the view minus the entropy of the policy, see
+            [MAPO](https://huggingface.co/papers/2605.27741), without its loss on attention.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -126,7 +126,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     _has_critic = False
 
-    if TYPE_CHECKING:  # what TRL fills in where it is `None`
+    if TYPE_CHECKING:  # TRL sets these where they are `None`
         num_generations: Any = None
         steps_per_generation: Any = None
         max_completion_length: Any = None
@@ -137,7 +137,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         if callable(self.advantage_estimator):
             check_estimator(self.advantage_estimator)
         else:
-            names = [name for name, own in ESTIMATORS.items() if self._has_critic or own.needs != "critic"]
+            names = [name for name, estimator in ESTIMATORS.items() if self._has_critic or estimator.needs != "critic"]
             name = split_settings(self.advantage_estimator)[0]
             if ALIASES.get(name, name) not in ESTIMATORS:
                 check_choice("`advantage_estimator`", self.advantage_estimator, (*names, *ALIASES))
@@ -149,7 +149,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
         self._post_init_trl()
 
-        _ = self.entropy_settings  # which checks them
+        _ = self.entropy_settings  # raises if they are invalid
         self._check_rewards()
         self._check_kl()
         self._check_loss()
@@ -187,8 +187,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if group < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
-        # TRL asks every estimator for two. All its checks but that hold for one completion per prompt if they hold for
-        # as many as a process samples, and in evaluation for one.
+        # TRL requires two completions per prompt of every estimator. Its other checks pass for one if they pass for as
+        # many as a process samples, and in evaluation for one.
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
         self.num_generations_eval = self.num_generations_eval or 1
@@ -207,8 +207,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
         check_range(self, "reward_clip_range")
-        changes = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
-        if self.estimator.reads and changes:
+        changes_rewards = self.reward_running_scale or self.reward_clip_range is not None or self.kl_in_reward
+        if self.estimator.reads and changes_rewards:
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` reads rewards of steps, which "
                 "`reward_running_scale`, `reward_clip_range` and `kl_estimator='k1'` don't change; remove these."
@@ -219,9 +219,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "it."
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
-            of_the_sum = self.reward_running_scale or self.kl_in_reward
-            of_the_sum = of_the_sum or self.reward_clip_range is not None or self.contrast_view is not None
-            if self.estimator.name != "group_norm" or of_the_sum:
+            changes_sum = self.reward_running_scale or self.kl_in_reward
+            changes_sum = changes_sum or self.reward_clip_range is not None or self.contrast_view is not None
+            if self.estimator.name != "group_norm" or changes_sum:
                 raise ValueError(
                     "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
                     "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
@@ -240,7 +240,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             self.kl_estimator = "k1" if self.estimator.kl_in_reward else self.estimator.kl_in_loss
 
     def _check_loss(self) -> None:
-        # TRL checks them only after sampling
+        # TRL checks both options only after sampling
         if (name := split_settings(self.loss_type)[0]) not in LOSSES:
             if (option := _OTHER_OPTIONS.get(name.lower())) is not None:
                 raise ValueError(f"`loss_type={name!r}` is spelled otherwise here: {option}.")
@@ -256,20 +256,20 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "'reinforce_baseline'."
             )
         # Without a critic or steps, only the penalty differs between the tokens of a completion
-        differs = self.estimator.needs == "critic" or self.estimator.reads is not None
-        if sequence_level and token_level and (differs or self.kl_in_reward):
-            penalized = "" if differs else " with the KL divergence in the reward"
+        tokens_differ = self.estimator.needs == "critic" or self.estimator.reads is not None
+        if sequence_level and token_level and (tokens_differ or self.kl_in_reward):
+            condition = "" if tokens_differ else " with the KL divergence in the reward"
             raise ValueError(
                 f"`importance_sampling_level='sequence'` takes one advantage per completion, but `advantage_estimator="
-                f"{self.advantage_estimator!r}`{penalized} gives one per token. Use another estimator"
-                + (", or `kl_estimator='k3'`." if penalized else ".")
+                f"{self.advantage_estimator!r}`{condition} gives one per token. Use another estimator"
+                + (", or `kl_estimator='k3'`." if condition else ".")
             )
-        # TRL's constructor checks it only where it makes the engine
-        wanted = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
-        if self._corrects and not self.vllm_importance_sampling_mode.startswith(wanted):
+        # TRL's constructor checks the mode only where it makes the engine
+        level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
+        if self._corrects and not self.vllm_importance_sampling_mode.startswith(level):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
-                f"'{wanted}_mask' or '{wanted}_truncate', got {self.vllm_importance_sampling_mode!r}."
+                f"'{level}_mask' or '{level}_truncate', got {self.vllm_importance_sampling_mode!r}."
             )
         if sequence_level and not loss.sequence_level:
             raise ValueError(
@@ -336,7 +336,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def entropy_settings(self) -> EntropySource:
-        """Which entropies choose tokens, and where tokens compete."""
+        """The entropies that choose tokens, and where tokens compete."""
         return read_settings(EntropySource, "entropy_source", self.entropy_source)
 
     @property
@@ -349,7 +349,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL divergence is subtracted from the rewards, instead of added to the loss."""
+        """`True` if the KL divergence is subtracted from the rewards, instead of added to the loss."""
         return self.kl_estimator == "k1"
 
     @property
@@ -378,7 +378,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return {**super().to_dict(), "advantage_estimator": self._estimator_name()}
 
     def __getstate__(self):
-        # A function may not be picklable, and what isn't loaded can't be run
+        # A function may not be picklable, and loading a name runs no code
         return {**super().__getstate__(), "advantage_estimator": self._estimator_name()}
 
     def _estimator_name(self) -> str:

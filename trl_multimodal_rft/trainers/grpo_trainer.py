@@ -73,7 +73,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with a `prompt` column, conversational or text. Media come in the columns `image` or `images`,
-            `audio` or `audios`, `video` or `videos`, or in the messages; `None` marks a row without. Every other
+            `audio` or `audios`, `video` or `videos`, or in the messages; `None` marks a row without media. Every other
             column is passed to the reward functions.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
@@ -81,8 +81,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
         reward_processing_classes ([`~transformers.ProcessorMixin`] or `list`, *optional*):
             Processing classes of reward models, as for [`~trl.GRPOTrainer`]. A reward model gets media through its
-            processor (see [`~rewards.RewardModel`]), by default the one of its name; with a tokenizer, rows with media
-            raise.
+            processor (see [`~rewards.RewardModel`]), by default the one of the model's name; with a tokenizer, rows
+            with media raise.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -99,14 +99,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             Environments, as for [`~trl.GRPOTrainer`]. They are reset with their row, media and all, and may show media
             as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference of the KL divergence, where it isn't what the policy's name loads, or the policy has none.
+            Reference of the KL divergence. Needed if the policy's name loads another model, or the policy has no name.
         sampler ([`~rollout.samplers.Sampler`], *optional*):
-            What samples completions, in place of transformers and of vLLM.
+            Sampler of completions, in place of transformers and vLLM.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, if something is to be loaded by the
-            name of a model that has none, or if the prompts' groups can't be exchanged.
+        `ValueError`: If the processing class pads audio on the wrong side, if a model has no name by which something
+            else is to be loaded, or if groups of the prompts can't be exchanged.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -144,7 +144,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
-        # What the coefficients of KL divergence and entropy adapt to at the end of the optimizer step
+        # Sums of an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
         self._kl_window = Window()
         self._entropy_window = Window()
         gather = functools.partial(gather_rows, self.accelerator)
@@ -153,11 +153,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             dependency_head(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
         )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
-        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
+        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # raises if there is no such name
 
     @property
     def kl_coef(self) -> float:
-        """Coefficient of the KL divergence now, in the loss or in the rewards."""
+        """Current coefficient of the KL divergence, in the loss or in the rewards."""
         return self._kl_controller.value
 
     # Rollout
@@ -169,23 +169,25 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return rollout
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        args, later = self.args, self._groups is not None or self.args.loss_view_settings.measures_dependency
+        args, scores_early = self.args, self._groups is not None or self.args.loss_view_settings.measures_dependency
         if args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
-        # Where advantages need them before the update, or later ones do
-        if (later and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
+        # Advantages, exchanged groups and the dependency on media need scores before the update
+        if (scores_early and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])
         if args.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
-        """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
+        """Scores parts of a rollout under the policy that sampled, and keeps entropies if they choose tokens."""
         args, needs_dependency = self.args, self.args.loss_view_settings.measures_dependency
-        in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
+        trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
+            map(self._corrects, parts)
+        )
         score = functools.partial(self._run.score, self.model)
         for part in parts:
             measures = needs_dependency and part.view.prompts and part.view.dependency is None
-            with nullcontext() if in_trl else self._extra_time():
+            with nullcontext() if trl_scores_too else self._extra_time():
                 if measures:
                     old = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
                 else:
@@ -215,7 +217,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, size)
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
-            if args.reads_steps:  # equal sums may have advantages, and others none
+            if args.reads_steps:  # completions with equal sums may have advantages, and others none
                 live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
                 zero_std = ~live & ~rewards.isnan()
         rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
@@ -229,7 +231,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Rewards after scaling and clipping, `(N,)`."""
+        """Returns the rewards after scaling and clipping, `(N,)`."""
         args, shaped = self.args, rewards
         if args.reward_running_scale:
             if self.model.training:
@@ -242,7 +244,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return shaped
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        """Advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
+        """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""
         args = self.args
         need_logps = callable(args.advantage_estimator) or args.kl_in_reward
         ref_logps = rollout.ref_per_token_logps
@@ -268,16 +270,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return advantages
 
     def _steps(self, rollout: Rollout) -> Steps | None:
-        """The steps of all ranks' completions, if the estimator reads them."""
+        """Returns the steps of all ranks' completions, or `None` if the estimator doesn't read them."""
         reads, rewards = self.args.estimator.reads, rollout.rewards
         if reads is None:
             return None
         turns = rollout.source.sampled_turns
-        turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in own] for own in turns]
+        turns = [[(turn.stop, turn.state if reads == "states" else "") for turn in completion] for completion in turns]
         by_function, turns = gather_object(rewards.by_function), gather_object(turns)
-        along = any(isinstance(each, StepwiseReward) for row in by_function for each in row)
-        along = along or (reads == "states" and bool(self.tools))  # GiGPO compares turns by their outcome, too
-        if rollout.step == 0 and self.model.training and not along:
+        has_steps = any(isinstance(reward, StepwiseReward) for row in by_function for reward in row)
+        has_steps = has_steps or (reads == "states" and bool(self.tools))  # GiGPO compares turns by their outcome, too
+        if rollout.step == 0 and self.model.training and not has_steps:
             raise ValueError(
                 f"`advantage_estimator={self.args.advantage_estimator!r}` reads rewards along completions, and the "
                 "first batch has none; let a reward function return a number per turn, or use 'group_norm'."
@@ -286,7 +288,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @contextmanager
     def _extra_time(self):
-        """Counts the seconds of scoring that TRL doesn't do, for the metric `extra_scoring_time`."""
+        """Adds the seconds of scores that TRL doesn't compute to the metric `extra_scoring_time`."""
         start = time.perf_counter()
         yield
         if torch.accelerator.is_available():
@@ -297,8 +299,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
         if self._filters_by_rollout:
-            window = self._token_filter.window or 1  # sequences don't compete
-            # Where micro-batches compete, the update's own entropies come too late
+            window = self._token_filter.window or 1  # tokens of different sequences don't compete
+            # Where micro-batches compete, entropies of the update's forward come too late
             first = 0 if window > 1 else self._n_on_policy
             self._score_with_entropies([part for part in micro_batches[first:] if part.tokens.entropies is None])
             for start in range(0, len(micro_batches), window):
@@ -319,14 +321,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._token_filter.mark(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
-        """Weights of the tokens in the policy loss, `(B, C)`, or 1."""
+        """Returns the weights of the tokens in the policy loss, `(B, C)`, or 1."""
         if rollout.tokens.weights is not None or not self._token_filter.is_on:
             return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
         if self._token_filter.is_trls:
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
         weights = self._token_filter.weights(entropies, rollout.loss_mask)
         if self._filters_by_rollout:
-            rollout.tokens.weights = weights  # of further iterations, too
+            rollout.tokens.weights = weights  # further iterations use the same weights
         return weights
 
     # Loss
@@ -376,7 +378,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
-        if self.model.training:  # of the generation batch, where it holds several optimizer steps
+        if self.model.training:  # a generation batch, whose tokens these are, may hold several optimizer steps
             tokens = tokens * self._accumulation() / self.args.steps_per_generation
         return Normalizer(self._accumulation(), self.max_completion_length, tokens)
 
@@ -384,14 +386,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
     def _active_entropy_coef(self) -> float | None:
-        """Coefficient of the entropy bonus in this optimizer step; `None` without a bonus."""
+        """Returns the coefficient of the entropy bonus in this optimizer step, or `None` without a bonus."""
         if not self._entropy_bonus_enabled:
             return None
         is_low = not self.use_adaptive_entropy or self._last_world_entropy <= self.args.entropy_target
         return self.entropy_coef if is_low else 0.0
 
     def _adapt_entropy(self, tensors: LossInputs) -> None:
-        """TRL's adaptive coefficient of the entropy bonus, in TRL's attributes, which checkpoints hold."""
+        """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints hold."""
         args, is_last = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
             self._entropy_window.add(*entropy_sums(tensors))
@@ -425,7 +427,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Whether this micro-batch updates the KL controller (first epoch only)."""
+        """Returns whether this micro-batch updates the KL controller, which happens in the first epoch only."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints
@@ -448,7 +450,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
-        # What the run no longer asks for stays in the checkpoint
+        # A run without an adaptive coefficient leaves the controller's state in the checkpoint
         if self.args.kl_target is not None:
             self._kl_controller.load_state_dict(state["kl_controller"])
         self._reward_scale.load_state_dict(state["reward_scale"])

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A view in the loss: its prompts, how far completions depend on the media that it replaces, and its terms."""
+"""A view in the loss: its prompts, the dependency of completions on the media that it replaces, and its terms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .run import Run
 
 def dependency_head(model: PreTrainedModel) -> HeadRule:
     """
-    What is known of the LM head, whose distributions are to be compared. Raises `ValueError` if it isn't enough.
+    Returns the rule of a model's LM head, by which distributions are compared. Raises `ValueError` if it is unknown.
     """
     rule = head_rule(model)
     if rule is None:
@@ -39,9 +39,11 @@ def add_view(run: Run, rollout: Rollout) -> None:
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
-    rollout.view.replaces = torch.tensor([own is not other for own, other in pairs], device=run.accelerator.device)
+    rollout.view.replaces = torch.tensor(
+        [clean is not viewed for clean, viewed in pairs], device=run.accelerator.device
+    )
     for prompt in rollout.view.prompts:
-        prompt.decoded = ()  # the engine never sees them
+        prompt.decoded = ()  # the engine never samples from views in the loss
 
 
 def measure_dependency(
@@ -52,14 +54,16 @@ def measure_dependency(
     score_reference: Callable[[Rollout], Scores],
 ) -> Scores:
     """
-    Scores of a rollout under the policy that sampled it, and how far its tokens depend on their media: by the
-    distributions of a head with a `rule`, else by entropies without the media under the reference.
+    Returns the scores of a rollout under the policy that sampled it, and sets the dependency of its tokens on media.
+
+    With the `rule` of a head, the dependency is the divergence of its distributions under the view; without one, it is
+    the entropy of the reference under the view minus the entropy of the policy.
     """
     args, viewed = run.args, require(rollout.view.replaces)[:, None]
     if rule is None:
         old = score(rollout)
-        without = score_reference(replace(rollout, prompts=rollout.view.prompts))
-        rollout.view.dependency = torch.where(viewed, without.entropies - old.entropies, 0)
+        without_media = score_reference(replace(rollout, prompts=rollout.view.prompts))
+        rollout.view.dependency = torch.where(viewed, without_media.entropies - old.entropies, 0)
     else:
         size: int = args.per_device_train_batch_size
         model: Any = run.model()
@@ -73,13 +77,13 @@ def measure_dependency(
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
-    """Weighs the advantages of completions, and their tokens. Those without media that the view replaces weigh 1."""
+    """Weighs advantages and tokens by their dependency on media, by 1 where the view replaces no medium."""
     view, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if view.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
-        everyone = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
-        weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, view.advantage_min)
+        statistics = run.accelerator.gather(torch.stack([means, (replaces & mask.any(1)).to(means.dtype)], dim=1))
+        weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, view.advantage_min)
         run.metrics.add({"view/weight_max": weights.max().item()})
         local = local_rows(run.accelerator, weights, len(rollout))
         rollout.advantages = advantages * (local if advantages.dim() == 1 else local[:, None])
@@ -95,9 +99,9 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
 def with_view_term(
     output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
 ) -> LossOutput:
-    """The loss of a micro-batch with the terms of the view, averaged like the policy loss."""
-    mask, kind, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    view = scores if scores.view is None else scores.view  # whose coefficients are then 0
+    """Returns the loss of a micro-batch plus the terms of the view, averaged like the policy loss."""
+    mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
+    view = scores if scores.view is None else scores.view  # without a view, its coefficients are 0
     losses, kl = view_term(
         scores.logps,
         view.logps,
@@ -108,6 +112,6 @@ def with_view_term(
     )
     metrics = dict(output.metrics)
     if scores.view is not None:
-        seen = mask * require(inputs.view.replaces)[:, None]
-        metrics |= {"view/kl": scored_mean(kl, seen), "view/entropy": scored_mean(view.entropies, seen)}
-    return LossOutput(output.loss + kind.average(losses, mask, normalizer), metrics)
+        view_mask = mask * require(inputs.view.replaces)[:, None]
+        metrics |= {"view/kl": scored_mean(kl, view_mask), "view/entropy": scored_mean(view.entropies, view_mask)}
+    return LossOutput(output.loss + loss_type.average(losses, mask, normalizer), metrics)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The arguments that the trainers of this package add to TRL's: to all, and to those that sample."""
+"""Arguments that this package adds to TRL's: for all trainers, for trainers that sample, and for rewards."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ from .arguments import (
 
 logger = logging.getLogger(__name__)
 
-# What configs that inherit these arguments are
+# Base of the configs that inherit these arguments, as type checkers need it
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Config
 else:
@@ -47,22 +47,23 @@ class MediaArguments(CheckedKeywords, _Config):
         > Parameters that control the packing
 
         max_tokens_per_microbatch (`int`, *optional*):
-            Tokens that are forwarded with their activations at once, at most: a micro-batch with more is forwarded and
-            differentiated in parts of whole groups, with the loss and gradient of the whole. A group with more
-            forwards its prompt once, and its completions in chunks that attend to it, at least one at a time. Costs
-            one more forward without activations where there are several parts; its seconds are logged as
+            Largest number of tokens that are forwarded with their activations at once. A micro-batch with more is
+            forwarded and differentiated in parts of whole groups, with the loss and gradient of the whole. A group
+            with more forwards its prompt once, and its completions in chunks that attend to it, at least one at a
+            time. Several parts cost one more forward without activations, whose seconds are logged as
             `token_budget/extra_time`.
 
         > Parameters that control what is trained
 
         freeze (`list[str]` or `str`, *optional*):
-            What isn't trained: parts of the model (`vision_tower`, `audio_tower`, `projector`, `language_model`), or
-            patterns of the names of its parameters and modules, such as `model.visual.blocks.[0-3]`; several in a
-            text with commas between them. Adapters in them are frozen, too, and so is the backbone of PPO's critic.
+            Parts of the model that aren't trained (`vision_tower`, `audio_tower`, `projector`, `language_model`), or
+            patterns of the names of its parameters and modules, such as `model.visual.blocks.[0-3]`; a text holds
+            several with commas between them. Adapters in frozen parts are frozen, too, as are the same parts of PPO's
+            critic.
         learning_rates (`dict[str, float]` or `str`, *optional*):
             Learning rates of parts, or of parameters by patterns, as in `freeze`; JSON on a command line. A pattern
-            wins over a part, and the first of several patterns. What none names is trained at `learning_rate`. The
-            schedule scales all of them.
+            wins over a part, and the first of several patterns. Weights that no key names are trained at
+            `learning_rate`. The schedule scales all rates.
 
         > Parameters that control the media
 
@@ -78,10 +79,10 @@ class MediaArguments(CheckedKeywords, _Config):
             row, or reports a tool call as failed to the model. By default rows get one warning per token, and results
             of tools `"raise"`. Plain-text prompts, which no chat template wraps, keep theirs.
         media_prefetch (`int`, *optional*, defaults to `1`):
-            How many generation batches ahead, in supervised training optimizer steps, the media of training rows are
-            fetched, decoded and run through the processor, by `dataloader_num_workers` processes, at least one, while
-            the model samples and is trained. 0 does it when they are needed. Streams, and systems other than Linux,
-            do as well.
+            Number of generation batches, or in supervised training of optimizer steps, by which the media of training
+            rows are fetched, decoded and run through the processor ahead of need, by `dataloader_num_workers`
+            processes, at least one, while the model samples and is trained. With 0, media are processed when they are
+            needed, as they always are for streams, and on systems other than Linux.
         on_media_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row.
             `"skip"` puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves
@@ -89,24 +90,24 @@ class MediaArguments(CheckedKeywords, _Config):
             `max_rows`, as in `"skip(max_rows=50)"`, is how many rows may be skipped before the run ends with an error:
             a number, or below 1 a share of the dataset's rows (0.1 by default), in streams of 1,000.
         media_rules (`dict[str, Any]` or `str`, *optional*):
-            From where media may come, and how large they may be, by fields of [`~data.reading.rules.MediaRules`];
-            JSON on a command line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. What it
-            leaves out keeps its default.
+            Allowed sources and sizes of media, by fields of [`~data.reading.rules.MediaRules`]; JSON on a command
+            line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. Other fields keep their
+            defaults.
         media_dir (`str`, *optional*):
             Folder that relative paths of media in rows start from. By default the working directory. Files must be in
             the `allowed_media_folders` of `media_rules` all the same.
         min_pixels (`int`, *optional*):
-            Images, and frames of videos, with fewer pixels are enlarged to this many. A block's own value wins, and by
-            default the processor decides, as with the next three.
+            Images, and frames of videos, with fewer pixels are enlarged to this many. A value in a content block
+            wins, and by default the processor decides. The next three arguments work alike.
         max_pixels (`int`, *optional*):
             Images, and frames of videos, with more pixels are made smaller before their tokens are counted.
         video_fps (`float`, *optional*):
             Frames per second that are sampled from videos. Lists of frames are used as they are.
         max_frames (`int`, *optional*):
-            Most frames of a video, evenly spaced where there are more.
+            Largest number of frames of a video. Of a video with more, evenly spaced ones are used.
         use_audio_in_video (`bool`, *optional*, defaults to `False`):
             Whether the model hears the sound of a video with its frames, interleaved as its processor does it. Omni
-            models of Qwen do. Videos without a sound are seen alone.
+            models of Qwen do. Of videos without a sound, it gets the frames alone.
 
         > Parameters that control the checks
 
@@ -135,14 +136,14 @@ class MediaArguments(CheckedKeywords, _Config):
     max_skipped_updates: Annotated[int, "[0, inf]"] = 5
 
     def __post_init__(self):
-        # TRL's defaults have the deprecated names, which transformers would warn of; older versions have no others
+        # TRL's defaults have deprecated names, of which transformers would warn; older versions have only these
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}", False) is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]  # which may be JSON
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]  # JSON, too
         check_values(self)
         if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # which has no effect there but a warning of torch
+            self.dataloader_pin_memory = False  # its only effect here would be a warning of torch
         has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
         if self.bf16 is None and not (self.fp16 or self.use_cpu or has_bf16):
             # TRL's default is `True`, which transformers refuses here
@@ -164,7 +165,7 @@ class MediaArguments(CheckedKeywords, _Config):
         self.freeze = as_names(self.freeze)
         self.learning_rates = as_rates(self.learning_rates)
         check_ignored(self.ignored_media_columns)
-        _ = self.rules, self.unreadable_rows  # which checks them
+        _ = self.rules, self.unreadable_rows  # raises if they are invalid
 
     @property
     def rules(self) -> MediaRules:
@@ -173,11 +174,11 @@ class MediaArguments(CheckedKeywords, _Config):
 
     @property
     def unreadable_rows(self) -> UnreadableRows:
-        """What happens to rows that can't be read."""
+        """The treatment of rows that can't be read."""
         return unreadable_rows(self.on_media_error)
 
     def __getstate__(self):
-        # Saved with the model, and published with it
+        # The config is saved and published with the model, so it must not hold a token
         return {**self.__dict__, "hub_token": None}
 
     def __copy__(self):
@@ -202,8 +203,8 @@ class SamplingArguments(MediaArguments):
 
         packing (`str`, *optional*, defaults to `"prefix"`):
             How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
-            completions, exactly; it falls back to padded rows, with a message, where a model can't share its prompt,
-            and silently where a generation batch has nothing to gain from it. `"padded"` uses one padded row per
+            completions, exactly; it falls back to padded rows, with a message for a model whose completions can't
+            share a prompt, and silently for a generation batch that gains nothing. `"padded"` uses one padded row per
             completion, as TRL does.
         keep_groups_together (`bool`, *optional*, defaults to `True`):
             Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
@@ -212,19 +213,19 @@ class SamplingArguments(MediaArguments):
         > Parameters that control the media
 
         max_tool_media (`int`, *optional*):
-            Most images, sounds and videos that tools may return within a completion. A result with more ends it as
-            one does that is longer than the completion may be: it is left out, and nothing follows the call. `None`
-            allows any number.
+            Largest number of images, sounds and videos that tools may return within a completion. A result with more
+            is left out, and the completion ends with the call, as for a result that is longer than the completion may
+            be. `None` allows any number.
         max_context_media (`int`, *optional*):
-            Most images, sounds and videos that the policy reads at a time while it calls tools, such as the last
-            screenshots of an agent. Before a turn that would follow more of them, the conversation so far without its
-            first media, prompt included, becomes the context of what follows. Each token is scored in the context in
-            which it was sampled, and a completion counts once, whatever its contexts. `None` keeps all.
+            Largest number of images, sounds and videos that the policy reads at a time while it calls tools, such as
+            the last screenshots of an agent. Before a turn that would follow more media, the conversation so far,
+            prompt included, loses its first media and becomes the context of the next tokens. Each token is scored in
+            the context in which it was sampled, and a completion counts once, whatever its contexts. `None` keeps all.
 
         > Parameters that control the model
 
         disable_dropout (`bool`, *optional*):
-            Whether to turn off dropout. `None` turns it off around the language model, where it also keeps batch norms
+            Whether to turn off dropout. `None` turns it off outside the language model, and keeps batch norms there
             at their running statistics, so that sampling, scoring and training see the same features; `True` turns
             off all dropout, as TRL does; `False` leaves the model as it is.
 
@@ -232,7 +233,7 @@ class SamplingArguments(MediaArguments):
 
         offload_during_generation (`bool`, *optional*, defaults to `False`):
             Whether the states of the optimizer, gradients, the reference, PPO's critic and the average of weights
-            wait in the host's memory while completions are sampled, and with `vllm_mode="colocate"` the model, too.
+            wait in the host's memory while completions are sampled, with `vllm_mode="colocate"` also the model.
             Set `vllm_enable_sleep_mode=True` with it, so that vLLM and the update take turns on the GPU. Updates stay
             the same bit for bit.
 
@@ -242,8 +243,8 @@ class SamplingArguments(MediaArguments):
             Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. A server is configured
             separately. `max_model_len` and `vllm_max_model_length` exclude each other.
         vllm_server_base_url (`str`, *optional*):
-            Address of the server with `vllm_mode="server"`, or of several, with commas between them: each process
-            asks one of them, in turn, and all get the weights.
+            Address of the server with `vllm_mode="server"`, or of several servers, with commas between them: each
+            process asks one of the servers, chosen in turn, and all of them get the weights.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets only the LoRA adapter at each sync, rather than all weights with the adapter merged
             into them. `None` does so for weights of 4 bits. In both cases, vLLM holds the dequantized weights, and
@@ -253,13 +254,13 @@ class SamplingArguments(MediaArguments):
         > Parameters that control the logging
 
         max_logged_media (`int`, *optional*, defaults to `8`):
-            How many prompts have their media in a table of completions, the first ones; `None` means all. Tables are
+            Number of prompts, the first ones, whose media are in a table of completions; `None` means all. Tables are
             made with `log_completions=True`, and hold text only with `log_multimodal=False`. Media of a prompt that
             take more than 32 MB are left out.
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
-            images and videos grey. Each takes two forwards of two completions, one of each of two prompts. 0 measures
+            images and videos grey. A measurement takes two forwards of two completions, of two prompts. 0 measures
             nothing.
 
         > Parameters that control the checks
@@ -267,7 +268,7 @@ class SamplingArguments(MediaArguments):
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
             that the media change the log-probabilities, that prompts in one row don't see each other, and that
-            recomputed log-probabilities are those of sampling.
+            recomputed log-probabilities are the same as in sampling.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -287,7 +288,7 @@ class SamplingArguments(MediaArguments):
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
     self_check: bool = True
 
-    if TYPE_CHECKING:  # of TRL's configs
+    if TYPE_CHECKING:  # fields of TRL's configs
         generation_batch_size: int | None = None
         steps_per_generation: int | None = None
         use_vllm: bool = False
@@ -299,24 +300,24 @@ class SamplingArguments(MediaArguments):
     needs_rewards = True  # whether something must reward completions
     reads_steps = False  # whether advantages depend on where along a completion rewards are, not on their sum alone
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
-    teacher_columns: ClassVar[Sequence[str]] = ()  # of rows, which only a teacher reads
-    keeps_decoded = False  # whether something else than the sampler takes decoded media
+    teacher_columns: ClassVar[Sequence[str]] = ()  # columns of rows that only a teacher reads
+    keeps_decoded = False  # whether decoded media are needed by more than the sampler
     max_staleness = 0  # generation batches that are sampled ahead
 
     def __post_init__(self):
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # JSON, too
         if self.generation_batch_size is not None:
-            given = ["generation_batch_size"]
+            names = ["generation_batch_size"]
         else:
             steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
-            given = ["per_device_train_batch_size", steps]
+            names = ["per_device_train_batch_size", steps]
         try:
             super().__post_init__()
         except ValueError:
-            if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
-                check_batches(self, given)
+            if hasattr(self, "distributed_state"):  # else TRL hasn't checked batches yet
+                check_batches(self, names)
             raise
-        # vLLM has others
+        # vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
         engine = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
         if not self.use_vllm:
@@ -355,7 +356,7 @@ class MultimodalArguments(SamplingArguments):
         > Parameters that control which prompts are sampled and trained on
 
         dynamic_sampling (`int`, *optional*, defaults to `0`):
-            How often to sample for one batch at most, with more prompts each time, until it is full of groups with
+            Largest number of times to sample for one batch, with further prompts, until it is full of groups with
             different rewards, see [DAPO](https://huggingface.co/papers/2503.14476). 0 takes groups as they are.
         dynamic_sampling_range (`list[float]`, *optional*):
             Range (min, max) of a group's mean reward, without its ends, outside of which dynamic sampling and replay
@@ -363,33 +364,33 @@ class MultimodalArguments(SamplingArguments):
             [MM-EUREKA](https://huggingface.co/papers/2503.07365).
         dynamic_sampling_reward (`str`, *optional*):
             Name of the reward function whose mean `dynamic_sampling_range` bounds and `difficulty_sampling` measures.
-            By default the range bounds the weighted sum of all, and the difficulty is measured by the first function.
+            By default the range bounds the weighted sum of all functions, and the first one measures the difficulty.
         replay_buffer_size (`int`, *optional*, defaults to `0`):
             Number of past groups with different rewards that each process keeps, in CPU memory and for 8 optimizer
-            steps, to stand in for groups without.
+            steps, in place of groups with equal rewards.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
             Whether to draw rows more often the closer the share of their right completions, measured in the run
             itself, is to a half, see [`~data.rows.difficulty.DifficultySampler`] and
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 
-        > Parameters that control when they are sampled, see `docs/vllm.md`
+        > Parameters that control when prompts are sampled, see `docs/vllm.md`
 
         max_staleness (`int`, *optional*, defaults to `0`):
-            How many generation batches ahead of the update servers sample, with `vllm_mode="server"`: a batch is
-            sampled once all but this many of those before it are trained on, and batches are trained on in their
-            order. 0 samples a batch when it is needed.
+            Number of generation batches by which servers sample ahead of the update, with `vllm_mode="server"`: a
+            batch is sampled once all but this many of the batches before it are trained on, and batches are trained on
+            in their order. 0 samples a batch when it is needed.
         vllm_importance_sampling_mode (`str`, *optional*):
-            What is done with ratios of the policy to vLLM that are out of bounds, one of TRL's modes. By default
+            Treatment of ratios of the policy to vLLM that are out of bounds, one of TRL's modes. By default
             `"sequence_mask"`, as in TRL, and with `max_staleness` `"token_truncate"`, or `"sequence_truncate"` where
             completions are weighed as a whole.
 
-        > Parameters that control where they are trained on
+        > Parameters that control the rank on which prompts are trained on
 
         balance_ranks (`bool`, *optional*, defaults to `False`):
             Whether ranks exchange whole groups before the update, prompts and media included, until their packed
-            lengths are about equal, so that no rank waits for the longest. `packing/rank_imbalance` says what there
-            is to gain. The global batch, and so the update, stays the same.
+            lengths are about equal, so that no rank waits for the longest. The metric `packing/rank_imbalance` shows
+            the possible gain. The global batch, and so the update, stays the same.
 
         > Parameters that control views in sampling, see `docs/views.md`
 
@@ -397,19 +398,19 @@ class MultimodalArguments(SamplingArguments):
             View of the media from which a part of each group is sampled in training, such as
             `"diffusion_noise(step=500)"`, see [NoisyRollout](https://huggingface.co/papers/2504.13055). Everything is
             scored, rewarded and trained on with the media as they are. Prompts without media that it applies to are
-            sampled as they are. What vLLM gave these completions is given the view, so no importance ratio corrects
-            them. Further settings are `fraction` (0.5), the share of a group that is sampled from the view, its last
-            completions, rounded down, and `schedule`, the strength of the view over the run: `'constant'`, `'linear'`
-            down to 0, or the decay of NoisyRollout, `'sigmoid(midpoint=0.66, steepness=30)'`, whose midpoint is a
-            share of the run.
+            sampled as they are. vLLM's log-probabilities of these completions depend on the view, so no importance
+            ratio corrects them. Further settings are `fraction` (0.5), the share of a group that is sampled from the
+            view, its last completions, rounded down, and `schedule`, by which the view weakens over the run,
+            `'constant'`, `'linear'` down to 0, or the decay of NoisyRollout, `'sigmoid(midpoint=0.66, steepness=30)'`,
+            whose midpoint is a share of the run.
         contrast_view (`str`, *optional*):
             View of the media from which further completions are sampled in training, such as `"shuffle_frames"`, see
             T-GRPO in [Video-R1](https://huggingface.co/papers/2503.21776). They are rewarded by the first reward
             function and not trained on. Prompts without media that it applies to have none. Further settings are
-            `fraction` (0.5), how many of them a group has, as a share of its size, rounded down; `reward_ratio` (0.8),
-            how many times their mean reward a group's own must be at least, both by the first reward function, for its
-            right completions to get the bonus; and `bonus` (0.3), what is added to the reward of these completions.
-            Those that the first reward function gives more than 0.1 are right.
+            `fraction` (0.5), the number of further completions of a group, as a share of its size, rounded down;
+            `reward_ratio` (0.8): the right completions of a group get the bonus if its mean reward is at least this
+            many times the mean reward of its further completions, both by the first reward function; and `bonus`
+            (0.3), which is added to the reward. Completions with more than 0.1 by the first function are right.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -461,12 +462,12 @@ class MultimodalArguments(SamplingArguments):
 
     @property
     def compares_groups(self) -> bool:
-        """Whether advantages compare the completions of a prompt."""
+        """`True` if advantages compare the completions of a prompt."""
         return True
 
     @property
     def _weighs_completions(self) -> bool:
-        """Whether the loss takes one weight per completion."""
+        """`True` if the loss takes one weight per completion."""
         return True
 
 
@@ -479,8 +480,8 @@ def check_range(config, name: str) -> None:
 
 def check_views(config) -> None:
     """Checks the views in sampling."""
-    rollouts, others = config.rollout_view_settings, config.contrast_view_settings
-    for option, settings in (("rollout_view", rollouts), ("contrast_view", others)):
+    rollouts, contrasts = config.rollout_view_settings, config.contrast_view_settings
+    for option, settings in (("rollout_view", rollouts), ("contrast_view", contrasts)):
         if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
             raise ValueError(
                 f"`fraction` ({settings.fraction}) of `{option}` of `num_generations` ({config.num_generations}) is "
@@ -492,17 +493,17 @@ def check_views(config) -> None:
 
 
 def check_sampling(config) -> None:
-    """Checks the arguments that choose prompts, and groups of completions and what they are sampled from."""
+    """Checks the arguments that choose prompts, exchange groups of completions, or set views in sampling."""
     check_views(config)
     check_range(config, "dynamic_sampling_range")
-    exchanging = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
-    for name in exchanging:
+    exchanges = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
+    for name in exchanges:
         if config.num_generations < 2:
             raise ValueError(
                 f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must be at least "
                 "2."
             )
-    for name in [*exchanging, *(["balance_ranks"] if config.balance_ranks else [])]:
+    for name in [*exchanges, *(["balance_ranks"] if config.balance_ranks else [])]:
         completions = config.per_device_train_batch_size * config.steps_per_generation
         if completions % config.num_generations != 0:
             raise ValueError(

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What sampling doesn't need waits in the host's memory."""
+"""Host memory for weights and states that sampling doesn't need."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,57 +21,59 @@ Storages = dict[int, torch.UntypedStorage]
 
 class HostMemory:
     """
-    Host memory that holds the contents of storages while theirs is free. It is allocated once, in slabs of `slab`
-    bytes.
+    Host memory for the contents of storages whose device memory is freed meanwhile. It is allocated once, in slabs of
+    `slab` bytes.
 
-    A storage is emptied and allocated again, as FSDP does with gathered weights. So all that refers to it stays valid:
+    A storage is emptied and allocated again, as FSDP does with gathered weights. So all references to it stay valid:
     parameters, views, optimizers, buckets, and flat buffers of engines.
     """
 
     def __init__(self, device: torch.device, slab: int = 2**26):
-        self.device, self.slab = device, slab  # a power of two, to which torch rounds pinned memory up
+        self.device, self.slab = device, slab  # torch rounds pinned memory up to a power of two
         self.slabs: list[torch.Tensor] = []
-        self._used = 0  # bytes, by the contexts that are open
+        self._used = 0  # bytes that open contexts use
 
     @contextmanager
     @torch.no_grad()
     def holding(self, storages: Storages) -> Iterator[None]:
         """
-        Frees the device's memory of storages within the context. Those elsewhere stay as they are, and so do those
+        Frees the device memory of storages within the context. Storages elsewhere stay as they are, and so do storages
         that can't be allocated again, such as mapped files.
         """
-        held = [each for each in storages.values() if each.device.type == self.device.type and each.resizable()]
-        sizes, start = [each.nbytes() for each in held], self._used
+        held = [
+            storage for storage in storages.values() if storage.device.type == self.device.type and storage.resizable()
+        ]
+        sizes, start = [storage.nbytes() for storage in held], self._used
         try:
-            copies = [pair for each in held for pair in self._host_copies(each)]
-            _copy([(host, own) for own, host in copies])
+            copies = [pair for storage in held for pair in self._host_copies(storage)]
+            _copy([(host, part) for part, host in copies])
             try:
-                for each in held:
-                    each.resize_(0)
-                clear_device_cache()  # engines have allocators of their own
+                for storage in held:
+                    storage.resize_(0)
+                clear_device_cache()  # engines allocate outside torch's cache
                 yield
             finally:
-                for each, size in zip(held, sizes, strict=True):
-                    each.resize_(size)
+                for storage, size in zip(held, sizes, strict=True):
+                    storage.resize_(size)
                 _copy(copies)
         finally:
             self._used = start
 
     def _host_copies(self, storage: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Bytes of a storage, and those of slabs that hold them."""
-        own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        while len(own):
+        """Yields the bytes of a storage in parts, with the bytes of a slab for each part."""
+        remaining = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        while len(remaining):
             index, first = divmod(self._used, self.slab)
             if index == len(self.slabs):
                 self.slabs.append(torch.empty(self.slab, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
-            host = self.slabs[index][first : first + len(own)]
-            yield own[: len(host)], host
-            own = own[len(host) :]
+            host = self.slabs[index][first : first + len(remaining)]
+            yield remaining[: len(host)], host
+            remaining = remaining[len(host) :]
             self._used += len(host)
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second tensor of each pair to the first, and waits once."""
+    """Copies the second tensor of each pair to the first, and waits once for all copies."""
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
     for device in {tensor.device for pair in pairs for tensor in pair if tensor.device.type != "cpu"}:
@@ -79,32 +81,32 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def storages(tensors: Iterable[Any]) -> Storages:
-    """Memory of tensors among given objects; of sharded ones, that of this process's part."""
-    found: Storages = {}
+    """Returns the storages of the tensors among `tensors`; of a sharded tensor, the storage of this process's part."""
+    by_address: Storages = {}
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
-            found |= storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            by_address |= storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         elif isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage
-    return found
+            by_address[storage._cdata] = storage
+    return by_address
 
 
 def weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Weights of a model; with ZeRO-3, this process's part of them."""
+    """Yields the weights of a model; with ZeRO-3, this process's part of them."""
     for parameter in model.parameters():
         yield getattr(parameter, "ds_tensor", parameter)
 
 
 def update_states(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
-    """Gradients, and all that the optimizer holds."""
+    """Yields the gradients of a model, and all states of its optimizer."""
     yield from (parameter.grad for parameter in model.parameters())
     while optimizer is not None:
         # DeepSpeed steps with copies in float32, and keeps gradients apart from parameters
         names = ("param_groups", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
         yield from tree_leaves([getattr(optimizer, name, None) for name in names])
         yield from tree_leaves([*getattr(optimizer, "state", {}).items()])
-        optimizer = getattr(optimizer, "optimizer", None)  # which engines wrap
+        optimizer = getattr(optimizer, "optimizer", None)  # engines wrap it
 
 
 def idle_storages(
@@ -114,11 +116,12 @@ def idle_storages(
     average: MovingAverage | None = None,
     critic: nn.Module | None = None,
 ) -> Storages:
-    """Memory that only scores and updates read: states, a reference, an average of weights, and a critic."""
-    own = [] if critic is None else [*weights(critic)]
-    ids = set(map(id, own))
-    kept = storages(each for each in weights(model) if id(each) not in ids)  # the critic may be a part of it
-    others = [] if reference is None else [*weights(reference)]
+    """Returns the storages that only scores and updates read: states, a reference, an average, and a critic."""
+    critic_weights = [] if critic is None else [*weights(critic)]
+    ids = set(map(id, critic_weights))
+    # The critic may be a part of the model
+    kept = storages(weight for weight in weights(model) if id(weight) not in ids)
+    reference_weights = [] if reference is None else [*weights(reference)]
     averaged = [] if average is None else average.state_dict().values()
-    found = storages([*update_states(model, optimizer), *others, *averaged, *own])
-    return {key: storage for key, storage in found.items() if key not in kept}
+    idle = storages([*update_states(model, optimizer), *reference_weights, *averaged, *critic_weights])
+    return {key: storage for key, storage in idle.items() if key not in kept}

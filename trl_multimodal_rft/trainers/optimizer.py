@@ -34,7 +34,7 @@ _PARTS = "trained_parts.json"
 
 
 def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
-    """Freezes parts of a model, and checks the learning rates of the others, which an optimizer of the user has."""
+    """Freezes parts of a model, and checks `learning_rates`, which exclude an optimizer of the user."""
     check_trainable(model)
     check_checkpointing(unwrapped(None, model), args)
     freeze(model, args.freeze)
@@ -62,34 +62,35 @@ def split_by_rate(
     keys: Mapping[int, str] | None = None,
 ) -> None:
     """
-    Gives the parameters of a new optimizer separate groups by `learning_rates`, and by further `keys` with `rates`.
+    Splits the parameter groups of a new optimizer by `learning_rates`, and by further `keys` with `rates`. Keys are by
+    the ids of parameters.
 
-    Decayed weights and others stay in different groups. The schedule multiplies the rate of each.
+    Weights with and without decay stay in different groups. The schedule multiplies the rate of each group.
     """
-    given = mapping(args.learning_rates)
-    chosen = chosen_by(model, [*given], "learning_rates")
+    part_rates = mapping(args.learning_rates)
+    chosen = chosen_by(model, [*part_rates], "learning_rates")
     keys = {**{id(parameter): key for parameter, key in chosen.items()}, **(keys or {})}
-    every: dict[str | None, float | None] = {None: None, **given, **(rates or {})}
+    all_rates: dict[str | None, float | None] = {None: None, **part_rates, **(rates or {})}
     groups = []
     for group in optimizer.param_groups:
-        owned: dict[str | None, list] = {key: [] for key in every}
+        by_key: dict[str | None, list] = {key: [] for key in all_rates}
         for parameter in group["params"]:
-            owned[keys.get(id(parameter))].append(parameter)
-        for key, parameters in owned.items():
-            rate = {} if every[key] is None else {"lr": every[key]}
+            by_key[keys.get(id(parameter))].append(parameter)
+        for key, parameters in by_key.items():
+            rate = {} if all_rates[key] is None else {"lr": all_rates[key]}
             groups += [{**group, **rate, "params": parameters}] if parameters else []
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    if any(parameter.requires_grad and id(parameter) not in held for parameter in chosen):
+    grouped = {id(parameter) for group in groups for parameter in group["params"]}
+    if any(parameter.requires_grad and id(parameter) not in grouped for parameter in chosen):
         raise ValueError(f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no groups; drop one.")
     optimizer.param_groups[:] = groups
 
 
 def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: TrainerConfig) -> None:
-    """Refuses an optimizer or a schedule of DeepSpeed's config, which have one rate, with rates of parts."""
-    own = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
-    if args.learning_rates and any(own):
+    """Raises `ValueError` if a DeepSpeed config has an optimizer or a schedule, of one rate, with rates of parts."""
+    is_dummy = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
+    if args.learning_rates and any(is_dummy):
         raise ValueError(
-            f"The DeepSpeed config has its own `{'optimizer' if own[0] else 'scheduler'}`, which would train all "
+            f"The DeepSpeed config has its own `{'optimizer' if is_dummy[0] else 'scheduler'}`, which would train all "
             "parts at one rate; remove it, so that `learning_rates` count."
         )
 
@@ -100,7 +101,7 @@ def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
 
 
 def other_parts(checkpoint: str | Path, args: TrainerConfig) -> str | None:
-    """What differs between the options of parts of a checkpoint and of this run."""
+    """Returns an error message if a checkpoint was saved with other `freeze` or `learning_rates` than this run has."""
     path = Path(checkpoint, _PARTS)
     saved = json.loads(path.read_text()) if path.exists() else dict.fromkeys(_options_of_parts(args))
     for name, value in _options_of_parts(args).items():
@@ -124,10 +125,10 @@ def split_groups(
     model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: "MultimodalPPOConfig", regroup: bool
 ) -> tuple[bool, ...]:
     """
-    Marks the parameter groups of policy and critic by a `part`.
+    Marks each parameter group by its `part`, `"policy"` or `"critic"`.
 
-    With `regroup` the weights of the critic get separate groups with their learning rate. Returns which groups are the
-    critic's.
+    With `regroup`, the critic's weights get separate groups with their learning rate first. Returns for each group
+    whether it is the critic's.
     """
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
@@ -151,31 +152,31 @@ def split_groups(
 
 def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], trains: Callable[[str], bool]) -> None:
     """
-    Keeps an optimizer from changing parts that an update doesn't train, as engines step from anywhere, some with one
-    group at a time.
+    Keeps an optimizer from changing parts that an update doesn't train, by hooks, as engines call its step anywhere,
+    some with one group at a time.
 
-    Parts that are not in `trained()` are left as they are; a part that `trains(part)` is false for is only frozen for
-    now, and its state is there in checkpoints.
+    A part that isn't in `trained()` keeps its weights and states. A part for which `trains(part)` is false is frozen
+    only for now, and has states, which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if group["part"] not in trained():
-                # Not even momentum or weight decay change what has no gradient
+                # Without a gradient, not even momentum or weight decay change a weight
                 for parameter in group["params"]:
                     parameter.grad = None
             elif not trains(group["part"]):
                 group["thawed_lr"], group["lr"] = group["lr"], 0.0
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        parameter.grad.zero_()  # that of the value loss, with a shared trunk
+                        parameter.grad.zero_()  # the value loss has one, with a shared trunk
 
     def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if "thawed_lr" in group:
                 group["lr"] = group.pop("thawed_lr")
-                # Checkpoints need a state of every weight. Counted as steps, though, gradients of 0 would be a part of
-                # Adam's average, and make later steps several times too large.
+                # Checkpoints need a state of every weight. Yet if gradients of 0 counted as steps, they would enter
+                # Adam's averages, and make later steps several times too large.
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     if "step" in state:
@@ -188,7 +189,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
 def two_schedules(
     args: "MultimodalPPOConfig", optimizer: Optimizer, of_critic: tuple[bool, ...], n_steps: int
 ) -> LambdaLR:
-    """The schedules of policy and critic, by their parameter groups; the policy's starts when it isn't frozen."""
+    """Returns a scheduler with the schedules of policy and critic; the policy's starts after its frozen steps."""
     n_frozen = args.freezing_actor_steps
     policy = _schedule(args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate)
     critic = _schedule(
@@ -208,11 +209,11 @@ def two_schedules(
 def _schedule(
     args: "MultimodalPPOConfig", name: str, warmup_steps: float, n_steps: int, rate: float
 ) -> Callable[[int], float]:
-    """Factor of the initial learning rate at each step."""
+    """Returns the function from a step to the factor of the initial learning rate."""
     n_steps = max(n_steps, 1)
     scheduler = get_scheduler(
         name,
-        torch.optim.SGD([torch.zeros(1)], lr=rate),  # some schedules end at a rate above 0
+        torch.optim.SGD([torch.zeros(1)], lr=rate),  # schedules that end above 0 read the rate
         num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
         num_training_steps=n_steps,
         scheduler_specific_kwargs=mapping(args.lr_scheduler_kwargs) if name == args.lr_scheduler_type else None,

@@ -17,7 +17,7 @@ class ValueSchedule:
     """The option `value_lr_scheduler_type`."""
 
     type: str
-    warmup_steps: Annotated[float | None, "[0, inf]"] = None  # by default those of the policy's schedule
+    warmup_steps: Annotated[float | None, "[0, inf]"] = None  # by default the steps of the policy's schedule
 
 
 @help_from_docstring
@@ -27,17 +27,17 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     Configuration class for the [`MultimodalPPOTrainer`].
 
     Holds every argument of [`MultimodalGRPOConfig`] (policy loss, KL divergence, rewards, entropy mask, resampling),
-    and those below. `docs/ppo.md` says how they work together.
+    and those below. `docs/ppo.md` says how these arguments work together.
 
     Parameters:
         > Parameters that control the advantages
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"gae"`):
             How rewards become advantages. `"gae"` has a critic, and the settings `gamma`, the discount per token, and
-            `lam`, GAE's $\lambda$, as in `"gae(gamma=1.0, lam=0.95)"`, the default. The others of
+            `lam`, GAE's $\lambda$, as in `"gae(gamma=1.0, lam=0.95)"`, the default. The estimators of
             [`MultimodalGRPOConfig`] have no critic.
         bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            Whether the critic's value stands for what would have come after a completion that was cut off at
+            Whether the critic's value stands for the rewards after the end of a completion that was cut off at
             `max_completion_length`, on top of its reward. Without it, a cut completion is worth its reward alone.
 
         > Parameters that control the critic
@@ -47,13 +47,14 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Weight of the value loss, added to the policy loss. Both share one gradient norm to clip.
         cliprange_value (`float`, *optional*, defaults to `0.2`):
-            How far a value may move from the one at sampling and still be rewarded for it. `None` doesn't clip.
+            Distance from the value at sampling beyond which moving a value doesn't lower its loss. `None` doesn't
+            clip.
         value_learning_rate (`float`, *optional*):
             Initial learning rate of the critic. Defaults to `learning_rate`.
         value_lr_scheduler_type (`str`, *optional*):
             Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`. A setting `warmup_steps`, as in
             `"cosine(warmup_steps=10)"`, is its warmup, in optimizer steps, or below 1 as their share, and defaults to
-            the option of that name.
+            the argument of the same name.
         freezing_actor_steps (`int`, *optional*, defaults to `0`):
             Number of optimizer steps in the beginning that train the critic alone. The policy's schedule starts after
             them.

@@ -42,12 +42,13 @@ from ..rollout.rollout import Rollout, require
 from ..rollout.samplers import Sampler
 from ..rollout.score import score_values
 from .arguments import check_arguments
-from .checkpoint_files import whole_state_dict
+from .checkpoints.files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
+from .loading import compile_models
 from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
-from .setup import compile_models, resolve_config, warn_of_unread
+from .setup import resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
@@ -110,21 +111,21 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             PEFT configuration used to wrap the policy. The critic isn't wrapped: all of it is trained, or only a head
             with `shared_trunk`.
         value_model (`str` or [`~transformers.PreTrainedModel`] or [`~models.Critic`], *optional*):
-            Critic: the name of a saved critic, of a reward model or of a backbone, such a model, or a critic. Of the
-            policy's family. If `None`, it is a copy of the policy, or a head on it with `shared_trunk`.
+            Critic of the policy's family: a critic, a reward model or a backbone, or the name of a saved one. If
+            `None`, the critic is a copy of the policy, or a head on it with `shared_trunk`.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference of the KL divergence, as for [`MultimodalGRPOTrainer`].
         ptx_dataset ([`~datasets.Dataset`], *optional*):
             Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media
             columns.
         sampler ([`~rollout.samplers.Sampler`], *optional*):
-            What samples completions, as for [`MultimodalGRPOTrainer`].
+            Sampler of completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own or of another trainer.
         `ValueError`: If a critic is passed that isn't used or isn't of the policy's family, if the policy can't be
-            copied, if there is a supervised dataset without `ptx_coef` or the other way round, or one with reentrant
-            checkpointing under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
+            copied, if there is a supervised dataset without `ptx_coef` or the other way round, if `ptx_coef` meets
+            reentrant checkpointing under DDP or DeepSpeed, or if an average of weights is to be kept under ZeRO-3.
     """
 
     _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
@@ -142,8 +143,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             }"""),
     }
     _folders_of_model = (_CRITIC,)
-    _critic_groups: tuple[bool, ...] = ()  # which parameter groups of the optimizer are the critic's
-    _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # what an update may change
+    _critic_groups: tuple[bool, ...] = ()  # whether each parameter group of the optimizer is the critic's
+    _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # parts that updates may change
 
     def __init__(
         self,
@@ -177,8 +178,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         super().__init__(**arguments)
         options: Any = args.gradient_checkpointing_kwargs or {}
         reentrant = options.get("use_reentrant") and args.gradient_checkpointing
-        once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
-        if args.ptx_coef > 0 and reentrant and once:
+        reduces_once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
+        if args.ptx_coef > 0 and reentrant and reduces_once:
             raise ValueError(
                 "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives "
                 "apart, and DDP and DeepSpeed take only once. Set "
@@ -195,18 +196,20 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)
-            # Engines gather it with the policy, and continuous batching casts it
+            # Engines gather the critic with the policy, and continuous batching casts it, so it isn't idle
             casts = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
             self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts else None
-            add_critic(self.model, self.critic)  # after TRL's constructor, so that no adapter is put into it
+            add_critic(self.model, self.critic)  # after TRL's constructor, which would put an adapter into it, too
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)
             if args.gradient_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
-                # PEFT switches it on in the model that it wraps, where the critic isn't
+                # PEFT switches checkpointing on in the model that it wraps, without the critic
                 checkpoint_activations(self.critic.model, args.gradient_checkpointing_kwargs)
         self._ptx_dataset = ptx_dataset
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
-        for callback in [each for each in self.callback_handler.callbacks if type(each) is SyncRefModelCallback]:
+        for callback in [
+            handler for handler in self.callback_handler.callbacks if type(handler) is SyncRefModelCallback
+        ]:
             self.remove_callback(callback)
             self.add_callback(_SyncPolicy(self.ref_model, self.accelerator))
         if self.ema is not None:
@@ -223,7 +226,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         elif value_model is not None:
             critic = Critic.from_model(value_model, type(policy))
         elif is_deepspeed_zero3_enabled():
-            # Weights in parts can't be copied
+            # Sharded weights can't be copied
             critic = Critic.from_pretrained(get_config_model_id(policy.config), type(policy), dtype=policy.dtype)
         elif getattr(policy, "is_quantized", False):
             raise ValueError(
@@ -240,10 +243,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if not sharing_obstacle(critic.model):
             install_prefix_attention(critic.model)
         compile_models(self.accelerator, self.args, critic.model)
-        theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
-        if type(critic.model) is not type(policy) or theirs != own:
+        critic_tokens, policy_tokens = (model.config.get_text_config().vocab_size for model in (critic.model, policy))
+        if type(critic.model) is not type(policy) or critic_tokens != policy_tokens:
             names = (type(critic.model).__name__, type(policy).__name__)
-            raise other_family(f"{names[0]} with {theirs} tokens", f"{names[1]} with {own}")
+            raise other_family(f"{names[0]} with {critic_tokens} tokens", f"{names[1]} with {policy_tokens}")
         return critic
 
     # Rollout
@@ -260,7 +263,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
 
         mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
-        advantages, returns, values = (gather_rows(self.accelerator, each) for each in (advantages, returns, values))
+        advantages, returns, values = (gather_rows(self.accelerator, rows) for rows in (advantages, returns, values))
         metrics, valid = self._run.metrics.now, mask.bool()
         for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
             std, mean = torch.std_mean(numbers[valid], correction=0)
@@ -271,7 +274,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     @torch.no_grad()
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of the states before each completion token, `(B, C)`, and after the cut of truncated ones, `(B,)`."""
+        """Returns values of states before each completion token, `(B, C)`, and after truncated completions, `(B,)`."""
         assert self.critic is not None
         args, mask = self.args, rollout.completion_mask
         cut = mask.any(1) & ~torch.tensor(rollout.source.ended, device=mask.device)
@@ -294,20 +297,20 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         super()._on_micro_batch(micro_batches, index)
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
-        """The loss of GRPO, and in training those of the critic and of supervised rows."""
+        """Returns the loss of GRPO, and in training adds the losses of the critic and of supervised rows."""
         policy = super()._loss(scores, inputs)
         if not self.model.training:
             return policy
-        args, mask, kind = self.args, inputs.loss_mask, self.args.loss
+        args, mask, loss_type = self.args, inputs.loss_mask, self.args.loss
         tensors = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
-        unscaled = policy.loss * self._accumulation() if kind.is_mean else policy.loss
+        unscaled = policy.loss * self._accumulation() if loss_type.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
         loss = self._if_trained("policy", policy.loss, scores.logps)
         if self.critic is not None:
             mask = mask * require(inputs.rewards.scorable)[:, None]
-            before = require(inputs.values.old), require(inputs.values.returns)
-            value = value_loss(scores.values, *before, mask, args.cliprange_value)
-            mean = kind.average(value.loss, mask, self._normalizer(inputs))
+            targets = require(inputs.values.old), require(inputs.values.returns)
+            value = value_loss(scores.values, *targets, mask, args.cliprange_value)
+            mean = loss_type.average(value.loss, mask, self._normalizer(inputs))
             loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)
             metrics |= value.metrics
         if scores.supervised is not None:
@@ -325,10 +328,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     @property
     def _uses_every_score(self) -> bool:
-        return True  # the critic, and metrics of ratios
+        return True  # the critic and metrics of ratios need it
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Scores of policy and critic, and of supervised completions, in one forward of the engine."""
+        """Returns scores of policy and critic, and of supervised completions, from one forward of the engine."""
         if self.model.training:
             self._ptx_batch = self._supervised_batch()
             options |= {"critic": self.critic, "supervised": self._ptx_batch}
@@ -388,14 +391,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return self.lr_scheduler
 
     def _trains(self, part: str) -> bool:
-        """Whether this update changes the `"policy"`, or the `"critic"`."""
+        """Returns whether this update changes a part, `"policy"` or `"critic"`."""
         frozen = part == "policy" and self.state.global_step < self.args.freezing_actor_steps
         return part in self._trained and not frozen
 
     def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
-        The loss of a part from its scores, or a zero in its place, whatever the loss is: engines wait for the
-        gradients of all weights.
+        Returns the loss of a part if this update trains it, and else 0, with gradients of 0 for its scores, as engines
+        wait for the gradients of all weights.
         """
         return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
 
@@ -431,20 +434,20 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             raise ValueError(f"{folder} has no critic; resume from a checkpoint of PPO with one.")
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
-        found = []
+        folders = []
         if self.args.shared_trunk and self.critic is not None:
-            found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
+            folders.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
         elif self.critic is not None:
             name = json.dumps(folder, ensure_ascii=False)
             load = f'trl_multimodal_rft.models.Critic.from_pretrained({name}, {model_class}, subfolder="{_CRITIC}")'
-            found.append((_CRITIC, f"the critic, {in_code(load)}"))
+            folders.append((_CRITIC, f"the critic, {in_code(load)}"))
         if self.ema is not None:
-            found.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
-        return found
+            folders.append((_AVERAGE, f'the average of the policy\'s weights, loaded with `subfolder="{_AVERAGE}"`'))
+        return folders
 
 
 class _SyncPolicy(SyncRefModelCallback):
-    """Leaves the critic out, of which the reference has none."""
+    """TRL's callback that moves the reference, without the critic, which the reference doesn't have."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         super().on_step_end(args, state, control, model=policy_alone(extract_model_from_parallel(model)), **kwargs)

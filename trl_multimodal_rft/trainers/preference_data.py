@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of preferences: what a dataset must hold, and the collator that encodes it."""
+"""Rows of preferences: the columns of their datasets, and the collators that encode them."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ..data.rows.pairs import TIE
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
-from ..encoding.prompts import check_ids
+from ..encoding.prompts import EncodedPrompt, check_ids
 from ..encoding.supervised import PreferencePair
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
@@ -26,24 +26,24 @@ from .configs import ReadingConfig
 from .sft_data import SupervisedCollator, lacking
 
 
-# Log-probabilities of the reference, where they were computed before the run
+# Columns with log-probabilities of the reference, if they were computed before the run
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps", "ref_view_logps")
 COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
 
-# What a reward model reads besides
+# Further columns that a reward model reads
 COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
 
 
 @dataclass
 class PreferenceCollator(SupervisedCollator):
-    """Encodes prompts once, with their media, and pads the completions of a micro-batch."""
+    """Collator that encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
-    chat_template = None  # the model's own
-    view: View | None = None  # after which chosen completions are rejected
+    chat_template = None  # the template of the model
+    view: View | None = None  # after this view of the media, chosen completions are rejected
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
-        A micro-batch.
+        Encodes the rows of a micro-batch.
 
         Args:
             rows (`Sequence`):
@@ -51,11 +51,11 @@ class PreferenceCollator(SupervisedCollator):
 
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `prompts`, `completion_ids` and
-            `completion_mask`, `(2 * B + V, C)`, and `lengths`, of all chosen completions, of the rejected ones, and of
-            those chosen ones that have a view, whose pairs are `viewed`; `attention_mask`, `(1, tokens)`, which counts
-            the tokens of padded rows, as TRL's does; the reference's log-probabilities, `(B,)`, if rows have them, or
-            what else the collator reads of a row; `plain`, see [`~trainers.sft_data.SupervisedCollator`]; and
-            `encode_view`, which encodes the prompt of one of the rows under a view.
+            `completion_mask`, `(2 * B + V, C)`, and `lengths`, of the chosen completions, then of the rejected ones,
+            then of the chosen ones of the `V` pairs with a view; `viewed`, the indices of these pairs;
+            `attention_mask`, `(1, tokens)`, which counts the tokens of padded rows, as TRL's does; the reference's
+            log-probabilities, `(B,)`, if rows have them, or further columns of a subclass; `plain`, see
+            [`~trainers.sft_data.SupervisedCollator`]; and `encode_view`, which encodes a row's prompt under a view.
         """
         pairs, stored = self._encoded(rows), self._stored(rows)
         if self.view is not None and self.view.type.needs_other:
@@ -65,7 +65,7 @@ class PreferenceCollator(SupervisedCollator):
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
         both = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
         completions = [*both, *(both[i] for i in viewed)]
-        ids, mask = padded([torch.tensor(each, dtype=torch.long) for each in completions])
+        ids, mask = padded([torch.tensor(completion, dtype=torch.long) for completion in completions])
         return {
             "sequences": pairs,
             "prompts": [*pairs, *pairs, *(pairs[i].view for i in viewed)],
@@ -80,14 +80,14 @@ class PreferenceCollator(SupervisedCollator):
         }
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """The reference's log-probabilities, if rows have them; NaN where one has no view."""
-        found = {name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in REFERENCE}
-        found = {name: values for name, values in found.items() if any(each is not None for each in values)}
-        for name, values in found.items():
+        """Returns the reference's log-probabilities, if rows have them; NaN for rows without a view."""
+        columns = {name: [finite_number(row.get(name), name, row.row_index) for row in rows] for name in REFERENCE}
+        columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        for name, values in columns.items():
             if None in values and name != REFERENCE[2]:
                 row = rows[values.index(None)].row_index
                 raise ValueError(f"row {row} has no `{name}`, as other rows have; add it, or remove the column.")
-        return {n: torch.tensor([math.nan if each is None else each for each in found[n]]) for n in found}
+        return {n: torch.tensor([math.nan if value is None else value for value in columns[n]]) for n in columns}
 
     def _encoded_pair(self, row: Row, whole: bool = False) -> PreferencePair:
         pair = self._encoder_of(row).encode_preference(row, whole=whole)
@@ -95,23 +95,31 @@ class PreferenceCollator(SupervisedCollator):
         return pair
 
     def encode(self, row: Row) -> PreferencePair:
-        """A row as a pair whose completions end at `max_length`, the prompt included."""
-        pair, longest = self._encoded_pair(row), self.args.max_length
-        if longest is not None:
-            if len(pair) >= longest:
-                raise OverlongRow(
-                    f"row {row.row_index} has a prompt of {len(pair)} tokens with its media, which leaves none of "
-                    f"`max_length` ({longest}) to the completions; raise it, or make the prompt or the media smaller"
-                )
-            n = longest - len(pair)
-            pair = replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
+        """Encodes a row as a pair whose completions end at `max_length`, the prompt included."""
+        pair = self._encoded_pair(row)
+        self._check_room(pair, row)
+        pair = replace(pair, chosen=self._cut(pair, pair.chosen), rejected=self._cut(pair, pair.rejected))
         if self.view is not None and not self.view.type.needs_other:  # which needs a micro-batch
             self._add_view(pair, [row], [None], 0)
         return pair
 
+    def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
+        """Raises if `max_length` leaves no token to the completions of a prompt."""
+        longest = self.args.max_length
+        if longest is not None and len(prompt) >= longest:
+            raise OverlongRow(
+                f"row {row.row_index} has a prompt of {len(prompt)} tokens with its media, which leaves none of "
+                f"`max_length` ({longest}) to the completions; raise it, or make the prompt or the media smaller"
+            )
+
+    def _cut(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
+        """Returns the tokens of a completion within `max_length`."""
+        longest = self.args.max_length
+        return completion if longest is None else completion[: longest - len(prompt)]
+
     def _prepare(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
-            return dataset  # a transform gives others
+            return dataset  # a transform returns other columns
         columns, _ = self._columns_of(dataset, name)
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
@@ -122,30 +130,30 @@ class PreferenceCollator(SupervisedCollator):
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
-        """Gives a pair, of one of the rows with these prompts, the view of its prompt, if it replaces a medium."""
+        """Adds its prompt's view to the pair of row `i` if it replaces a medium; `messages` are the rows' prompts."""
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
-            # Of the row alone, so that its reference may be scored before the run, and no rank or epoch matters
+            # Random numbers depend on the row, not on rank or epoch, so that the reference may score before the run
             view = view_of_row(self.view.seeded(self.args.seed), messages, [row.row_index for row in rows], i)
             pair.view = self._encoder_of(rows[i]).encode_view(rows[i], view)
 
 
 @dataclass
 class ComparisonCollator(PreferenceCollator):
-    """Encodes what a reward model compares, and pads it."""
+    """Collator that encodes and pads the pairs that a reward model compares."""
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}
         return dataset if is_tokenized else super()._prepare(dataset, name)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """`margin` and `tie`, `(B,)`, 0 and false for rows without."""
+        """Returns `margin` and `tie`, `(B,)`, 0 and false for rows without these columns."""
         margins = [finite_number(row.get("margin"), "margin", row.row_index) or 0.0 for row in rows]
         ties = [truth_value(row.get(TIE), TIE, row.row_index) for row in rows]
         return {"margin": torch.tensor(margins), "tie": torch.tensor(ties)}
 
     def encode(self, row: Row) -> PreferencePair:
-        """A row as a pair of at most `max_length` tokens each, the prompt included."""
+        """Encodes a row as a pair. Raises `MediaError` if prompt and completion have more than `max_length` tokens."""
         pair, longest = self._encoded_pair(row, whole=True), self.args.max_length
         n_tokens = len(pair) + max(len(pair.chosen), len(pair.rejected))
         if longest is not None and n_tokens > longest:
@@ -159,7 +167,7 @@ class ComparisonCollator(PreferenceCollator):
 def completions_to_score(
     policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig
 ) -> tuple[Completions, bool]:
-    """The completions of a micro-batch, and whether they are packed, where that is worth it."""
+    """Returns the completions of a micro-batch, and whether to pack them, which has to save enough tokens."""
     prompts = inputs["prompts"]
     packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
     return (prompts, inputs["completion_ids"], inputs["completion_mask"]), packed

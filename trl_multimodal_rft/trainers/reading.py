@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What trainers that read completions share: rows on their way to micro-batches, and how these are scored."""
+"""Base of trainers that read completions: the way of rows to micro-batches, and to scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import ModelOutput
 
 from ..checks.run_checks import Checks
 from ..checks.sequences import check_pairs
@@ -32,9 +34,10 @@ from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin
+from .checkpoints.mixin import CheckpointMixin
+from .loading import Loaded, compile_models, load_parts
 from .optimizer import freeze_and_check
-from .setup import Loaded, check_launch, compile_models, has_unread_rows, load_parts, modalities, warn_of_unread
+from .setup import check_launch, has_unread_rows, modalities, warn_of_unread
 from .signatures import EvalRows, Processor
 
 
@@ -46,18 +49,18 @@ NumItems = torch.Tensor | int | None
 
 class CompletionTrainer(CheckpointMixin):
     """
-    Base of the trainers that read completions. A subclass sets as TRL's `data_collator` a
+    Base of the trainers that read completions. A subclass sets TRL's `data_collator` to a
     [`~trainers.sft_data.SupervisedCollator`].
     """
 
     data_collator: Any
-    # The loss of a micro-batch and the scores that it is of, by model, rows, and the learned tokens of the update
+    # Loss and scores of a micro-batch, from the model, its rows, and the number of learned tokens in the update
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
     _unseen: set[str]  # datasets whose columns are checked with their first batch
     _warned_of_positions = False
-    _needs_plain_rows = False  # whether TRL forwards them
-    _keeps_outputs = False  # whether scores are what `compute_metrics` gets
-    # For the evaluator and the model card
+    _needs_plain_rows = False  # whether TRL's own forward gets the rows
+    _keeps_outputs = False  # whether `compute_metrics` gets the scores
+    # The evaluator and the model card read these
     environment_factories = tools = None
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -73,9 +76,10 @@ class CompletionTrainer(CheckpointMixin):
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
-        Freezes parts of the model, and makes what reads rows, with these columns, and what scores completions, packed
-        if the config says so and the model and its reference allow it, with these `outputs` of TRL's fused head;
-        reward models have none. `check` is that of the first rows, which compares with the processor as loaded.
+        Freezes parts of the model, and sets up the stream of rows, with these `columns`, and the scores of
+        completions, packed if `packs` and if the model and its reference allow it, with these `outputs` of TRL's fused
+        head, which reward models don't have. `check` compares the first rows with the processor that `load_processor`
+        loads.
         """
         self._load_processor = load_processor
         freeze_and_check(self.model, self.args, self.optimizer)
@@ -90,7 +94,7 @@ class CompletionTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
-        models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
+        models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
         if obstacle and packs:
             logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
@@ -102,7 +106,7 @@ class CompletionTrainer(CheckpointMixin):
             )
         for model in models:
             install_encoder_attention(model)
-            if not obstacle:  # padded rows, too, need what it corrects
+            if not obstacle:  # padded rows need its corrections, too
                 install_prefix_attention(model)
         compile_models(self.accelerator, self.args, self.model, self.ref_model)
         fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
@@ -123,7 +127,7 @@ class CompletionTrainer(CheckpointMixin):
         )
 
     def _eval_loader(self, dataset: Any, is_new: bool) -> DataLoader:
-        if is_new:  # given to `evaluate`
+        if is_new:  # an argument of `evaluate`
             dataset = self.data_collator.prepare(dataset, "eval")
         collate = partial(self._collate, split="eval")
         return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
@@ -144,35 +148,36 @@ class CompletionTrainer(CheckpointMixin):
         return (loss, self._outputs(model, inputs, scores)) if return_outputs else loss
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
-        """What `compute_metrics` gets as predictions, where outputs are kept."""
+        """Returns the predictions that `compute_metrics` gets, where outputs are kept."""
         return SequenceClassifierOutput(logits=scores.values)
 
-    def _loss_of_trl(self, outputs: Any, rows: Batch) -> torch.Tensor:
-        """TRL's loss, and metrics, of what a model would return for padded rows."""
-        return super().compute_loss(lambda **kwargs: outputs, rows)
+    def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
+        """Returns TRL's loss for padded rows, and logs its metrics; calls of the model return `outputs` in turn."""
+        calls = iter(outputs)
+        return super().compute_loss(lambda **kwargs: next(calls), rows)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """A micro-batch for TRL's own forward, whose outputs are all kept."""
+        """Returns a micro-batch for TRL's own forward, which keeps all outputs, in subclasses that allow it."""
         raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
-        """A micro-batch. Notes what the model card says of it."""
+        """Returns a micro-batch, and notes its columns and media for the model card."""
         batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
-        stored, sequences = [each.stored for each in rows], batch["sequences"]
+        stored, sequences = [encoded.stored for encoded in rows], batch["sequences"]
         if name in self._unseen:
             self._unseen.remove(name)
             first = {name: [dict(row) for row in stored]}
             warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
         if not self._warned_of_positions:
-            self._warned_of_positions = warn_of_positions(sequences, [each.row_index for each in rows], model)
+            self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        self.card_notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))
+        self.card_notes.add(set().union(*stored), filter(None, prompts), (encoded.modalities for encoded in sequences))
         if split == "train":
             self._show(stored[0], sequences[0])
         return batch
 
     def _show(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
-        """Shows the first row of a run on the console, if there is one."""
+        """Shows the first row of a run on the console, if the run has a console."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
             (chat, prompt, target, rejected), messages, collator = sequence.example(row), None, self.data_collator
@@ -195,7 +200,7 @@ class CompletionTrainer(CheckpointMixin):
 def load_for_reading(
     arguments: dict[str, Any], datasets: dict[str, Any], load: Callable[..., PreTrainedModel] = load_model
 ) -> Loaded:
-    """[`load_parts`] of a trainer that reads completions, by the checked `arguments` of its constructor."""
+    """Checks the `arguments` of a trainer that reads completions, and returns the parts that [`load_parts`] loads."""
     check_arguments(**arguments)
     model, args = arguments["model"], arguments["args"]
     check_launch(args, model)

@@ -10,7 +10,7 @@ from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer can't follow: the values that ask for nothing, and why there is nothing else
+# Options of TRL that this trainer doesn't support: the values without an effect, and why others raise an error
 _NOT_HERE = {
     **NOT_WHEN_READING,
     "label_smoothing_factor": ((0.0,), "the loss has no labels; rows without a better completion have a true `tie`"),
@@ -23,21 +23,21 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
     r"""
     Configuration class for the [`MultimodalRewardTrainer`].
 
-    Holds every argument of [`~trl.RewardConfig`] and of [`MediaArguments`]. Of TRL's, those about the preparation of
-    datasets and about padding have no use here, and raise.
+    Holds every argument of [`~trl.RewardConfig`] and of [`MediaArguments`]. TRL's arguments about the preparation of
+    datasets and about padding have no effect here, and raise an error if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether columns that the trainer doesn't know are taken from the rows.
+            Whether to remove columns that the trainer doesn't know from the rows.
         max_length (`int`, *optional*):
-            Most tokens of a prompt and a completion. A row with more is an error, or skipped (`on_media_error`).
-            `None` takes rows as they are.
+            Maximum number of tokens of a prompt and one completion together. A longer row raises an error, or is
+            skipped (`on_media_error`). `None` allows any length.
         packing (`str`, *optional*, defaults to `"prefix"`):
-            `"prefix"` forwards a prompt and its media once for both completions, and falls back to `"padded"`, a row
-            per completion, with a message, where the model can't. Loss and gradient are the same.
+            `"prefix"` forwards a prompt and its media once for both completions, and falls back to `"padded"`, one row
+            per completion, with a message, if the model doesn't support it. Both give the same loss and gradient.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
-            scores of the model's own forward of each prompt and completion, and that these depend on its media.
+            scores of the model's own forward of a prompt and a completion, and that scores depend on the media.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and

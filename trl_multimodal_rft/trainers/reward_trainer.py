@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward models that see and hear, from comparisons of completions."""
+"""Trainer of reward models that see and hear, from comparisons of completions."""
 
 import textwrap
 from collections.abc import Callable
@@ -24,10 +24,11 @@ from ..forward.scores import Scores
 from ..models.reward_model import as_reward_model, load_reward_model
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
+from .loading import IN_CONSTRUCTOR, loading_in_trl
 from .preference_data import COLUMNS, COMPARISON, ComparisonCollator, completions_to_score
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
 from .reward_config import MultimodalRewardConfig
-from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
+from .setup import resolve_config
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
@@ -36,25 +37,25 @@ logger = get_logger(__name__)
 
 class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     """
-    Trainer for reward models that see and hear, which score completions, from comparisons of two, see
+    Trainer for reward models that see and hear, which learn scores from comparisons of two completions, see
     [Learning to summarize from human feedback](https://huggingface.co/papers/2009.01325).
 
-    [`~trl.RewardTrainer`] with audio, video and images in prompts: loss, metrics and options are TRL's. A prompt and
-    its media are encoded once, and forwarded once for both completions. The trained model rewards completions in
-    [`MultimodalGRPOTrainer`] (`reward_funcs="path"`), is a first critic in [`MultimodalPPOTrainer`], and is a sequence
-    classifier of transformers where that has one for the family.
+    Extends [`~trl.RewardTrainer`] by audio, video and images in prompts; loss, metrics and options are TRL's. A prompt
+    and its media are encoded once, and forwarded once for both completions. The trained model can reward completions
+    in [`MultimodalGRPOTrainer`] (`reward_funcs="path"`) and initialize the critic of [`MultimodalPPOTrainer`]. If
+    transformers has a sequence classifier for the model's family, the trained model is one.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model to train: a reward model, a sequence classifier with one label, or a policy, whose LM head a new
-            score takes the place of.
+            Model to train: a reward model, a sequence classifier with one label, or a policy, whose LM head is
+            replaced by a new `score`.
         args ([`MultimodalRewardConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset with `prompt`, `chosen` and `rejected`, each text or messages, with the media columns that
-            [`MultimodalGRPOTrainer`] takes, whose media are for the prompt, and optionally with `margin`, a number by
-            which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`, it is what both
-            completions start with.
+            Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
+            [`MultimodalGRPOTrainer`] takes, for the media of the prompt. Optional columns are `margin`, the number by
+            which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`, the prompt is
+            the common start of both completions.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -73,7 +74,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             Quantization of a model given by name.
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model. With `task_type="SEQ_CLS"` or `modules_to_save=["score"]` the
-            score is trained, too.
+            `score` is trained, too.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -121,12 +122,12 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self.data_collator = ComparisonCollator(unwrapped(None, model), processing_class, args)
         with loading_in_trl(loaded.by_name), replaced(args, **IN_CONSTRUCTOR):
             arguments |= {"model": model, "data_collator": self.data_collator}
-            arguments["processing_class"] = tokenizer  # of which TRL reads and sets tokens
+            arguments["processing_class"] = tokenizer  # since TRL reads and sets special tokens
             super().__init__(**arguments)
         if args.chat_template_path is not None:
             processing_class.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = processing_class
-        self.data_collator = replace(self.data_collator)  # whose texts end as the tokenizer says now
+        self.data_collator = replace(self.data_collator)  # texts end with the tokens that the constructor has set
         columns = [*COLUMNS, *COMPARISON] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
         packs, load = args.packing == "prefix", loaded.load_processor
@@ -135,14 +136,14 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         self._complete_parts()
 
     def _check_adapter(self) -> None:
-        """Refuses adapters that packed rows would leave out, and warns if they leave the score as it is."""
+        """Raises `ValueError` for adapters that packed rows would ignore, and warns if none trains `score`."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
-        if any(each.is_prompt_learning for each in configs):
+        if any(part.is_prompt_learning for part in configs):
             raise ValueError(
                 "Prompt learning puts virtual tokens before a prompt, which packed rows don't have; use LoRA."
             )
         if configs and not any(
-            each.requires_grad for each in self._unwrapped(self.model).get_submodule("score").parameters()
+            part.requires_grad for part in self._unwrapped(self.model).get_submodule("score").parameters()
         ):
             logger.warning(
                 "The adapter leaves `score` as it is, at random unless the model is a reward model; set "
@@ -160,7 +161,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     ) -> Dataset | IterableDataset:
         if {"chosen_ids", "chosen_input_ids"} & {*(get_dataset_column_names(dataset) or ())}:
             return super()._prepare_dataset(dataset, tokenizer_of(processing_class), args, dataset_name)
-        return self.data_collator.prepare(dataset, dataset_name)  # whose rows are encoded when they are read
+        return self.data_collator.prepare(dataset, dataset_name)  # the collator encodes rows as they are read
 
     # Update
 
@@ -168,22 +169,23 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         scores, margin, tie = self._policy.rewards(model, completions, packed=packed), inputs["margin"], inputs["tie"]
         rows = {name: inputs[name] for name in ("attention_mask", "margin")}
-        loss = self._loss_of_trl(SequenceClassifierOutput(logits=scores.values), rows)
+        loss = self._loss_of_trl(rows, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)
-        # That neither is better by the margin: https://huggingface.co/papers/2409.17431, equation 10, up to a constant
+        # Loss of ties, whose completions differ by less than the margin, up to a constant: equation 10 of
+        # https://huggingface.co/papers/2409.17431
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
         self._leave_out_ties((chosen - rejected).detach(), tie)
         return loss, scores
 
     def _leave_out_ties(self, differences: torch.Tensor, tie: torch.Tensor) -> None:
-        """Replaces TRL's metrics of which completion is better, in micro-batches with rows where none is."""
+        """Replaces the last `accuracy` and `margin` of TRL by values without ties, if the micro-batch has ties."""
         sums = torch.stack([((differences > 0) & ~tie).sum(), (differences * ~tie).sum(), (~tie).sum(), tie.sum()])
         correct, difference, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, total in (("accuracy", correct), ("margin", difference)) if n_ties else ():
             metrics[name][-1:] = [total / n] if n else []
             if not metrics[name]:
-                del metrics[name]  # of which TRL would log a mean
+                del metrics[name]  # TRL would log the mean of an empty list
 
     # Card
 

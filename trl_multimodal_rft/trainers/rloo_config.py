@@ -20,20 +20,20 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
 
     Parameters:
         advantage_estimator (`str`, *optional*):
-            Not for this trainer, whose loss takes RLOO's one value per completion.
+            Not supported, since the loss takes RLOO's single advantage per completion.
 
         > Parameters that control the tools
 
         max_tool_calling_iterations (`int`, *optional*):
-            Turns of tools in a completion at most, as in [`~trl.GRPOConfig`]. `None` allows any number.
+            Maximum number of turns with tools in a completion, as in [`~trl.GRPOConfig`]. `None` allows any number.
 
         > Parameters that control vLLM
 
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
-            Whether each completion is weighed by how much more likely it is under the policy than under vLLM.
+            Whether to weight completions by the ratio of their probabilities under the policy and under vLLM.
         vllm_importance_sampling_mode (`str`, *optional*):
-            What is done with a weight out of bounds: `"sequence_mask"` leaves out the completion,
-            `"sequence_truncate"` takes the bound. By default the former, and with `max_staleness` the latter.
+            Treatment of a weight outside the bounds: `"sequence_mask"` leaves out the completion,
+            `"sequence_truncate"` uses the bound. Defaults to the former, and with `max_staleness` to the latter.
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
             Upper bound of the weight of a completion.
         vllm_importance_sampling_clip_min (`float`, *optional*):

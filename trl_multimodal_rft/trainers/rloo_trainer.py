@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""REINFORCE Leave-One-Out with media."""
+"""Trainer for REINFORCE Leave-One-Out (RLOO) with media."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,9 +28,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     Trainer for REINFORCE Leave-One-Out (RLOO) of models that see and hear, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
-    [`~trl.RLOOTrainer`] with audio and video in addition to images: loss, metrics and options are TRL's. Each prompt's
-    media is decoded, encoded, prefilled and forwarded once for all its completions. What vLLM samples is weighed as
-    in TRL's GRPO.
+    Extends [`~trl.RLOOTrainer`] by audio and video; loss, metrics and options are TRL's. The media of a prompt are
+    decoded, encoded, prefilled and forwarded once for all its completions. Completions of vLLM are weighted as in
+    TRL's GRPO.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -64,12 +64,12 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
             Environments, as for [`MultimodalGRPOTrainer`].
         sampler ([`~rollout.samplers.Sampler`], *optional*):
-            What samples completions, as for [`MultimodalGRPOTrainer`].
+            Sampler of completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, or if something is to be loaded by the
-            name of a model that has none.
+        `ValueError`: If the processing class pads audio on the wrong side, or if a processor, a reference or vLLM's
+            model must be loaded by the name of a model that has none.
     """
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
@@ -95,19 +95,19 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     ):
         args = resolve_config(MultimodalRLOOConfig, args, model)
         super().__init__(**arguments_of(locals()))
-        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
+        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # raises for an unknown name
 
     # Rollout
 
     def _score_rollout(self, rollout: Rollout) -> None:
         exchanges = self._groups is not None and self.model.training
-        if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
+        if self.beta != 0 or exchanges:  # for the KL penalty in the reward, and for groups in later updates
             rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Leave-one-out advantages with the KL penalty in the reward."""
+        """Sets leave-one-out advantages, with the KL penalty in the reward."""
         n, mask = len(rollout), rollout.loss_mask
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
@@ -129,7 +129,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _score(self, model: nn.Module, rollout: Rollout, **options: Sequence[int] | None) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
-        if self._corrects(rollout) and not is_corrected:  # a weight on the advantage is one on the loss
+        if self._corrects(rollout) and not is_corrected:  # weights the loss by the ratio
             rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
         return scores
 

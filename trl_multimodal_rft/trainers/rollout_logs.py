@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a trainer logs of a rollout: TRL's metrics and table of completions, media, and the first example."""
+"""Logs of a rollout: TRL's metrics and table of completions, media, and the first example."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,24 +29,24 @@ from .run import Run
 
 @dataclass
 class RolloutLog:
-    """TRL's metrics and tables of a rollout, its media, and the first example of a run."""
+    """Logger of rollouts: TRL's metrics and tables, media, and the first example of a run."""
 
     run: Run
     tables: Mapping[str, Any]  # TRL's columns of completions
-    extra: dict[str, list[Any]]  # what reward functions passed to `log_extra`
-    pending: dict[str, list[float]]  # and to `log_metric`
-    shown_by: CallbackHandler | None  # on the main process, where a console may wait for the first example
+    extra: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
+    pending: dict[str, list[float]]  # values that they passed to `log_metric`, by name
+    shown_by: CallbackHandler | None  # callbacks of the main process, which may have a console
 
     def __post_init__(self):
         args, self.media, self.hint = self.run.args, None, None
         if args.log_completions:
-            most = args.max_logged_media if args.log_multimodal else 0
-            self.media = MediaLog(args.generation_batch_size, most, self.run.accelerator)
+            max_media = args.max_logged_media if args.log_multimodal else 0
+            self.media = MediaLog(args.generation_batch_size, max_media, self.run.accelerator)
         if self.run.rewards.names():
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
-        """Those that hint at equal rewards, and log completions with their media, which TRL's scheduler publishes."""
+        """Yields callbacks for hints at equal rewards and for logs of media, which TRL's scheduler publishes."""
         if self.hint is not None:
             yield self.hint
         if self.media is not None:
@@ -61,9 +61,9 @@ class RolloutLog:
         self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor, advantages: torch.Tensor
     ) -> None:
         """
-        Logs rewards, prompts, completions and advantages, those per token as their mean.
+        Logs rewards, prompts, completions and advantages. Of advantages per token, the mean is logged.
 
-        Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, all of all ranks.
+        Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, for the completions of all ranks.
         """
         run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names()
         run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
@@ -76,19 +76,19 @@ class RolloutLog:
         self.add_completions(rollout)
 
     def add_completions(self, rollout: Rollout) -> None:
-        """Logs prompts and completions, and shows the first of a run."""
+        """Logs prompts and completions, and shows the first ones of a run on the console."""
         self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
         self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
         if self.media is not None:
-            shown = rollout.source.completions if self.run.toolbox.tools else None
-            self.media.add(rollout.source.messages, self.run.group_size, shown)
-        display = None
+            completions = rollout.source.completions if self.run.toolbox.tools else None
+            self.media.add(rollout.source.messages, self.run.group_size, completions)
+        console = None
         if self.shown_by is not None and self.run.is_training:
-            display = console_of(self.shown_by.callbacks)
-        if display is not None and display.needs_example:
+            console = console_of(self.shown_by.callbacks)
+        if console is not None and console.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
-            display.show_example(
+            console.show_example(
                 self.run.prompts.model,
                 self.run.prompts.processor,
                 rollout.prompts[0].input_ids.tolist(),
@@ -102,10 +102,10 @@ class RolloutLog:
         self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, live: torch.Tensor
     ) -> None:
         """
-        Notes whether rewards differ, and how difficult prompts are, where the config asks for it: whether the mean
-        rewards of groups are within the wanted range, and the pass rates of rows.
+        Records which groups have rewards that differ, which have a mean reward outside the `dynamic_sampling_range`,
+        and the pass rates of rows, as far as the config asks for it.
 
-        Shapes: `rewards`, `group_ids` and `live`, whether a group has a learning signal, `(N,)`, of all ranks.
+        Shapes: `rewards`, `group_ids` and `live` (whether the group has signal) `(N,)`, of all ranks.
         """
         run, per_func, sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
@@ -116,13 +116,13 @@ class RolloutLog:
         if run.is_training and self.hint is not None:
             self.hint.measure(rewards, live, run.step)
         if sampler is not None and run.is_training:
-            numbers = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
-            sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewards.names())])
+            row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
+            sampler.measure(run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names())])
             known_frac, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
     def _add_by_rewards(self, n: int) -> None:
-        """Logs what reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
+        """Logs values that reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
         for column in sorted(set(gather_object(list(self.extra)))):
             self.tables["extra"][column].extend(gather_object(self.extra.get(column, [None] * n)))
         self.extra.clear()
@@ -134,7 +134,7 @@ class RolloutLog:
 
 
 def reward_index(name: str | None, names: Sequence[str]) -> int:
-    """The place of a reward function among those of a trainer; without a name, the first."""
+    """Returns the index of the reward function with a name, 0 for `None`. Raises `ValueError` for unknown names."""
     if name is None:
         return 0
     if name not in names:
@@ -146,7 +146,7 @@ def reward_index(name: str | None, names: Sequence[str]) -> int:
 
 
 def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None:
-    """Logs how far media move the log-probabilities of some completions, where that is due."""
+    """Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`."""
     args, every = run.args, run.args.media_contribution_steps
     n_steps = max(1, steps_per_rollout // args.gradient_accumulation_steps)
     if every and run.is_training and is_due(every, run.step, n_steps):
@@ -157,12 +157,12 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
                 source.messages[row], source.row_indices[row], view, **source.template_tools(row)
             )
 
-        measured = rollout.completions, rollout.loss_mask
-        run.metrics.add(media_contribution(run.policy, run.model(), *measured, encode))
+        batch = rollout.completions, rollout.loss_mask
+        run.metrics.add(media_contribution(run.policy, run.model(), *batch, encode))
 
 
 class ReadMetrics(TrainerCallback):
-    """Reads the metrics of an optimizer step or of a batch of evaluation, before anything logs or saves them."""
+    """Callback that reads the metrics of an optimizer or evaluation step, before other callbacks log or save them."""
 
     def __init__(self, pending: PendingMetrics):
         self.pending = pending

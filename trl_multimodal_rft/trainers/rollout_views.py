@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Views in sampling: a share of each group sees other media, or further completions do that it is contrasted with."""
+"""Views in sampling: a share of each group, or extra completions as its contrast, are sampled from other media."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,38 +21,38 @@ from .run import Run
 
 
 class Views(NamedTuple):
-    """Prompts of a rollout under views, by the indices of their completions."""
+    """Prompts of a rollout under views, by the batch indices of their completions."""
 
     share: dict[int, EncodedPrompt]  # of completions that are sampled from a view
-    contrast: dict[int, EncodedPrompt]  # of further completions
-    strength: float | None  # of the view that completions are sampled from
+    contrast: dict[int, EncodedPrompt]  # of extra completions, which are the contrast
+    strength: float | None  # of the view of `share`, `None` without one
 
     def prompts(self, rollout: Rollout) -> list[EncodedPrompt]:
-        """What is sampled from: a prompt for each completion, and for each further one."""
+        """Returns the prompts to sample from: one for each completion, and one for each of the contrast."""
         return [*(self.share.get(i, prompt) for i, prompt in enumerate(rollout.prompts)), *self.contrast.values()]
 
 
 def under_views(run: Run, rollout: Rollout, step: int) -> Views:
-    """The prompts of a rollout under the views of training, if it is one, as they are at an optimizer step."""
-    rollouts, others, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
+    """Returns the prompts of a rollout under the views of an optimizer step; none in evaluation."""
+    share_settings, contrast_settings, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
     share: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
-    if run.is_training and rollouts.view is not None:
-        strength = as_schedule(rollouts.schedule)(step / run.state().max_steps)
-        view = rollouts.view if strength == 1 else rollouts.view.at(strength)
-        share = _last_prompts_under(run, rollout, view, rollouts.fraction, step)
-    if run.is_training and others.view is not None:
-        contrast = _last_prompts_under(run, rollout, others.view, others.fraction, step)
+    if run.is_training and share_settings.view is not None:
+        strength = as_schedule(share_settings.schedule)(step / run.state().max_steps)
+        view = share_settings.view if strength == 1 else share_settings.view.at(strength)
+        share = _last_prompts_under(run, rollout, view, share_settings.fraction, step)
+    if run.is_training and contrast_settings.view is not None:
+        contrast = _last_prompts_under(run, rollout, contrast_settings.view, contrast_settings.fraction, step)
     return Views(share, contrast, strength)
 
 
 def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
     """
-    Samples a rollout. In training, some of its completions may be sampled from a view, and further ones from another
-    as its contrast. The rollout gets which ones, and the contrast.
+    Samples the completions of a rollout. In training, some of them may be sampled from a view, and extra ones from
+    another view as their contrast; [`take_views`] adds both facts to the rollout.
     """
     views = under_views(run, rollout, run.step)
-    # In one call, which ranks make equally often
+    # One call, as all ranks must call the sampler equally often
     samples = sampler(run.wrapped(), views.prompts(rollout), step=run.step, branches=branches)
     return take_views(run, rollout, views, *samples)
 
@@ -60,7 +60,7 @@ def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Br
 def take_views(
     run: Run, rollout: Rollout, views: Views, ids: list[list[int]], logps: list[list[float | None]] | None
 ) -> Samples:
-    """A rollout's own samples of those of its prompts under views. It gets which are from a view, and the others."""
+    """Returns the samples of a rollout's completions without the contrast, and sets `from_view` and `contrast`."""
     n, (share, contrast, strength) = len(rollout), views
     if strength is not None:
         rollout.source.from_view = torch.tensor([i in share for i in range(n)], device=run.accelerator.device)
@@ -73,14 +73,14 @@ def take_views(
         rollout.source.contrast = replace(part, source=source), indices
     if logps is None:
         return ids[:n], None
-    # Given another prompt, those of a view don't measure how far the engine is
-    return ids[:n], [[None] * len(each) if i in share else each for i, each in enumerate(logps[:n])]
+    # The engine's log-probabilities after a view don't measure its difference from the policy after the prompt
+    return ids[:n], [[None] * len(row) if i in share else row for i, row in enumerate(logps[:n])]
 
 
 def _last_prompts_under(
     run: Run, rollout: Rollout, view: View, fraction: float, step: int
 ) -> dict[int, EncodedPrompt]:
-    """Prompts of the last completions of each group under a view, where it replaces a medium, by their indices."""
+    """Returns prompts of the last completions of each group under a view, if it replaces media, by batch index."""
     first = run.accelerator.process_index * len(rollout)
     indices = last_of_groups(fraction, len(rollout), first, run.group_size)
     prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts)
@@ -89,32 +89,36 @@ def _last_prompts_under(
 
 def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     """
-    The bonus of all ranks' completions, `(N,)`, by what the first reward function gives the contrast; `None` without
-    one. All ranks must call this.
+    Returns the bonus of all ranks' completions, `(N,)`, or `None` without a contrast. The first reward function
+    rewards the contrast. All ranks must call this.
     """
-    others, device = run.args.contrast_view_settings, run.accelerator.device
-    if not run.is_training or others.view is None:
+    settings, device = run.args.contrast_view_settings, run.accelerator.device
+    if not run.is_training or settings.view is None:
         return None
-    found = torch.full((len(rollout),), torch.nan, device=device)
+    contrasts = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.source.contrast is not None):
-        # The function may wait for other ranks, so one without a contrast calls it with a completion of the rollout
+        # The function may wait for other ranks, so a rank without a contrast calls it with a completion of its own
         part, indices = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
         rewards = rewards_per_func(run.reward(part, only_first=True, logs=False))[: len(indices), 0]
-        found[indices] = rewards.to(device)
-    found, size = run.accelerator.gather(found), run.group_size
+        contrasts[indices] = rewards.to(device)
+    contrasts, size = run.accelerator.gather(contrasts), run.group_size
     rewards = require(rollout.rewards.per_func)[:, 0]
-    bonus = contrast_bonus(rewards, found, size, ratio=others.reward_ratio, bonus=others.bonus)
-    if (has := _in_same_groups(~found.isnan(), size)).any():
-        means = {"accuracy": found.nanmean(), "accuracy_clean": rewards[has].nanmean(), "bonus": bonus[has].mean()}
+    bonus = contrast_bonus(rewards, contrasts, size, ratio=settings.reward_ratio, bonus=settings.bonus)
+    if (mask := _in_same_groups(~contrasts.isnan(), size)).any():
+        means = {
+            "accuracy": contrasts.nanmean(),
+            "accuracy_clean": rewards[mask].nanmean(),
+            "bonus": bonus[mask].mean(),
+        }
         run.metrics.add({f"contrast/{name}": value.item() for name, value in means.items()})
     return bonus
 
 
 def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int) -> dict[str, float]:
     """
-    Mean rewards of completions that were sampled from a view, and of the others of their groups; nothing without any.
-    Shapes: both `(N,)`, of all ranks.
+    Returns the mean rewards of completions that were sampled from a view, and of the other completions of their
+    groups; empty without such completions. Shapes: `rewards` and `from_view` `(N,)`, of all ranks.
     """
     if not from_view.any():
         return {}
@@ -124,5 +128,5 @@ def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int
 
 
 def _in_same_groups(mask: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Which completions are in a group with one that is marked, `(N,)`."""
+    """Returns the mask `(N,)` of completions whose group has a marked one."""
     return mask.view(-1, group_size).any(1).repeat_interleave(group_size)

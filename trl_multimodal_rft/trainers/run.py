@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the stages of a rollout share."""
+"""Settings, parts and state that the stages of a rollout share."""
 
 import functools
 from asyncio import AbstractEventLoop
@@ -60,7 +60,7 @@ class MetricLog:
 
     @property
     def now(self) -> dict[str, list[float]]:
-        """Those of the mode that the model is in."""
+        """Metrics of the current mode, training or evaluation."""
         return self.by_mode["train" if self.is_training() else "eval"]
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -74,16 +74,16 @@ class RewardFunctions:
 
     names: Callable[[], list[str]]
     functions: Callable[[], list[Any]]
-    processors: Callable[[], list[Any]]  # of those that are models
+    processors: Callable[[], list[Any]]  # of reward models, `None` for other functions
     template_kwargs: dict[str, Any]
-    logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
+    logs: dict[str, Callable[..., None] | None]  # arguments by which functions log
     loop: AbstractEventLoop | None  # of asynchronous functions
     were_called: bool = False
 
 
 @dataclass
 class Run:
-    """What the stages of a rollout share: the settings of a run, its parts, and how far it is."""
+    """State of a run that the stages of a rollout share: its settings, parts and progress."""
 
     args: Any  # the config of the trainer
     accelerator: Accelerator
@@ -101,15 +101,15 @@ class Run:
     reference: Callable[[], nn.Module | None]  # `None` for the policy without its adapter
     state: Callable[[], TrainerState]
     profile: Callable[[str], AbstractContextManager]
-    ends: Sequence[int]  # tokens that end a text
-    group_sizes: tuple[int, int]  # completions of a prompt, in training and in evaluation
-    encodes_text: bool  # else a function of the user tokenizes prompts of text
-    unseen: set[str]  # datasets whose rows are looked at when the first ones come
+    ends: Sequence[int]  # tokens that end a completion
+    group_sizes: tuple[int, int]  # completions per prompt, in training and in evaluation
+    encodes_text: bool  # otherwise `rollout_func` tokenizes prompts of text
+    unseen: set[str]  # datasets whose rows are checked with their first batch
     warned_of_positions: bool = False
-    mode_after_tools: str | None = None  # how generation continues, as it was logged last
+    mode_after_tools: str | None = None  # how generation continues after tools, as logged last
 
     def collect(self, rows: Sequence[EncodedRow]) -> Rollout:
-        """A rollout of rows, one per completion, with their environments and encoded prompts."""
+        """Returns the rollout of rows, one per completion, with their environments and encoded prompts."""
         return collect(
             rows,
             self.prompts,
@@ -121,7 +121,7 @@ class Run:
         )
 
     def begin(self, inputs: Sequence[Any]) -> Rollout:
-        """[`Run.collect`] for rows that are due, also if no loader has encoded them, and notes for the model card."""
+        """Returns the rollout of a batch of rows, encoded by a loader or not, and notes it for the model card."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self.stream.without_prompts(inputs)
         self._check_rows([row.stored for row in rows])
         rollout = self.collect(rows)
@@ -129,13 +129,13 @@ class Run:
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
         self.notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
-        if prompts and not self.warned_of_positions:  # else `rollout_func` makes them
+        if prompts and not self.warned_of_positions:  # without prompts, `rollout_func` makes them
             self.warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         return rollout
 
     def _check_rows(self, rows: list[Row]) -> None:
-        """Refuses rows without a prompt, and, of datasets that show them only now, columns that nothing reads."""
-        if not all(isinstance(each, nn.Module) for each in self.rewards.functions()):
+        """Raises for rows without a prompt, and checks columns of datasets that couldn't be read before training."""
+        if not all(isinstance(function, nn.Module) for function in self.rewards.functions()):
             check_reward_columns(rows[0], 0)
         if self.toolbox:
             return
@@ -144,8 +144,8 @@ class Run:
         name = "train_dataset" if self.is_training else "eval_dataset"
         if name in self.unseen:
             self.unseen.remove(name)
-            takes = input_modalities(self.prompts.model)
-            warn_of_unread(self.args, {name: [dict(row) for row in rows]}, takes, extent="first")
+            modalities = input_modalities(self.prompts.model)
+            warn_of_unread(self.args, {name: [dict(row) for row in rows]}, modalities, extent="first")
 
     def complete(
         self,
@@ -163,18 +163,18 @@ class Run:
             state.num_input_tokens_seen += n_tokens
         self.metrics.now["num_tokens"] = [state.num_input_tokens_seen]
         self.metrics.add(metrics)
-        # Once, so that old, reference and current log-probabilities agree
+        # Decided once, so that old, reference and current log-probabilities are computed alike
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self.policy.worth_packing(rollout.prompts, lengths, size, self.prompts.model)
 
     def has_ended(self, ids: list[int]) -> bool:
-        """Whether a token or a text that ends completions ended this one."""
+        """Returns whether a completion ends with a token or a text that ends completions."""
         is_end = bool(ids) and ids[-1] in (*self.ends, self.tokenizer.pad_token_id)
         return is_end or ends_with(ids, stops_of(self.args)[1], self.tokenizer)
 
     @torch.no_grad()
     def score(self, model: nn.Module, rollout: Rollout) -> Scores:
-        """Scores of a rollout, or of a part of it, without gradients."""
+        """Returns scores of a rollout, or of a part of it, without gradients."""
         args = self.args
         size = args.per_device_train_batch_size if self.is_training else args.per_device_eval_batch_size
         trained: Any = self.model()
@@ -189,7 +189,7 @@ class Run:
             return self.score(self.model(), rollout)
 
     def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
-        """Rewards of this rank's completions by each function; by the first function alone if so wished."""
+        """Returns the rewards of this rank's completions by each function, or with `only_first` by the first one."""
         flight, rewards = rollout.source.flight, self.rewards
         early = None if flight is None or only_first else flight.early_rewards
         is_first, rewards.were_called = not rewards.were_called, True
@@ -201,33 +201,33 @@ class Run:
         checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.args.rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
         arguments = {"trainer_state": self.state(), **arguments}
-        found = reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
-        conversational = is_first and isinstance(rollout.source.completions[0], list)
+        by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+        is_conversational = is_first and isinstance(rollout.source.completions[0], list)
         for name, function in zip(*functions[:2], strict=True):
-            if conversational and len({*found[name]}) == 1 and compares_completions(function):
+            if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
                 logger.warning(
                     f"The reward function '{name}' gave the same to all completions of the first batch and reads no "
                     "message: completions are lists of messages here, as prompts are, which never equal or hold a "
                     "text; that of one is `completion[-1]['content']`."
                 )
-        rows = [[*row] for row in zip(*found.values(), strict=True)]
-        warn_of_unscorable(rows, found, rollout.source)
+        rows = [[*row] for row in zip(*by_function.values(), strict=True)]
+        warn_of_unscorable(rows, by_function, rollout.source)
         return rows
 
     def reward_together(self, rollout: Rollout) -> None:
-        """Notes the rewards of all ranks' completions. All ranks must call this."""
+        """Sets and logs the rewards of the completions of all ranks. All ranks must call this."""
         rollout.rewards.by_function = rewards = self.reward(rollout)
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
-        found = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
-        found = self.accelerator.gather(found.to(self.accelerator.device))
-        rollout.rewards.per_func = found[..., 0].contiguous()
-        self.metrics.add(turn_metrics(found[..., 1:], self.rewards.names()))
+        stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
+        stacked = self.accelerator.gather(stacked.to(self.accelerator.device))
+        rollout.rewards.per_func = stacked[..., 0].contiguous()
+        self.metrics.add(turn_metrics(stacked[..., 1:], self.rewards.names()))
 
     def leave_out_failed(self, rollout: Rollout) -> None:
         """
-        Takes completions whose environment failed out of the loss, and counts them. All ranks must call this.
+        Excludes completions whose environment failed from the loss, and counts them. All ranks must call this.
 
-        Raises a `RuntimeError` if all of all ranks failed in training: the cause is hardly one of them.
+        Raises a `RuntimeError` if all environments of all ranks failed in training, which hints at a common cause.
         """
         if not (self.toolbox or self.toolbox.tools):
             return
@@ -249,11 +249,11 @@ class Run:
             rollout.num_items_in_batch = self.accelerator.reduce(rollout.loss_mask.sum())
 
     def micro_batches(self, rollout: Rollout, shuffles: bool) -> list[Rollout]:
-        """Parts of a rollout for the update, of about equal length. Unless it shuffles, groups stay together."""
+        """Returns the micro-batches of a rollout, shuffled or with whole groups and about equal lengths."""
         if shuffles:
             rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
         else:
-            # Engines refuse some mixtures of media that must be forwarded alone, which a move could make
+            # With separate forwards, sharded ranks need the same modalities, which a move of groups could change
             may_move = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
             rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
             self.metrics.add(metrics)
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def is_training(self) -> bool:
-        """Whether rows are those of training."""
+        """`True` in training, `False` in evaluation."""
         return self.model().training
 
     @property
@@ -280,7 +280,7 @@ class Run:
         return self.group_sizes[not self.is_training]
 
     def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
-        """Calls each completion's tools, with further fields of the loop."""
+        """Returns the loop that calls the tools of completions, with `options` as further fields."""
         args = self.args
         fields: dict[str, Any] = {
             "encoder": self.prompts,

@@ -1,41 +1,25 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a trainer checks and loads before TRL's constructor."""
+"""Checks and loading of a trainer's parts before TRL's constructor."""
 
-import atexit
-import logging
 import os
 import reprlib
-from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_peft_model
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import (
-    AutoProcessor,
-    BitsAndBytesConfig,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainingArguments,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
-from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import (
-    disable_dropout_in_model,
     get_config_model_id,
-    shutdown_event_loop_in_daemon,
-    start_event_loop_in_daemon,
 )
 
 from ..data.reading.refs import MediaError, iter_refs
@@ -44,25 +28,13 @@ from ..data.rows.counts import empty_cells, most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..data.rows.unread import check_columns, lists_columns
-from ..encoding.processors import adopt_template, check_processor, load_processor, tokenizer_of
+from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import check_encodes
-from ..families import MODALITIES, family_of, family_of_processor, input_modalities
-from ..forward.attention import install_prefix_attention
-from ..forward.encoders import install_encoder_attention
-from ..forward.head import add_fused_head, head_rule
-from ..forward.masks import sharing_obstacle
+from ..families import MODALITIES, family_of_processor, input_modalities
 from ..forward.processes import check_one_run
-from ..models.modes import fix_encoders, ignore_deprecated_names
-from ..models.parts import check_adapter
-from ..models.pretrained import is_adapter, load_model, policy_class, read_config, trained_part, whole_weights
-from ..models.reward_model import load_trained_reward_model, register_reward_model
-from ..models.towers import freeze_as_built
-from ..models.wrapped import replaced, unwrapped
-from ..policy import Fallbacks, training_obstacle
-from ..rewards.model import RewardModel
-from ..rollout.environments import Environments
-from ..rollout.samplers import Sampler
-from ..rollout.view_options import LossView, changed_media
+from ..models.modes import ignore_deprecated_names
+from ..models.pretrained import read_config
+from ..rollout.view_options import changed_media
 from .arguments import check_instances, check_output_dir, check_unsplit
 from .configs import SamplingConfig, TrainerConfig, mapping
 
@@ -75,15 +47,15 @@ logger = get_logger(__name__)
 
 Config = TypeVar("Config", bound=TrainingArguments)
 
-# Rows of a dataset in which media are looked for before training
+# Number of rows of a dataset that are searched for media before training
 _ROWS_TO_LOOK_AT = 16
 
-# Options of `generation_kwargs` that leave the log-probabilities of sampled tokens alone, of vLLM and of transformers.
-# Suppressed tokens and biases are accounted for.
+# Options in `generation_kwargs`, of vLLM and of transformers, that don't change log-probabilities of sampled tokens.
+# Scores account for suppressed tokens and biases.
 _NEUTRAL_OPTIONS = {"max_tokens", "seed", "stop", "stop_token_ids", "detokenize", "logit_bias"}
 _NEUTRAL_OPTIONS |= {"max_new_tokens", "stop_strings", "use_cache", "cache_implementation", "suppress_tokens"}
 
-# What a checkpoint's generation config says that training takes from elsewhere, or that isn't about sampling
+# Fields of a checkpoint's generation config that training sets itself, or that aren't about sampling
 _NOT_RECOMMENDATIONS = {"max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
 _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "transformers_version"}
 
@@ -99,7 +71,7 @@ def resolve_config(
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         algorithm = config_class.__name__.removeprefix("Multimodal").removesuffix("Config")
         args = config_class(f"{name.split('/')[-1]}-{algorithm}")
-    # PPO's config is one of GRPO, which would ignore the critic
+    # PPO's config is an instance of GRPO's, whose trainer would ignore the critic
     has_critic = getattr(args, "_has_critic", False) and not getattr(config_class, "_has_critic", False)
     if not isinstance(args, config_class) or has_critic:
         raise TypeError(
@@ -111,32 +83,32 @@ def resolve_config(
     return args
 
 
-_LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
+LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
 
 
 def needs_reference(args: SamplingConfig) -> bool:
-    """Whether a reference is loaded where none is given."""
+    """Returns whether a reference is loaded if none is passed."""
     return args.beta_is_kl and args.beta != 0
 
 
 def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrainedModel | None, peft_config) -> None:
-    """Refuses an instance without a name where something else would be loaded by that name."""
+    """Raises `ValueError` for a model without a name by which vLLM or a reference would be loaded."""
     if get_config_model_id(model.config):
         return
     if args.use_vllm:
         raise ValueError(
-            f"{_LACKS} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
+            f"{LACKS} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
             "from there, or set `use_vllm=False`."
         )
     if needs_reference(args) and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
-            f"{_LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
+            f"{LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
         )
 
 
 def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
-    """vLLM supports some models only in their makers' format, whose tokens and names of weights differ."""
+    """Raises `ValueError` for models that vLLM supports only in their makers' format of tokens and weights."""
     if family_of_processor(processing_class).takes_base64_audio:
         raise ValueError(
             f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
@@ -147,16 +119,16 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
 def check_takes_media(
     processing_class: ProcessorMixin | PreTrainedTokenizerBase, ignored: Collection[str] | None, *datasets
 ) -> None:
-    """A tokenizer is enough for text, with a model that takes media, too, but not for rows with media."""
+    """Raises if rows have media and the processing class is a tokenizer, which is enough only for rows of text."""
     if isinstance(processing_class, ProcessorMixin):
         return
-    for dataset in (part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])):
+    for dataset in (part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])):
         if not isinstance(dataset, Dataset):
-            continue  # streams are read once, and say so then
+            continue  # streams can be read only once, so training checks their rows
         rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
         for i, row in enumerate(rows):
             prompt = row.get("prompt") or row.get("messages") or row.get("chosen") or ""
-            with suppress(MediaError):  # which reading the row says
+            with suppress(MediaError):  # which training raises when it reads the row
                 (row,) = rows_to_messages([Row(i, {**row, "prompt": prompt})], ignored or ())
             check_encodes(list(iter_refs(row)), processing_class)
 
@@ -169,14 +141,14 @@ def warn_of_unread(
     extent: Literal["all", "first"] = "all",
     supervised: bool = False,
 ) -> None:
-    """Warns of media that nothing reads, or raises, see [`check_columns`]."""
-    for argument, given in datasets.items():
+    """Warns of media in datasets that nothing reads, or raises an error, see [`check_columns`]."""
+    for argument, value in datasets.items():
         reads = ("completion", "messages") if supervised else args.teacher_columns
         ignored, needs = (
             args.ignored_media_columns or (),
             changed_media(vars(args)) if argument == "train_dataset" else {},
         )
-        for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
+        for key, dataset in value.items() if isinstance(value, dict) else [(None, value)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
             if isinstance(dataset, IterableDataset) and argument == "train_dataset" and args.max_steps <= 0:
                 raise ValueError(f"{name} is a stream, whose end isn't known; set `max_steps`.")
@@ -190,38 +162,38 @@ def warn_of_unread(
 
 
 def modalities(model: Any, args) -> Collection[str]:
-    """The kinds of media that a model takes, of one that isn't loaded yet, too."""
+    """Returns the modalities that a model takes, given the model, or its name before it is loaded."""
     if isinstance(model, str):
         source: Any = {"trust_remote_code": args.trust_remote_code}
         try:
             model = read_config(model, revision=(args.model_init_kwargs or {}).get("revision"), **source)[1]
         except ValueError:
-            return ()  # which loading it explains
+            return ()  # loading the model raises a better error
     model = model.model if hasattr(model, "model_for") else model
     return input_modalities(model)
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
-    """Whether one of the datasets streams or has unknown columns, see [`lists_columns`]."""
+    """Returns whether one of the datasets streams or has unknown columns, see [`lists_columns`]."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(isinstance(each, IterableDataset) or not lists_columns(each) for each in datasets if each is not None)
+    return any(isinstance(part, IterableDataset) or not lists_columns(part) for part in datasets if part is not None)
 
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
-    """The most media that prompts have, which decides how much memory an engine keeps for them."""
-    parts = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
-    found = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
-    counts = [each for each in found if each is not None]
-    if len(counts) < len(found):
+    """Returns the largest number of media per prompt by modality, for the memory of an engine; empty if unknown."""
+    parts = [part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])]
+    results = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
+    counts = [entry for entry in results if entry is not None]
+    if len(counts) < len(results):
         return {}
-    return {kind: max((each[kind] for each in counts), default=0) for kind in MODALITIES} if counts else {}
+    return {kind: max((entry[kind] for entry in counts), default=0) for kind in MODALITIES} if counts else {}
 
 
 def check_launch(args: TrainerConfig, model: Any) -> None:
     """
-    Refuses launches that Accelerate or `Trainer` would misread silently: processes launched together as separate runs,
-    one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed configs that step
-    with gradients that aren't finite.
+    Raises an error for launches that Accelerate or `Trainer` would silently misinterpret: processes launched together
+    as separate runs, one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed
+    configs that step with gradients that aren't finite.
     """
     check_one_run(
         args.world_size,
@@ -229,7 +201,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # What `accelerate launch` sets for a single process; several get an address as well
+    # The environment of `accelerate launch` for a single process, which has no address; several processes have one
     alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
@@ -245,7 +217,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             "`CUDA_VISIBLE_DEVICES=0`."
         )
     check_unsplit(args, model)
-    # DeepSpeed steps by itself, so that only its checks for overflow can skip an update
+    # DeepSpeed steps the optimizer itself, so that only its own checks for overflow can skip an update
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if config.get(section, {}).get(option) is False:
@@ -256,17 +228,17 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
 
 
 def truncation(args: SamplingConfig) -> dict[str, Any]:
-    """Options that keep tokens from being sampled."""
+    """Returns the options that exclude tokens from sampling, with their values."""
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
-    given = {**vars(args), **mapping(args.generation_kwargs)}
-    return {name: given[name] for name, values in neutral.items() if given.get(name) not in values}
+    options = {**vars(args), **mapping(args.generation_kwargs)}
+    return {name: options[name] for name, values in neutral.items() if options.get(name) not in values}
 
 
 def sampling_changes(args: SamplingConfig) -> list[str]:
     """
-    Options that make the distribution that is sampled from another one than the softmax of the logits at the
-    temperature.
+    Returns names of the options by which tokens are sampled from another distribution than the softmax of the logits
+    at the temperature.
     """
     names = [*truncation(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
     if args.repetition_penalty not in (None, 1.0):
@@ -275,7 +247,7 @@ def sampling_changes(args: SamplingConfig) -> list[str]:
 
 
 def warn_of_unused_recommendations(recommended: GenerationConfig, used: GenerationConfig) -> None:
-    """Names the sampling options that a checkpoint recommends and training doesn't use."""
+    """Warns of sampling options that a checkpoint recommends and training doesn't use."""
     defaults, options = GenerationConfig._get_default_generation_params(), vars(used)
     unused = {
         name: value
@@ -286,15 +258,15 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
         and value != defaults.get(name)
     }
     if unused:
-        given = ", ".join(f"`{name}={reprlib.repr(value)}`" for name, value in sorted(unused.items()))
+        listed = ", ".join(f"`{name}={reprlib.repr(value)}`" for name, value in sorted(unused.items()))
         logger.warning(
-            f"The checkpoint's generation config recommends {given}. Training samples without it, by its own config "
+            f"The checkpoint's generation config recommends {listed}. Training samples without it, by its own config "
             "and `generation_kwargs` alone; to use it, put it into `generation_kwargs`."
         )
 
 
 def warn_of_truncation(args: SamplingConfig) -> None:
-    """Says that the correction for vLLM is biased where tokens are cut off (huggingface/trl#6789)."""
+    """Warns that the correction for vLLM is biased if options exclude tokens from sampling (huggingface/trl#6789)."""
     cut = [f"`{name}={value}`" for name, value in truncation(args).items()]
     if cut and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
@@ -304,386 +276,13 @@ def warn_of_truncation(args: SamplingConfig) -> None:
         )
 
 
-def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> AbstractContextManager[None]:
-    """TRL reads `config.image_token_id` for every processor; a model without images has none."""
-    has_images = hasattr(config, "image_token_id")
-    return nullcontext() if has_images else replaced(config, image_token_id=min(placeholders, default=None))
-
-
-@contextmanager
-def loading_in_trl(by_name: bool):
-    """TRL loads whole weights, and doesn't warn that how to load them is ignored for an instance loaded `by_name`."""
-
-    def keep(record: logging.LogRecord):
-        return not (by_name and "but your model is already instantiated" in record.getMessage())
-
-    loggers = [
-        logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")
-    ]
-    for trl_logger in loggers:
-        trl_logger.addFilter(keep)
-    try:
-        with whole_weights():
-            yield
-    finally:
-        for trl_logger in loggers:
-            trl_logger.removeFilter(keep)
-
-
-@dataclass
-class Loaded:
-    """What a trainer is made of, checked and loaded before TRL's constructor."""
-
-    model: Any
-    processing_class: Any
-    processor_source: dict[str, Any] | None  # how to load the processor again, if it was loaded here
-    revision: str | None
-    by_name: bool  # whether the model was loaded here
-    ref_model: Any = None
-
-    def load_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase:
-        """The processor as transformers loads it; that which was passed, if any."""
-        source = self.processor_source
-        return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
-
-
-def load_parts(
-    model: Any,
-    args: Any,
-    processing_class: Any,
-    quantization_config: Any,
-    max_completion_length: int | None,
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> Loaded:
-    """Loads a model and its processor where given by name, and refuses those that can't be trained."""
-    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
-        model = model.model_for(args)
-    by_name = isinstance(model, str)
-    if by_name:
-        model = load_policy(model, args, quantization_config, load)
-    if load is load_model and not model.can_generate():
-        named = policy_class(model.config).__name__
-        raise ValueError(f"{type(model).__name__} has no LM head; pass the name of its folder, or load it as {named}.")
-    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
-    source: Any = None
-    if processing_class is None:
-        name = get_config_model_id(model.config)
-        if not name:
-            raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
-        processing_class = load_processor(name, revision, args.trust_remote_code)
-        source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        source["pretrained_model_name_or_path"] = name
-    adopt_template(processing_class)
-    reason = training_obstacle(model, processing_class, max_completion_length)
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
-    check_processor(processing_class)
-    return Loaded(model, processing_class, source, revision, by_name)
-
-
-def load_for_sampling(
-    model: Any,
-    args: Any,
-    processing_class: Any,
-    *,
-    quantization_config: Any,
-    ref_model: Any,
-    sampler: Sampler | None,
-    peft_config: Any,
-    datasets: list[Any],
-    uses_tools: bool,
-) -> Loaded:
-    """[`load_parts`] with a reference if one is needed, of what can sample as the config says."""
-    if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
-        raise ValueError(
-            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
-            "`use_vllm`."
-        )
-    loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
-    model, processing_class = loaded.model, loaded.processing_class
-    check_name(model, args, ref_model, peft_config)
-    check_adapter(model, peft_config)
-    check_head_cast(model, args)
-    if uses_tools:
-        check_takes_tools(processing_class)
-    if args.use_vllm:
-        check_engine_format(processing_class)
-    if args.disable_dropout is None:
-        fix_encoders(unwrapped(None, model))
-    if any(kind in model.input_modalities for kind in MODALITIES):
-        check_takes_media(processing_class, args.ignored_media_columns, *datasets)
-    if ref_model is None:
-        ref_model = load_reference(model, args, peft_config, quantization_config) if needs_reference(args) else None
-    elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
-        option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
-        raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
-    loaded.ref_model = ref_model
-    return loaded
-
-
-# Values of options in TRL's constructor: trainers listen to signals, and compile layers in place of models, themselves
-IN_CONSTRUCTOR: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile_backend": "no"}
-
-
-@contextmanager
-def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
-    """Sets what TRL's constructor has no argument for."""
-    # The trainer starts engines itself; a given reference needs no second one, nor a callback
-    others = {**IN_CONSTRUCTOR, "use_vllm": False}
-    if loaded.ref_model is not None:
-        others |= {"beta": 0.0, "sync_ref_model": False}
-    if "disable_compile" in (given := mapping(args.generation_kwargs)):  # which TRL sets itself
-        others["generation_kwargs"] = {name: value for name, value in given.items() if name != "disable_compile"}
-    with image_token_id(loaded.model.config, placeholders), loading_in_trl(loaded.by_name), replaced(args, **others):
-        yield
-
-
-def first_fallbacks(
-    accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
-) -> Fallbacks:
-    """Adds fused heads to the policy and to a reference that TRL loaded; what is known before the self-check."""
-    model = unwrapped(accelerator, policy)
-    options = {
-        "temperature": args.temperature,
-        "cast_lm_head_to_fp32": getattr(args, "cast_lm_head_to_fp32", False),
-        "rule": head_rule(model),
-    }
-    if reference is not None:
-        add_fused_head(unwrapped(accelerator, reference), outputs=_reference_outputs(args), **options)
-    has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **options)
-    if not has_head:
-        logger.warning(
-            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
-            "log-probabilities are computed from the model's logits, which needs more memory."
-        )
-    graph = not mapping(args.generation_kwargs).get("disable_compile")
-    return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head, graph=graph)
-
-
-def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
-    """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
-    compared = getattr(args, "loss_view_settings", LossView()).temperature is not None
-    return ("log_probs", "entropy") if compared else ("log_probs",)
-
-
-def enable_packing(
-    accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
-) -> bool:
-    """Lets completions share a forward of their prompt, and returns whether policy and reference support that."""
-    models = [unwrapped(accelerator, model) for model in (policy, reference) if model is not None]
-    for model in models:
-        install_encoder_attention(model)
-    obstacle = next(filter(None, map(sharing_obstacle, models)), None)
-    if args.packing == "prefix" and obstacle:
-        logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
-    if args.packing != "prefix" or obstacle:
-        return False
-    for model in models:
-        install_prefix_attention(model)
-    per_device, group = args.per_device_train_batch_size, args.num_generations or 1
-    if per_device % group != 0:
-        logger.warning(
-            f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
-            "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
-            f"multiple of {group}."
-        )
-    return True
-
-
-def compile_options(backend: str | None, mode: str | None) -> dict[str, Any] | None:
-    """
-    Arguments of `torch.compile` for a backend and a mode, by default those of `accelerate launch`; `None` without a
-    backend.
-    """
-    plugin = TorchDynamoPlugin(backend=backend, mode=mode)
-    return None if plugin.backend == DynamoBackend.NO else {**plugin.to_kwargs(), "fullgraph": False, "dynamic": True}
-
-
-def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Module | None) -> None:
-    """Compiles the layers of models with `torch_compile=True`, see [`~forward.compiled.compile_layers`]."""
-    options = compile_options(args.torch_compile_backend, args.torch_compile_mode)
-    if options is None:
-        return
-    if is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "`torch_compile=True` compiles layers whose weights ZeRO-3 gathers within them, module by module; use "
-            "`fsdp2.yaml`, which gathers them before a layer, or ZeRO-2."
-        )
-    from ..forward.compiled import compile_layers  # which few runs need
-
-    for model in models:
-        if model is not None:
-            compile_layers(unwrapped(accelerator, model), options, logger.warning)
-
-
-def prepare_reference(
-    ref_model: PreTrainedModel, args: SamplingConfig, accelerator: Accelerator
-) -> nn.Module | FSDPModule:
-    """Prepares a given reference as TRL prepares one that it loads."""
-    if args.disable_dropout:
-        disable_dropout_in_model(ref_model)
-    add_fused_head(ref_model, temperature=args.temperature, outputs=_reference_outputs(args))
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        return prepare_deepspeed(ref_model, accelerator)
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return prepare_fsdp(ref_model, accelerator)
-    return accelerator.prepare_model(ref_model, evaluation_mode=True)
-
-
-def start_loop(name: str) -> AbstractEventLoop:
-    """An event loop in a thread of its own, for asynchronous tools and reward functions."""
-    thread, loop, ready = start_event_loop_in_daemon(name=name)
-    ready.wait()
-    atexit.register(shutdown_event_loop_in_daemon, thread, loop)
-    return loop
-
-
-@dataclass
-class RewardSources:
-    """Reward functions as TRL's constructor takes them, and those of environments, which are added to them."""
-
-    reward_funcs: list[Any]
-    processors: list[Any]
-    by_name: list[bool]  # whether a reward model is loaded by its name
-    of_environments: dict[str, Callable]
-
-    def for_trl(self) -> dict[str, Any]:
-        """Arguments of TRL's constructor; none for a trainer without rewards."""
-        # TRL reads texts with processors, and asks for padding, which tokenizers alone have
-        tokenizers = [getattr(each, "tokenizer", each) for each in self.processors]
-        known = {"reward_funcs": self.reward_funcs, "reward_processing_classes": tokenizers}
-        return known if self.reward_funcs else {}
-
-
-def reward_sources(
-    reward_funcs: list | None, processors: Any, toolbox: Environments, args: SamplingConfig
-) -> RewardSources:
-    """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
-    of_environments = toolbox.reward_funcs()
-    if not reward_funcs:
-        reward_funcs, of_environments = [*of_environments.values()], {}
-    if not reward_funcs and args.needs_rewards:
-        raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
-    reward_funcs, processors = [*reward_funcs], processors or [None] * len(reward_funcs)
-    processors = [*processors] if isinstance(processors, list) else [processors]
-    init_kwargs, trusts = mapping(args.model_init_kwargs), args.trust_remote_code
-    revision: str | None = init_kwargs.get("revision")
-    for i, each in enumerate(reward_funcs):
-        if isinstance(each, str) and is_adapter(each, revision):
-            reward_funcs[i], processor = load_trained_reward_model(each, trust_remote_code=trusts, **init_kwargs)
-            processors[i : i + 1] = [each or processor for each in processors[i : i + 1]]
-        elif isinstance(each, str):  # which TRL loads
-            register_reward_model(each, revision, trusts)
-    return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
-
-
-def with_media_reader(
-    reward_func: nn.Module | Callable,
-    processor: ProcessorMixin | PreTrainedTokenizerBase | None,
-    by_name: bool,
-    accelerator: Accelerator,
-    args: Any,
-    template_kwargs: dict[str, Any],
-) -> nn.Module | Callable:
-    """A reward model that gets media through its processor, instead of TRL's text alone; others as they are."""
-    if not isinstance(reward_func, nn.Module):
-        return reward_func
-    if is_peft_model(reward_func):  # which TRL leaves where it was loaded
-        if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-            reward_func = prepare_deepspeed(reward_func, accelerator)
-        else:
-            reward_func = accelerator.prepare_model(reward_func, device_placement=True, evaluation_mode=True)
-    model = unwrapped(accelerator, reward_func)
-    takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
-    if processor is None and takes_media:
-        processor = load_processor(
-            get_config_model_id(model.config),
-            revision=(args.model_init_kwargs or {}).get("revision") if by_name else None,
-            trust_remote_code=args.trust_remote_code,
-        )
-    if not isinstance(processor, ProcessorMixin):
-        return reward_func
-    return RewardModel(
-        reward_func,
-        processor,
-        batch_size=args.per_device_train_batch_size,
-        template_kwargs=template_kwargs,
-        audio_overlong=args.audio_overlong,
-    )
-
-
-def load_policy(
-    name: str,
-    args: TrainerConfig,
-    quantization_config: BitsAndBytesConfig | None = None,
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> PreTrainedModel:
-    init_kwargs = mapping(args.model_init_kwargs)
-    if quantization_config is not None and "quantization_config" in init_kwargs:
-        raise ValueError(
-            "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Set it as a "
-            "trainer argument."
-        )
-    model = load_by_name(name, args, init_kwargs, quantization_config, load)
-    freeze_as_built(model)
-    return model
-
-
-def load_by_name(
-    name: str,
-    args: TrainerConfig,
-    init_kwargs: dict[str, Any],
-    quantization_config: BitsAndBytesConfig | None = None,
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> PreTrainedModel:
-    """A model as TRL loads it: where several processes train, each places its own."""
-    options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
-    if quantization_config is not None:
-        options["quantization_config"] = quantization_config
-    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
-        options["device_map"] = None
-    return load(name, **options)
-
-
-def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:
-    """
-    Loads the reference of a policy that is a part of what its name holds; TRL would load the whole of it.
-
-    Returns the reference; `None` where TRL's way is right, or the policy without its adapter is the reference.
-    """
-    if peft_config is not None or is_peft_model(model):
-        return None
-    name = get_config_model_id(model.config)
-    if not name:
-        raise ValueError(
-            "The model has no path from which to load its reference; save it and pass the folder, or pass a copy to "
-            "trainers that take a `ref_model`."
-        )
-    if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:
-        return None
-    if getattr(args, "cast_lm_head_to_fp32", False):
-        raise ValueError(
-            f"`cast_lm_head_to_fp32` casts the head of a reference that TRL loads, which it can't of {name!r}; drop "
-            "it, or set `beta=0`."
-        )
-    init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
-    return load_by_name(name, args, {**init_kwargs, **(args.model_init_kwargs or {})}, quantization_config)
-
-
-def feature_dtype(models: Iterable[nn.Module]) -> torch.dtype | None:
-    """The dtype in which models take features of media; `None` if they differ."""
-    weights = [model.parameters() for model in models]
-    dtypes = {next(weight.dtype for weight in each if weight.is_floating_point()) for each in weights}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
 def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
-    """Refuses to cast the head of a model in which TRL's code, made for text, doesn't find its weights."""
+    """Raises `ValueError` if a head is to be cast whose weights TRL's code, made for text models, doesn't find."""
     tied = getattr(model.config, "tie_word_embeddings", None)
-    found = hasattr(model, "lm_head") and tied is not None
+    has_weights = hasattr(model, "lm_head") and tied is not None
     if tied:
-        found = found and hasattr(getattr(model, "model", None), "embed_tokens")
-    if getattr(args, "cast_lm_head_to_fp32", False) and not found:
+        has_weights = has_weights and hasattr(getattr(model, "model", None), "embed_tokens")
+    if getattr(args, "cast_lm_head_to_fp32", False) and not has_weights:
         raise ValueError(
             f"`cast_lm_head_to_fp32` doesn't work for {type(model).__name__} ({model.config.model_type}), whose head "
             "or embeddings aren't where TRL looks for them; drop it, or load the model in float32 with "
@@ -692,7 +291,7 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
 
 
 def check_takes_tools(processing_class) -> None:
-    """Refuses a chat template that tools can't be trained with."""
+    """Raises `ValueError` for a chat template that tools can't be trained with."""
     name = type(processing_class).__name__
     tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):

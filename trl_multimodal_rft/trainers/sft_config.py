@@ -10,7 +10,7 @@ from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer can't follow: the values that ask for nothing, and why there is nothing else
+# Options of TRL that this trainer doesn't support: the values without an effect, and why others raise an error
 _NOT_HERE = {
     **NOT_WHEN_READING,
     "dataset_kwargs": (
@@ -30,24 +30,24 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     r"""
     Configuration class for the [`MultimodalSFTTrainer`].
 
-    Holds every argument of [`~trl.SFTConfig`] and of [`MediaArguments`]. Of TRL's, most about the preparation of
-    datasets and those about padding have no use here, and raise.
+    Holds every argument of [`~trl.SFTConfig`] and of [`MediaArguments`]. Most of TRL's arguments about the
+    preparation of datasets, and those about padding, have no effect here, and raise an error if they are set.
 
     Parameters:
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Whether columns that the trainer doesn't know are taken from the rows.
+            Whether to remove columns that the trainer doesn't know from the rows.
         max_length (`int`, *optional*):
-            Most tokens of a row. Longer ones of text are cut, as in [`~trl.SFTConfig`], and dropped if nothing to
-            learn is left; those with media are an error, or skipped (`on_media_error`), since no medium is cut. `None`
-            takes rows as they are.
+            Maximum number of tokens of a row. Longer rows of text are cut, as in [`~trl.SFTConfig`], and dropped if
+            nothing to learn is left; longer rows with media raise an error, or are skipped (`on_media_error`), since
+            media aren't cut. `None` allows any length.
         packing (`bool`, *optional*, defaults to `False`):
-            Whether the rows of a micro-batch are forwarded one behind the other, without padding, and don't see each
-            other. Loss and gradient are those of padded rows; so is the number of rows in an update, unlike in TRL.
-            Falls back to padded rows, with a message, where the model can't. `max_tokens_per_microbatch` bounds a
-            forward.
+            Whether to forward the rows of a micro-batch one after another, without padding, and without attention
+            between rows. Loss, gradient and the number of rows in an update, unlike in TRL, are those of padded rows.
+            Falls back to padded rows, with a message, if the model doesn't support it. `max_tokens_per_microbatch`
+            bounds a forward.
         self_check (`bool`, *optional*, defaults to `True`):
             Whether to measure, on the first batch and before the first update, that padded and packed rows have the
-            log-probabilities of the model's own forward of each row, and that these depend on its media.
+            log-probabilities of the model's own forward of a row, and that log-probabilities depend on the media.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -62,7 +62,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     def __post_init__(self):
         super().__post_init__()
         check_unused(self, _NOT_HERE, "supervised training")
-        self.dataset_kwargs = {"skip_prepare_dataset": True}  # the collator encodes rows
+        self.dataset_kwargs = {"skip_prepare_dataset": True}  # since the collator encodes rows
         if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
             raise ValueError(
                 "The noise of `neftune_noise_alpha` depends on the length of a row, which packed rows don't have; set "

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of supervised training: what a dataset must hold, and the collator that encodes it."""
+"""Rows of supervised training: the checks of a dataset, and the collator that encodes its rows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ from .setup import check_takes_media
 
 logger = get_logger(__name__)
 
-# Arguments of `apply_chat_template`, and the variable it sets; `documents` are data
+# Names that can't be variables of a row: arguments of `apply_chat_template`, except data (`documents`), and `messages`
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
 _ARGUMENTS = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
 
 
 @dataclass
 class SupervisedCollator:
-    """Encodes rows whole, with their media, and pads the labels of a micro-batch."""
+    """Collator that encodes whole rows with their media, and pads the labels of a micro-batch."""
 
     model: PreTrainedModel
     processing_class: ProcessorMixin | PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class SupervisedCollator:
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
-        A micro-batch.
+        Returns a micro-batch of encoded rows.
 
         Args:
             rows (`Sequence`):
@@ -64,10 +64,11 @@ class SupervisedCollator:
 
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
-            aren't learned; and `plain`, which returns what a processor that it loads makes of one of the rows.
+            aren't learned; and `plain`, a function of `load` and `i` that returns the outputs for row `i` of the
+            processor that `load()` returns.
         """
         sequences, stored = self._encoded(rows), self._stored(rows)
-        labels = [each.input_ids.masked_fill(~each.learned, -100) for each in sequences]
+        labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
         return {
             "sequences": sequences,
             "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
@@ -81,13 +82,16 @@ class SupervisedCollator:
         return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
 
     def _plain(self, row: Row, processor: ProcessorMixin) -> dict[str, Any]:
-        """What a processor makes of the conversation of a row by the template of the run."""
-        own, encoder = {"chat_template": getattr(self.processing_class, "chat_template", None)}, self._encoder_of(row)
-        given = own | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
-        return plain_outputs(encoder.conversation(row), processor, self.args.audio_overlong, given)
+        """Returns the outputs of a processor for the conversation of a row, by the chat template of the run."""
+        base, encoder = (
+            {"chat_template": getattr(self.processing_class, "chat_template", None)},
+            self._encoder_of(row),
+        )
+        kwargs = base | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
+        return plain_outputs(encoder.conversation(row), processor, self.args.audio_overlong, kwargs)
 
     def encode(self, row: Row) -> SupervisedSequence:
-        """A row as a sequence of at most `max_length` tokens."""
+        """Returns a row as a sequence of at most `max_length` tokens."""
         args = self.args
         if row.get("input_ids"):
             sequence = self.encoder.encode_tokens(row, args.completion_only_loss)
@@ -120,17 +124,17 @@ class SupervisedCollator:
         return replace(self.encoder, template_kwargs=template_kwargs)
 
     def _template_variables(self, row: Row) -> dict[str, Any]:
-        """The tools of a row, and those of its `chat_template_kwargs` that the chat template reads."""
-        tools, given = row.get("tools"), row.get("chat_template_kwargs") or {}
+        """Returns the tools of a row, and the entries of its `chat_template_kwargs` that the chat template reads."""
+        tools, variables = row.get("tools"), row.get("chat_template_kwargs") or {}
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        given = {name: value for name, value in given.items() if value is not None}
-        if refused := sorted(_ARGUMENTS & given.keys()):
+        variables = {name: value for name, value in variables.items() if value is not None}
+        if refused := sorted(_ARGUMENTS & variables.keys()):
             raise ValueError(
                 f"row {row.row_index}, column 'chat_template_kwargs': {refused} are no variables of a row; set "
                 "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
             )
         # Processors would take other names as arguments of their own, such as `images`
-        known = {name: value for name, value in given.items() if name in self._template_names}
+        known = {name: value for name, value in variables.items() if name in self._template_names}
         mode = self.args.special_tokens_in_text or "warn"
 
         def checked(value: Any, column: str) -> Any:
@@ -148,7 +152,7 @@ class SupervisedCollator:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """TRL's training template where the model's own renders earlier turns differently; `None` for its own."""
+        """TRL's training template for `assistant_only_loss`; `None` if the model's own template is used."""
         if not self.args.assistant_only_loss:
             return None
         try:
@@ -158,12 +162,12 @@ class SupervisedCollator:
 
     def prepare(self, dataset: Any, name: str) -> Any:
         """
-        A dataset, or a dictionary of them, that the collator can encode.
+        Returns a dataset, or a dictionary of datasets, that the collator can encode.
 
-        Rows whose labels `max_length` cuts off are dropped, as by TRL, and conversations renamed to `messages`.
+        Drops rows whose labels `max_length` cuts off, as TRL does, and converts `conversations` to `messages`.
         """
         if isinstance(dataset, dict):
-            return {key: self.prepare(each, key) for key, each in dataset.items()}
+            return {key: self.prepare(part, key) for key, part in dataset.items()}
         return None if dataset is None else self._prepare(dataset, name)
 
     def _prepare(self, dataset: Any, name: str) -> Any:
@@ -179,7 +183,7 @@ class SupervisedCollator:
             if "conversations" in columns:
                 return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
             if isinstance(dataset, Dataset) and not lists_columns(dataset):
-                return dataset  # a transform gives others
+                return dataset  # its transform makes other columns
             if args.dataset_text_field not in columns:
                 layout = other_layout(dataset.features or dict.fromkeys(columns))
                 text = f"`{args.dataset_text_field}` (`dataset_text_field`)"
@@ -198,7 +202,7 @@ class SupervisedCollator:
         return dataset
 
     def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
-        """The columns of a dataset, and those with media. Raises if it is empty, or has media without a processor."""
+        """Returns the columns of a dataset, and those with media. Raises if it is empty, or a tokenizer gets media."""
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"The {name} dataset has no rows.")
         columns = set(get_dataset_column_names(dataset))
@@ -209,24 +213,24 @@ class SupervisedCollator:
 
 
 def lacking(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
-    """The error of a dataset without the columns that are needed, which may be in another layout."""
+    """Returns the error of a dataset that lacks the needed columns; the `layout` is that of another tool, if any."""
     remedy = "" if layout is None else f"; {prepared(layout)}"
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 
 
 def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
-    """The tokenized rows of which something is learned."""
+    """Returns the tokenized rows with a label that `max_length` keeps."""
     if "completion_mask" in columns and "labels" not in columns and args.completion_only_loss is None:
         raise ValueError(
             f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
             "only completions are learned."
         )
-    known = isinstance(dataset, Dataset) and lists_columns(dataset)  # others are dropped as they are read
-    if not known or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
+    has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)  # other rows are dropped as they are read
+    if not has_columns or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
         return dataset
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
-    only = args.completion_only_loss
-    left = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))
-    if n_dropped := len(dataset) - len(left):
+    completion_only = args.completion_only_loss
+    remaining = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, completion_only)[kept]))
+    if n_dropped := len(dataset) - len(remaining):
         logger.warning(f"{n_dropped} rows of the {name} dataset are dropped: `max_length` leaves nothing to learn.")
-    return left
+    return remaining

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supervised fine-tuning with media."""
+"""Trainer for supervised fine-tuning (SFT) with media."""
 
 import textwrap
 from collections.abc import Callable
@@ -19,14 +19,15 @@ from ..data.rows.features import undecoded
 from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
+from .loading import IN_CONSTRUCTOR, loading_in_trl
 from .reading import Batch, CompletionTrainer, NumItems, load_for_reading
-from .setup import IN_CONSTRUCTOR, loading_in_trl, resolve_config
+from .setup import resolve_config
 from .sft_config import MultimodalSFTConfig
 from .sft_data import SupervisedCollator
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 
 
-# Columns of rows, in addition to that of plain text, with `remove_unused_columns`
+# Columns that `remove_unused_columns` keeps, in addition to `dataset_text_field`
 _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
 _COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
@@ -35,8 +36,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
-    [`~trl.SFTTrainer`] with audio and video in addition to images: loss, metrics and options are TRL's. Rows have the
-    columns of reinforcement training, and are encoded as there, so that the trained model continues in
+    Extends [`~trl.SFTTrainer`] by audio and video; loss, metrics and options are TRL's. Rows have the columns of
+    reinforcement training, and are encoded in the same way, so that the trained model continues in
     [`MultimodalGRPOTrainer`] and [`MultimodalPPOTrainer`] with the same tokens and features.
 
     Args:
@@ -45,10 +46,10 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         args ([`MultimodalSFTConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset with `prompt` and `completion`, each text or messages, or with `messages`; and with the media
-            columns that [`MultimodalGRPOTrainer`] takes. Of a completion all is learned; of `messages` all, or with
-            `assistant_only_loss` what the assistant says in each turn. Without media also with `text`, or tokenized,
-            with `input_ids` and optionally `labels`.
+            Dataset with `prompt` and `completion`, as text or messages, or with `messages`; and with the media columns
+            that [`MultimodalGRPOTrainer`] takes. All tokens of a completion are learned; of `messages`, all tokens,
+            or with `assistant_only_loss` the assistant's turns. A dataset without media may have `text`, or be
+            tokenized, with `input_ids` and optionally `labels`.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -64,7 +65,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         peft_config ([`~peft.PeftConfig`], *optional*):
             PEFT configuration used to wrap the model.
         formatting_func (`Callable`, *optional*):
-            Gives the text of a row without media, as for [`~trl.SFTTrainer`].
+            Function that returns the text of a row without media, as for [`~trl.SFTTrainer`].
         compute_loss_func (`Callable`, *optional*):
             See [`~trl.SFTTrainer`], for rows without media.
         compute_metrics (`Callable`, *optional*):
@@ -75,7 +76,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
-            parallelism), if a processor is to be loaded by the name of a model that has none, or if a dataset has no
+            parallelism), if a processor must be loaded by the name of a model that has none, or if a dataset has no
             columns to learn from, or media that a tokenizer can't encode.
     """
 
@@ -110,7 +111,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
-        if type(args) is TrainingArguments:  # as TRL takes them; `to_dict` hides the token
+        if type(args) is TrainingArguments:  # TRL accepts them, too; `to_dict` hides the token
             options: dict[str, Any] = {**args.to_dict(), "hub_token": args.hub_token}
             args = MultimodalSFTConfig(**options)
         args = resolve_config(MultimodalSFTConfig, args, model)
@@ -124,13 +125,13 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         eval_dataset = collator.prepare(eval_dataset, "eval")
         with (
             loading_in_trl(loaded.by_name),
-            # TRL's constructor allows no collator with `packing`, needs a chat template with generation markers for
-            # `assistant_only_loss`. Both are done here
+            # TRL's constructor allows no collator with `packing`, and needs a chat template with generation markers
+            # for `assistant_only_loss`; the collator and this trainer implement both options
             replaced(args, packing=False, assistant_only_loss=False, **IN_CONSTRUCTOR),
         ):
             arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
             arguments["eval_dataset"] = eval_dataset
-            # The constructor reads the first row, which decodes no media in Arrow's format
+            # The constructor reads the first row, of which Arrow's format decodes no media
             in_arrow = isinstance(train_dataset, Dataset)
             arguments["train_dataset"] = train_dataset.with_format("arrow") if in_arrow else undecoded(train_dataset)
             super().__init__(**arguments)
@@ -169,30 +170,30 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             compute_aux_loss=self.aux_loss_enabled,
             whole=True,
         )
-        per_token_loss = -scores.logps  # zero where nothing is learned
+        per_token_loss = -scores.logps  # 0 on tokens that aren't learned
         if args.loss_type == "dft":
             per_token_loss = per_token_loss * scores.logps.exp().detach()
         n_tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)
         if args.average_tokens_across_devices and num_items_in_batch is not None:
-            # The tokens are those of all ranks, over which DDP averages
+            # `num_items_in_batch` counts the tokens of all ranks, and DDP averages over ranks
             loss = loss * self.accelerator.num_processes
-        if self.aux_loss_enabled:  # a mean of each micro-batch
+        if self.aux_loss_enabled:  # this loss is a mean over the micro-batch
             n_steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / n_steps
         self._log_scores(scores, mask, sum(map(len, sequences)))
         return loss, scores
 
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
-        """TRL's metrics of a micro-batch, of all ranks. `mask` `(B, P - 1)` is true on targets that are learned."""
+        """Logs TRL's metrics of a micro-batch of all ranks. `mask` `(B, P - 1)` is true on learned targets."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
         sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
-        stacked = torch.stack([each.to(mask.device, torch.float) for each in sums])
+        stacked = torch.stack([value.to(mask.device, torch.float) for value in sums])
         gathered = self.accelerator.gather_for_metrics(stacked[None])
         n_learned, *totals = gathered.sum(0)[:4]
         means = [total / n_learned.clamp(min=1) for total in totals[:2]]
-        # One synchronization with the device
+        # One transfer from the device, for which the host waits
         entropy, accuracy, n_all, *aux_loss = torch.stack([*means, totals[2], *gathered[:, 4:].mean(0)]).tolist()
         metrics["entropy"].append(entropy)
         metrics["mean_token_accuracy"].append(accuracy)
@@ -204,23 +205,27 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
 
     @property
     def _needs_plain_rows(self) -> bool:
-        """Whether TRL computes the loss: with virtual tokens of PEFT, or a loss of the user's."""
+        """`True` if TRL computes the loss: with PEFT's prompt learning, or with `compute_loss_func`."""
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
-        return self.compute_loss_func is not None or any(each.is_prompt_learning for each in configs)
+        return self.compute_loss_func is not None or any(config.is_prompt_learning for config in configs)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """A micro-batch of text as TRL's collator makes it."""
+        """Returns a micro-batch of text as TRL's collator makes it."""
         sequences, labels = inputs["sequences"], inputs["labels"]
-        for each in sequences:
-            if each.modalities:
+        for sequence in sequences:
+            if sequence.modalities:
                 raise ValueError(
-                    f"row {each.row} has media, of which no logits are kept; without `compute_metrics`, "
+                    f"row {sequence.row} has media, of which no logits are kept; without `compute_metrics`, "
                     "`compute_loss_func` and prompt learning, `evaluate()` gives the loss and the metrics, and "
                     "`trl_multimodal_rft.evaluation.evaluate` answers."
                 )
         rows = [
-            {"input_ids": each.input_ids, "attention_mask": torch.ones_like(each.input_ids), **each.token_fields}
-            for each in sequences
+            {
+                "input_ids": sequence.input_ids,
+                "attention_mask": torch.ones_like(sequence.input_ids),
+                **sequence.token_fields,
+            }
+            for sequence in sequences
         ]
         padded = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
         return {**{name: values.to(labels.device) for name, values in padded.items()}, "labels": labels}

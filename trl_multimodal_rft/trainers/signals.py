@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run that receives a signal to end saves a checkpoint first; it also ends when its launcher is gone."""
+"""Signals that end a run after a checkpoint, among them one from the kernel when the launcher is gone."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from ..reporting.events import EventPart
 
 logger = get_logger(__name__)
 
-# Those that ask a run to end, as far as the system has them: Slurm sends SIGUSR1, a terminal that closes SIGHUP
+# Signals that end a run, as far as the system has them: Slurm sends SIGUSR1, a terminal that closes SIGHUP
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 
 _MESSAGE = (
@@ -39,9 +39,9 @@ _LAUNCHERS = {
 
 class EndOnSignal(TrainerCallback):
     """
-    Ends a run on SIGTERM, SIGUSR1, SIGHUP or SIGINT with a checkpoint, at the end of the optimizer step in which any
-    of its processes got the signal: only then weights, optimizer and rollouts are of the same moment. A second SIGINT
-    ends at once; others don't, since launchers pass on what their processes got already.
+    Callback that ends a run with a checkpoint on SIGTERM, SIGUSR1, SIGHUP or SIGINT, after the optimizer step in which
+    any of its processes got the signal: only then are weights, optimizer and rollouts of the same moment. A second
+    SIGINT ends the run at once; other signals don't, since launchers repeat signals to their processes.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]):
@@ -51,34 +51,35 @@ class EndOnSignal(TrainerCallback):
 
     @contextmanager
     def listening(self):
-        """Takes the signals within the context, but SIGINT not from who types at a prompt of Python."""
+        """Handles the signals within the context, but not SIGINT in an interactive session of Python."""
         self._has_signal = self._ends = self._saved = False
-        typed_at = hasattr(sys, "ps1") or sys.flags.interactive
-        wanted = [each for each in _SIGNALS if each != signal.SIGINT or not typed_at]
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        signals = [signum for signum in _SIGNALS if signum != signal.SIGINT or not is_interactive]
         if threading.current_thread() is not threading.main_thread():
             logger.warning("`enable_jit_checkpoint` has no effect: signals only reach Python's main thread.")
-            wanted = []
-        before = {each: signal.getsignal(each) or signal.SIG_DFL for each in wanted}  # `None` is none of Python's
-        before = {each: handler for each, handler in before.items() if handler != signal.SIG_IGN}  # as after `nohup`
-
+            signals = []
+        # `None` stands for a handler that Python didn't install
+        handlers = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in signals}
+        # Ignored signals stay ignored, such as SIGHUP after `nohup`
+        handlers = {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
         terminals = [output for output in (1, 2) if os.isatty(output)]
 
         def ask(number: int, frame: FrameType | None):
             self._has_signal = True
             if number == signal.SIGINT:
-                signal.signal(number, before[number])
+                signal.signal(number, handlers[number])
             for output in terminals:
-                if not os.isatty(output):  # closed, so that whatever is printed would be an error
+                if not os.isatty(output):  # closed, so that printing would raise an error
                     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-            os.write(2, _MESSAGE)  # `print` may be busy
+            os.write(2, _MESSAGE)  # the signal may have interrupted a `print`
 
-        for each in before:
-            signal.signal(each, ask)
+        for signum in handlers:
+            signal.signal(signum, ask)
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         self._ends, self._saved = self._any_process(self._has_signal), False
@@ -91,20 +92,20 @@ class EndOnSignal(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         if self._ends:
-            if state.epoch % 1 != 0:  # `Trainer` gets here from within an epoch, too
+            if state.epoch % 1 != 0:  # `Trainer` also calls this when it stops within an epoch
                 control.should_log = control.should_evaluate = False
             control.should_save = control.should_evaluate or not self._saved
 
 
 def end_with_launcher() -> None:
     """
-    Lets this process get SIGTERM when a launcher that started it has ended, however it has. Where a launcher is
-    killed, nothing else stops the processes, and they would continue. Has an effect on Linux only.
+    Makes this process receive SIGTERM when the launcher that started it ends for any reason. If a launcher is killed,
+    nothing else stops its processes, and they would continue. Has an effect on Linux only.
     """
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:  # no Linux, or a parent that can't be seen from here
+    except OSError:  # not Linux, or a parent that this process can't see
         return
     words = parent.decode(errors="replace").split("\0")
-    if {Path(word).name for word in words[:3]} & _LAUNCHERS:  # what follows may be anybody's
+    if {Path(word).name for word in words[:3]} & _LAUNCHERS:  # later words may be of any program
         _prctl_pr_set_pdeathsig(signal.SIGTERM)

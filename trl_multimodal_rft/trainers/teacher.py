@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Teachers of a distillation: how they are loaded, which fit a student, and what they say of its completions."""
+"""Teachers of a distillation: loading them, checking that they fit the student, and scoring its completions."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ from ..rollout.stream import EncodedRow
 from ..views import as_view
 from .configs import mapping
 from .ema import MovingAverage
+from .loading import load_by_name
 from .run import Run
-from .setup import load_by_name
 
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 def load_teacher(
     teacher: str | PreTrainedModel | None, args: "MultimodalDistillationConfig"
 ) -> PreTrainedModel | None:
-    """A teacher as TRL loads it by its name; a model as it is."""
+    """Loads a teacher by its name as TRL does, or returns the model that was passed."""
     teacher = args.teacher_model_name_or_path if teacher is None else teacher
     init_kwargs = dict(mapping(args.teacher_model_init_kwargs))
     if not isinstance(teacher, str):
@@ -68,14 +68,14 @@ def load_teacher(
 def check_teacher(
     student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: "MultimodalDistillationConfig"
 ) -> None:
-    """Refuses a teacher that other tokens, or other features of media, mean something to."""
+    """Raises `ValueError` for a teacher whose tokens, or whose features of media, differ from the student's."""
     obstacle = _other_config(student, teacher, isinstance(processor, ProcessorMixin))
     name = get_config_model_id(teacher.config)
     if obstacle is None and name:
         try:
             other = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
         except (OSError, ValueError):
-            other = None  # saved without one, or not readable from here
+            other = None  # the teacher was saved without a processor, or this process can't read it
         obstacle = None if other is None else _other_processor(processor, other)
     if obstacle is not None:
         raise ValueError(
@@ -85,8 +85,8 @@ def check_teacher(
 
 
 def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
-    """How the tokens of two models differ, by their configs."""
-    sizes = [each.config.get_text_config().vocab_size for each in (student, teacher)]
+    """Returns how the tokens or modalities of two models differ by their configs, or `None`."""
+    sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         return f"it has vocab_size {sizes[1]}, the student {sizes[0]}"
     kinds = [kind for kind in MODALITIES if kind in input_modalities(student)] if has_media else []
@@ -97,32 +97,32 @@ def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media:
         return f"it is a {teacher.config.model_type!r}, the student a {student.config.model_type!r}"
     names = [name for name in vars(student.config) if name.endswith(("_token_id", "_token_index"))]
     for name in names if kinds else ():
-        ids = [getattr(each.config, name, None) for each in (student, teacher)]
+        ids = [getattr(model.config, name, None) for model in (student, teacher)]
         if ids[0] != ids[1] and name not in ("pad_token_id", "bos_token_id", "eos_token_id"):
             return f"its `{name}` is {ids[1]}, the student's {ids[0]}"
     return None
 
 
 def _other_processor(student: Processor, teacher: Processor) -> str | None:
-    """How the tokens or the features of two processors differ."""
-    tokenizers = [tokenizer_of(each) for each in (student, teacher)]
-    vocabularies = [each.get_vocab() for each in tokenizers]
+    """Returns how the tokens or the features of two processors differ, or `None`."""
+    tokenizers = [tokenizer_of(side) for side in (student, teacher)]
+    vocabularies = [side.get_vocab() for side in tokenizers]
     for token, index in vocabularies[0].items():
         if vocabularies[1].get(token) != index:
             return (
                 f"token {index} is {token!r} to the student, and {tokenizers[1].convert_ids_to_tokens(index)!r} to it"
             )
     for name in ("image_processor", "video_processor", "feature_extractor"):
-        both = [getattr(each, name, None) for each in (student, teacher)]
+        both = [getattr(side, name, None) for side in (student, teacher)]
         for setting in _GEOMETRY if None not in both else ():
-            values = [getattr(each, setting, None) for each in both]
+            values = [getattr(side, setting, None) for side in both]
             if values[0] != values[1]:
                 return f"`{setting}` of its {name} is {values[1]}, of the student's {values[0]}"
     return None
 
 
 def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
-    """What a model does around its LM head. Raises a `ValueError` for anything but scale and soft cap."""
+    """Returns scale and soft cap of a model's LM head. Raises `ValueError` if the model does anything else there."""
     rule = head_rule(model)
     if rule is None:
         raise ValueError(
@@ -134,25 +134,29 @@ def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
 
 def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
-    The prompts of completions as the teacher reads them, with the columns of the row that are its own in place of the
-    student's, under the `teacher_view`; one object for each of the rollout's, which it is where they don't differ.
+    Returns the prompts of completions as the teacher reads them: with the row's columns for the teacher in place of
+    the student's, and under the `teacher_view`. Completions that share a prompt share the teacher's prompt, too; where
+    both prompts are equal, the teacher's is the rollout's object.
     """
-    apart = [reads_apart(row.stored) for row in rows]
-    if any(apart):
+    separate = [reads_apart(row.stored) for row in rows]
+    if any(separate):
         if run.toolbox.tools:
-            column = next(name for name in TEACHER_COLUMNS if name in rows[apart.index(True)].stored)
+            column = next(name for name in TEACHER_COLUMNS if name in rows[separate.index(True)].stored)
             raise ValueError(
                 "Results of tools would follow prompts of another length, so columns of the teacher such as "
                 f"{column!r} can't be used with `tools`; remove one of them."
             )
-        placed, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
+        conversations, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
         students = rollout.source.messages
-        messages = [own if its else each for each, own, its in zip(students, placed, apart, strict=True)]
-        for prompt, row, own, its in zip(rollout.prompts, rows, messages, apart, strict=True):
-            if not its or row.teachers is not None:
-                encoded[id(prompt)] = row.teachers if its else prompt
+        messages = [
+            conversation if is_separate else student
+            for student, conversation, is_separate in zip(students, conversations, separate, strict=True)
+        ]
+        for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
+            if not is_separate or row.teachers is not None:
+                encoded[id(prompt)] = row.teachers if is_separate else prompt
             elif id(prompt) not in encoded:
-                encoded[id(prompt)] = run.prompts.encode(own, row.row_index)
+                encoded[id(prompt)] = run.prompts.encode(conversation, row.row_index)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, source=replace(rollout.source, messages=messages))
     prompts = prompts_under(run, rollout, run.args.teacher_view)
@@ -161,7 +165,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
 
 
 def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedPrompt]:
-    """The prompts of completions under a view of this step, if there is one."""
+    """Returns the prompts of completions, under the view, if any, with the random numbers of this step."""
     if view is None:
         return rollout.prompts
     return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts)
@@ -170,7 +174,7 @@ def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedP
 def server_teacher(
     url: str, args: "MultimodalDistillationConfig", student: PreTrainedModel, processor: Processor
 ) -> ServerTeacher:
-    """The teacher on a server. Refuses one of other tokens or features."""
+    """Returns the teacher on a server. Raises `ValueError` if its tokens or features differ from the student's."""
     server = ServerTeacher(url, processor, args.vllm_server_timeout, args.trust_remote_code)
     size = student.config.get_text_config().vocab_size
     if server.vocab_size != size:
@@ -183,7 +187,7 @@ def server_teacher(
 
 
 def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[EngineRequest]) -> None:
-    """Adds what a teacher on a server says of a rollout, given its prompts as the teacher reads them."""
+    """Adds the top tokens of a teacher on a server to a rollout; `requests` hold the teacher's prompts."""
     width, device = rollout.completion_ids.size(1), run.accelerator.device
     top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
     ids, logps = on_all_ranks(run.accelerator, top_k)
@@ -192,16 +196,16 @@ def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests:
 
 @dataclass
 class Teacher:
-    """A teacher: another model, or the student itself, without its adapter or with an average of its weights."""
+    """A teacher: another model, or the student itself without its adapter or with an average of its weights."""
 
     run: Run
-    model: nn.Module | None  # `None`: the student's
+    model: nn.Module | None  # `None` if the student teaches itself
     average: MovingAverage | None
-    rules: tuple[HeadRule, HeadRule]  # of the student's head and of the teacher's
+    rules: tuple[HeadRule, HeadRule]  # of the student's head, and of the teacher's
 
     @contextmanager
     def _teaching(self) -> Iterator[nn.Module]:
-        """The model that teaches, as it scores completions."""
+        """Yields the model that teaches, in the state in which it scores completions."""
         if self.model is not None:
             yield self.model
             return
@@ -221,28 +225,31 @@ class Teacher:
             yield student
 
     def target(self, rollout: Rollout) -> Target:
-        """What a teacher says of the completions of a micro-batch; one on a server has said it before."""
+        """Returns the teacher's distributions for the tokens of a micro-batch, which a server has computed before."""
         args, mask, policy = self.run.args, rollout.loss_mask, self.run.policy
         if rollout.teacher.ids is not None:
-            given = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
-            return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **given)
+            distributions = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
+            return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **distributions)
         with torch.no_grad(), self._teaching() as model:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
             states = require(policy.score(model, *completions, packed=rollout.packed, hidden=True, logps=False).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
-            if self.average is not None and not args.loss_top_k:  # the weights are the student's again when it is used
+            # The target is used when the student has its own weights again
+            if self.average is not None and not args.loss_top_k:
                 head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
-            given: Any = {"hidden": states, "head": head}
+            distributions: Any = {"hidden": states, "head": head}
             if args.loss_top_k:
-                given = top_k_of(states, head, mask, args.loss_top_k, policy.temperature)
-        return Target(mask, self.rules[0], args.beta, policy.temperature, add_tail=args.loss_add_tail, **given)
+                distributions = top_k_of(states, head, mask, args.loss_top_k, policy.temperature)
+        return Target(mask, self.rules[0], args.beta, policy.temperature, add_tail=args.loss_add_tail, **distributions)
 
 
 def top_k_of(
     states: torch.Tensor, head: Head, mask: torch.Tensor, k: int, temperature: float
 ) -> dict[str, torch.Tensor]:
-    """The `k` most likely tokens where the mask `(B, C)` is 1, and their log-probabilities, `(B, C, k)`."""
-    places = mask.flatten().nonzero()[:, 0]
-    found = top_k_tokens(states.flatten(0, 1).index_select(0, places), head, k, temperature)
-    placed = (each.new_zeros(mask.numel(), k).index_copy(0, places, each).view(*mask.shape, k) for each in found)
+    """Returns the `k` most likely tokens where the mask `(B, C)` is 1, and their log-probabilities, `(B, C, k)`."""
+    indices = mask.flatten().nonzero()[:, 0]
+    top_k = top_k_tokens(states.flatten(0, 1).index_select(0, indices), head, k, temperature)
+    placed = (
+        values.new_zeros(mask.numel(), k).index_copy(0, indices, values).view(*mask.shape, k) for values in top_k
+    )
     return dict(zip(("ids", "logps"), placed, strict=True))

@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From what a row names to images, sounds and frames: sources, limits, formats, decoding."""
+"""Reading of media: allowed sources, limits, file formats, and decoding to images, waveforms and frames."""

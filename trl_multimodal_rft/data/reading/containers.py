@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks audio and video files before a decoder opens them: their format, their streams, and that they are whole."""
+"""Checks of audio and video files before a decoder opens them: of their format, streams and completeness."""
 
 import re
 import struct
@@ -27,22 +27,22 @@ _MEDIA_STARTS = re.compile(
 # Starts of files with an index of frames
 _INDEXED = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", re.DOTALL)
 
-# Playlists and session descriptions, which FFmpeg detects after any start: in the text before the first zero
+# Playlists and session descriptions: FFmpeg detects them after any first bytes, in the text before the first zero
 _LISTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
-_PROBED = 2**20  # bytes by which FFmpeg detects a format
+_PROBED = 2**20  # bytes from which FFmpeg detects a format
 
-# Files that were written while recording have the length 0 or the largest number
+# Lengths from here on, and 0, mean that a file was written while recording, when its length wasn't known
 _LARGEST = 2**32 - 2**16
 
-_MOST_PARTS = 1_000_000  # parts of a file that are read
+_MOST_PARTS = 1_000_000  # parts of a file that are read at most
 _ID3V1 = 128  # bytes of a tag at the end of an MP3, which some encoders include in the length
 _OGG_LAST = 4  # flag of the last page of a stream
-_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte in the other order
+_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # each byte with its bits in reverse order
 _DEFAULT, _COVER = 0x1, 0x400  # FFmpeg's dispositions of a stream
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """Refuses files that aren't audio or video, such as playlists, whose files FFmpeg would open."""
+    """Raises for files that aren't audio or video, such as playlists, whose entries FFmpeg would open."""
     _skip_tags(stream)
     start = stream.read(_PROBED)
     stream.seek(0)
@@ -55,11 +55,11 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, and Ogg
-    with damaged or missing pages.
+    Raises for files of which decoders silently leave out a part: truncated files, and Ogg with damaged or missing
+    pages.
 
     Covers WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
-    Others, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
+    Other formats, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
     """
     size = stream.seek(0, 2)
     _skip_tags(stream)
@@ -74,37 +74,37 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
 
 
 def check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Refuses a PNG whose pixel stream ends early, of which decoders leave the rest black."""
+    """Raises for a PNG whose pixel stream ends early, as decoders leave the remaining pixels black."""
     offset = stream.tell()
     stream.seek(8)
     expected, count, pixels = 0, 0, zlib.decompressobj()
     for _ in range(_MOST_PARTS):
         head = stream.read(8)
         length, kind = int.from_bytes(head[:4], "big"), head[4:]
-        behind = stream.tell() + length + 4
+        next_offset = stream.tell() + length + 4
         if kind == b"IHDR":
             expected = _png_bytes(stream.read(13))
         elif kind == b"IDAT":
-            rest = stream.read(length)
-            while rest and count < expected and not pixels.eof:
+            data = stream.read(length)
+            while data and count < expected and not pixels.eof:
                 try:
-                    count += len(pixels.decompress(rest, 2**20))
-                except zlib.error:  # for which the decoder raises
+                    count += len(pixels.decompress(data, 2**20))
+                except zlib.error:  # the decoder will raise for it
                     count = expected
-                rest = pixels.unconsumed_tail
+                data = pixels.unconsumed_tail
         if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
             break
-        stream.seek(behind)
+        stream.seek(next_offset)
     stream.seek(offset)
     if pixels.eof and count < expected:
         raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
 
 
 def _png_bytes(header: bytes) -> int:
-    """The number of bytes of all pixel rows, each with one byte for its filter."""
+    """Returns the number of bytes of all pixel rows, including one byte per row for its filter."""
     width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
     bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
-    # Adam7: the start and the steps of each pass
+    # Interlacing by Adam7: the start and the steps of each pass, in pixels across and down
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     total = 0
     for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
@@ -114,12 +114,12 @@ def _png_bytes(header: bytes) -> int:
 
 
 def best_stream(streams: "tuple[S, ...]") -> "S | None":
-    """The stream that the program `ffmpeg` takes: a default one, or that with most pixels or channels; covers last."""
+    """Returns the stream that `ffmpeg` takes: a default one, or the one with most pixels or channels; covers last."""
 
     def rank(stream: "AudioStream | VideoStream") -> int:
         size = stream.width * stream.height if stream.type == "video" else stream.channels
-        kind = type(stream.disposition)  # of flags, which are no integers before PyAV 17
-        return 0 if stream.disposition & kind(_COVER) else size + 5_000_000 * bool(stream.disposition & kind(_DEFAULT))
+        flag = type(stream.disposition)  # flags aren't integers before PyAV 17
+        return 0 if stream.disposition & flag(_COVER) else size + 5_000_000 * bool(stream.disposition & flag(_DEFAULT))
 
     return max(streams, key=rank, default=None)
 
@@ -127,7 +127,7 @@ def best_stream(streams: "tuple[S, ...]") -> "S | None":
 def is_indexed(stream: BinaryIO) -> bool:
     """
     Returns whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM
-    have, so that decoders can seek. In AVI, MPEG-TS and others, the number and the time of a frame may be wrong.
+    have, so that decoders can seek. In AVI, MPEG-TS and other formats, the number and time of a frame may be wrong.
     """
     _skip_tags(stream)
     start = stream.read(8)
@@ -137,7 +137,8 @@ def is_indexed(stream: BinaryIO) -> bool:
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Returns whether no frame from an H.264 keyframe on depends on earlier frames. Others may start a gradual refresh.
+    Returns whether no frame from an H.264 keyframe on depends on earlier frames. Other keyframes may start a gradual
+    refresh.
     """
     if not extradata or extradata[0] != 1:  # a format in which decoders don't seek
         return False
@@ -150,7 +151,7 @@ def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
 
 
 def _skip_tags(stream: BinaryIO) -> None:
-    """Skips ID3 tags, which may precede any format."""
+    """Moves a stream behind ID3 tags, which may precede any format."""
     offset = 0
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
@@ -162,7 +163,7 @@ def _skip_tags(stream: BinaryIO) -> None:
     stream.seek(offset)
 
 
-# Each returns what is missing of a truncated file
+# Each function below describes the missing part of a truncated file, and returns `None` for a complete one
 
 
 def _short(begin: int, length: int, size: int) -> str | None:
@@ -170,7 +171,7 @@ def _short(begin: int, length: int, size: int) -> str | None:
 
 
 def _riff(stream: BinaryIO, size: int) -> str | None:
-    """The samples of WAV and AIFF, and each list of an AVI, of which there is one per GB."""
+    """Checks the samples of WAV and AIFF, or all RIFF chunks of an AVI, which has one per GB."""
     start = stream.tell()
     head = stream.read(12)
     order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
@@ -188,13 +189,13 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
 
 
 def _boxes(stream: BinaryIO, size: int) -> str | None:
-    """MP4 and related formats: each box is complete."""
+    """Checks that all boxes of MP4 and related formats are complete."""
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
         head = stream.read(16)
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
-        if offset >= size or length < 8:  # the end, or a box up to the end
+        if offset >= size or length < 8:  # the end of the file, or a box that extends up to it
             break
         if missing := _short(offset, length, size):
             return missing
@@ -208,25 +209,25 @@ def _matroska(stream: BinaryIO, size: int) -> str | None:
     if header is None:
         return None
     stream.seek(header, 1)
-    if stream.read(4) != b"\x18\x53\x80\x67":  # the segment that follows the header
+    if stream.read(4) != b"\x18\x53\x80\x67":  # no segment follows the header
         return None
     length = _ebml_number(stream)
     return None if length is None else _short(stream.tell(), length, size)
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
-    """A number whose first bits encode its length; all ones mean unknown."""
+    """Reads a number whose first bits encode its length, `None` if all of its bits are ones, which means unknown."""
     first = stream.read(1)
     if not first or not first[0]:
         return None
-    rest = stream.read(8 - first[0].bit_length())
-    bits = 7 * (1 + len(rest))
-    number = int.from_bytes(first + rest, "big") & ((1 << bits) - 1)
+    tail = stream.read(8 - first[0].bit_length())
+    bits = 7 * (1 + len(tail))
+    number = int.from_bytes(first + tail, "big") & ((1 << bits) - 1)
     return None if number == (1 << bits) - 1 else number
 
 
 def _ogg(stream: BinaryIO, size: int) -> str | None:
-    """Each page is complete and has its checksum, and each stream has all its pages."""
+    """Checks that all pages are complete and have their checksum, and that no stream lacks a page."""
     open_streams, numbers = set(), {}
     for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
@@ -244,12 +245,12 @@ def _ogg(stream: BinaryIO, size: int) -> str | None:
 
 
 def _ogg_checksum(page: bytes) -> bytes:
-    """zlib's with all bits in the other order, and another start."""
+    """Returns the checksum of an Ogg page: zlib's with all bits in reverse order and another initial value."""
     return (zlib.crc32(page.translate(_MIRRORED), 2**32 - 1) ^ (2**32 - 1)).to_bytes(4, "big").translate(_MIRRORED)
 
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
-    """Flags, stream number, start and end of each page. Other data is skipped, as by decoders."""
+    """Yields flags, stream number, start and end of each page. Skips other data, as decoders do."""
     offset = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
@@ -261,29 +262,29 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
             yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
             head += stream.read(2**12)
-            found = head.find(b"OggS", 1)
-            offset += max(len(head) - 3, 1) if found < 0 else found
+            skip = head.find(b"OggS", 1)
+            offset += max(len(head) - 3, 1) if skip < 0 else skip
         else:
             return
 
 
 def _mp3(stream: BinaryIO, size: int) -> str | None:
-    """The length in LAME's header, in the first frame."""
+    """Checks the length in LAME's header, which the first frame holds."""
     begin = stream.tell()
     frame = stream.read(64)
-    found = re.search(rb"Xing|Info", frame)
-    if not found:
+    tag = re.search(rb"Xing|Info", frame)
+    if not tag:
         return None
-    flags, fields = int.from_bytes(frame[found.end() :][:4], "big"), frame[found.end() + 4 :]
-    if not flags & 2:  # has no length
+    flags, fields = int.from_bytes(frame[tag.end() :][:4], "big"), frame[tag.end() + 4 :]
+    if not flags & 2:  # the header has no length
         return None
-    after = 4 * (flags & 1)  # after the number of frames
-    length = int.from_bytes(fields[after : after + 4], "big")
+    offset = 4 * (flags & 1)  # the number of frames, if the header has it, precedes the length
+    length = int.from_bytes(fields[offset : offset + 4], "big")
     return None if begin + length - _ID3V1 == size else _short(begin, length, size)
 
 
 def _gif(stream: BinaryIO, size: int) -> str | None:
-    """The end of its last block, before zeros."""
+    """Checks that the file ends with its last block, apart from zeros."""
     stream.seek(max(0, size - 2**12))
     return None if stream.read().rstrip(b"\0").endswith(b"\0;") else "its last block is missing"
 

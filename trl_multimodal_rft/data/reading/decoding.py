@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decodes media references to images, waveforms and frames."""
+"""Decoding of media references to images, waveforms and frames."""
 
 import importlib
 import itertools
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from torchcodec.decoders import VideoDecoder
 
 _LOUDEST = 16.0  # larger floats were never scaled to -1 to 1
-_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this hold 16 or 24 bits, which would be nearly silent
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this hold samples of 16 or 24 bits, and would be nearly silent
 _RATES = 1000, 1_000_000  # valid sampling rates in Hz
 _SHORTEST = 0.025  # seconds, one window of a spectrogram
-_CANCELLED = 1e-3  # channels cancel each other out if their average keeps less of the amplitude
+_CANCELLED = 1e-3  # channels cancel each other out if their average has a smaller share of their amplitude
 _FASTEST = 1000.0  # frames per second
 
 _PIXELS_AT_ONCE = 2**22  # pixels of frames that are decoded at once
 
-# Formats whose header has the number of samples, by FFmpeg's names. In the first ones, only this number shows a cut
+# FFmpeg's names of formats whose header has the number of samples; in `_COUNTED`, only this number shows a cut
 _COUNTED = ("flac", "ape", "tta", "wv")
 _DECLARED = (*_COUNTED, "wav", "aiff")
 
 # Options that select frames of a file
 _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
 
-# Samples and their rate in Hz, `None` if unknown
+# Chunks of samples, and their rate in Hz (`None` if unknown)
 _Pieces = Generator[tuple[np.ndarray, float | None], None, None]
 # Reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
 _Frames = Callable[[list[int]], Iterator[np.ndarray]]
@@ -54,7 +54,7 @@ _Frames = Callable[[list[int]], Iterator[np.ndarray]]
 
 def load_image(ref: MediaRef) -> PIL.Image.Image:
     """
-    Decodes an image in its EXIF orientation.
+    Decodes an image and applies its EXIF orientation.
 
     Transparent pixels become white, as in qwen-vl-utils. Palettes, grey and CMYK are converted, as in
     `transformers.image_utils.load_image`.
@@ -154,7 +154,7 @@ def load_audio(
                 if (loudest := np.abs(piece).max(initial=0)) > _LOUDEST:
                     raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
                 if rate != sampling_rate:
-                    # Bitwise equal to `soxr.resample` of the whole
+                    # Resampling by chunks is bitwise equal to `soxr.resample` of the whole audio
                     resampler = resampler or require_module("soxr", "audio").ResampleStream(rate, sampling_rate, 1)
                     piece = resampler.resample_chunk(piece)
                 pieces.append(piece)
@@ -170,7 +170,7 @@ def load_audio(
 def load_sound_of_video(
     ref: MediaRef, sampling_rate: int, max_seconds: float | None, overlong: Literal["raise", "truncate"]
 ) -> np.ndarray | None:
-    """The sound of a video within its span as [`load_audio`] gives it, `None` if the video has none."""
+    """Returns the sound of a video's selected span as [`load_audio`] decodes it, `None` if the video has no sound."""
     if holds_frames(ref) or hasattr(ref.source, "get_frames_at"):
         return None
     with decoding(ref), open_source(ref) as stream:
@@ -193,23 +193,23 @@ def load_video(
     resize_fn: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes frames of a video, the same that `ffmpeg` shows.
+    Decodes selected frames of a video, which equal those of the program `ffmpeg`.
 
-    torchcodec decodes files with an index of frames (MP4, MOV, Matroska, WebM, unless trimmed without re-encoding), if
-    it is usable. PyAV decodes the others, from the first frame to the last selected one.
+    If torchcodec is usable, it decodes files with an index of frames (MP4, MOV, Matroska, WebM, unless trimmed without
+    re-encoding). PyAV decodes other files, from the first frame to the last selected one.
 
     Args:
         ref ([`MediaRef`]):
             Its source is a path, URL, bytes or dictionary as in [`load_image`]; a torchcodec `VideoDecoder`; or
-            frames: a list of what [`load_image`] takes, or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
+            frames: a list of sources of [`load_image`], or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
             The options `video_start` and `video_end` (seconds) select a span of a video, and `fps` or `nframes` the
             number of decoded frames (default: all). Lists of frames are returned whole; their option `sample_fps` or
             `fps` is the rate at which they were sampled.
         sample_indices_fn (`Callable`, *optional*):
-            Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
-            indices of the frames to decode, such as `processor.video_processor.sample_frames`.
+            Function that replaces these options. It gets `metadata` (`VideoMetadata` of the video) and returns the
+            increasing indices of the frames to decode, such as `processor.video_processor.sample_frames`.
         resize_fn (`Callable`, *optional*):
-            Resizes decoded frames of shape (N, H, W, 3), a few at a time, from these and the number of all frames.
+            Function that resizes a few frames of shape (N, H, W, 3), and gets the number of all selected frames, too.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and `video_metadata` for the processor:
@@ -227,7 +227,7 @@ def load_video(
             sample = sample_indices_fn or partial(sample_indices, ref)
             metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
         indices = list(metadata.frames_indices)
-        frames, done, shape = None, 0, None
+        frames, n_frames, shape = None, 0, None
         for piece in read(indices):
             if shape is None:
                 check_pixels(ref, (piece.shape[2], piece.shape[1]))
@@ -243,16 +243,16 @@ def load_video(
                         "pixels; choose fewer by 'nframes' or 'fps', or raise `max_video_pixels`"
                     )
                 frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
-            frames[done : done + len(piece)] = piece
-            done += len(piece)
-        if frames is None or done != len(indices):
-            raise ref.error(f"the video has {done} of {len(indices)} frames; repair it or remove the row")
-        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
-        return frames, {**known, "frames_indices": indices}
+            frames[n_frames : n_frames + len(piece)] = piece
+            n_frames += len(piece)
+        if frames is None or n_frames != len(indices):
+            raise ref.error(f"the video has {n_frames} of {len(indices)} frames; repair it or remove the row")
+        video_metadata = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
+        return frames, {**video_metadata, "frames_indices": indices}
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """Indices of the frames that qwen-vl-utils samples from a video."""
+    """Returns the indices of the frames that qwen-vl-utils samples; `total_num_frames` becomes their span's count."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -262,7 +262,7 @@ def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list
 def qwen_frame_size(
     options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
 ) -> tuple[int, int]:
-    """The size to which qwen-vl-utils resizes the frames of a video."""
+    """Returns the height and width to which qwen-vl-utils resizes the frames of a video."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
     if "resized_height" in options and "resized_width" in options:
@@ -276,7 +276,7 @@ def qwen_frame_size(
 
 def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
     """
-    Some of `count` frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` resizes all of them. That function
+    Resizes some of `count` frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does. `fetch_video` itself
     reads no bytes, needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
     """
     vision = require_module("qwen_vl_utils.vision_process", "video")
@@ -287,7 +287,7 @@ def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndar
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
-    """Refuses files that are unsafe for other decoders: documents, playlists and images with too many pixels."""
+    """Raises for files that are unsafe for other decoders: documents, playlists and images with too many pixels."""
     if ref.modality == "image":
         check_pixels(ref, open_image(ref, stream).size)
     else:
@@ -296,7 +296,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
 
 @contextmanager
 def decoding(ref: MediaRef) -> Iterator[None]:
-    """Turns errors of decoders within the context into ones that name the row and the column."""
+    """Turns errors of decoders within the context into [`MediaError`]s, which name the row and the column."""
     try:
         yield
     except (MediaError, ImportError):
@@ -305,7 +305,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         source = ref.stored
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
-        # Shortened last, as half a secret isn't recognized
+        # Shortened after secrets are removed, as half a secret wouldn't be recognized
         name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
         reason = ref.shown(str(error))[:500]
         raise ref.error(
@@ -327,7 +327,7 @@ def install(extra: str) -> str:
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """The file that stored values hold or name, or a decoded value."""
+    """Returns the bytes, the path or the URL in a stored dictionary, or the source itself if it is no dictionary."""
     source = ref.stored
     if not isinstance(source, dict):
         return source
@@ -342,16 +342,16 @@ def open_source(ref: MediaRef) -> BinaryIO:
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    if isinstance(values, torch.Tensor):  # which Accelerate moves to its device
+    if isinstance(values, torch.Tensor):  # Accelerate may have moved it to a device
         values = values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return np.asarray(values)
 
 
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    """Pixels of shape (H, W) or (H, W, C), uint8."""
+    """Returns the pixels of an image, uint8 of shape (H, W) or (H, W, C)."""
     array, channels = _as_numpy(image), (1, 3, 4)
-    # If the shape allows both orders, tensors have their channels first and arrays last
+    # If the shape allows both orders, tensors have their channels first, and arrays have theirs last
     ambiguous = array.ndim == 3 and array.shape[2] in channels and not isinstance(image, torch.Tensor)
     if array.ndim == 3 and array.shape[0] in channels and not ambiguous:
         array = array.transpose(1, 2, 0)
@@ -368,7 +368,7 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
 
 
 def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
-    """Decodes audio without resampling: samples `(N,)` in float32, and their rate in Hz, `None` if unknown."""
+    """Decodes audio without resampling, to samples `(N,)` in float32 and their rate in Hz (`None` if unknown)."""
 
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")
@@ -382,10 +382,10 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
 
 def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
     """
-    Chunks of audio of shape (N,), channels averaged, up to `stop` seconds, and their rate. `check_length` gets the
-    number of samples in the header and after each chunk.
+    Yields chunks of audio of shape (N,) with averaged channels, up to `stop` seconds, and their rate. `check_length`
+    is called with the number of samples in the header, and with the number decoded after each chunk.
     """
-    count, known_rate, loudest, heard = 0, None, 0.0, 0.0
+    count, known_rate, loudest, loudest_average = 0, None, 0.0, 0.0
 
     def check(count: float, rate: float) -> None:
         if not _RATES[0] <= rate <= _RATES[1]:
@@ -396,30 +396,30 @@ def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float
 
     with closing(_decode_pieces(ref, stop, check)) as pieces:
         for piece, rate in pieces:
-            left = len(piece) + 1 if stop is None or rate is None else int(stop * rate) - count
-            piece = piece[:left]
+            n_left = len(piece) + 1 if stop is None or rate is None else int(stop * rate) - count
+            piece = piece[:n_left]
             count += len(piece)
             if rate is not None:
                 check(count, rate)
                 known_rate = rate
             averaged = piece.mean(axis=1, dtype=np.float32)
             loudest = max(loudest, np.abs(piece).max(initial=0))
-            heard = max(heard, np.abs(averaged).max(initial=0))
+            loudest_average = max(loudest_average, np.abs(averaged).max(initial=0))
             yield averaged, rate
-            if len(piece) >= left:
+            if len(piece) >= n_left:
                 break
-    if 0 < loudest < math.inf and heard < _CANCELLED * loudest:
+    if 0 < loudest < math.inf and loudest_average < _CANCELLED * loudest:
         raise ref.error("its channels cancel each other out; give one of them")
 
 
 def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, float], None]) -> _Pieces:
-    """Chunks of shape (N, channels), see [`read_pieces`], which may exceed `stop` seconds."""
+    """Yields chunks of shape (N, channels) for [`read_pieces`], which may exceed `stop` seconds."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
-        # One second more, as samples are counted and times aren't exact
-        most = (ref.rules.max_audio_seconds if stop is None else stop) + 1
-        decoded = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + most)
-        yield decoded.data.cpu().numpy().T, decoded.sample_rate
+        # One second more, as the limit is a number of samples, and times of the decoder aren't exact
+        seconds = (ref.rules.max_audio_seconds if stop is None else stop) + 1
+        samples = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + seconds)
+        yield samples.data.cpu().numpy().T, samples.sample_rate
         return
     array, rate = source, ref.options.get("sampling_rate")
     if isinstance(source, dict) and source.get("array") is not None:
@@ -444,11 +444,11 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         declared = round((sound.duration or 0) * sound.time_base * sound.rate)
         if declared and container.format.name in _DECLARED:
             check(declared, sound.rate)
-        floats, count = av.AudioResampler(format="flt"), 0  # not by planes, of which PyAV reads at most seven
+        resampler, count = av.AudioResampler(format="flt"), 0  # not planar, as PyAV reads at most seven planes
         for packet in container.demux(sound):
             if container.format.name == "mp3" and packet.size and bytes(packet)[0] != 0xFF:
-                continue  # a tag, such as that of a second file
-            for piece in itertools.chain.from_iterable(map(floats.resample, packet.decode())):
+                continue  # a tag, such as the one of another MP3 that was appended
+            for piece in itertools.chain.from_iterable(map(resampler.resample, packet.decode())):
                 count += piece.samples
                 yield piece.to_ndarray().reshape(piece.samples, -1), piece.sample_rate
         if declared and container.format.name in _COUNTED and count != declared:
@@ -464,7 +464,7 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
 
 
 def _of_array(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    """Samples of shape (N, channels), float32."""
+    """Returns the samples of an array, float32 of shape (N, channels)."""
     samples = _as_numpy(array)
     kind = samples.dtype.kind
     if samples.ndim not in (1, 2) or not (kind == "f" or kind in "iu" and samples.itemsize <= 4):
@@ -487,7 +487,7 @@ def _of_array(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndar
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
-    """Indices of the frames that the options of a block choose."""
+    """Returns the indices of the frames that a block's options select; `total_num_frames` becomes the span's count."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
@@ -513,7 +513,7 @@ def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
 
 @contextmanager
 def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
-    """The metadata of a video, and a function that reads frames of it."""
+    """Opens a video, and yields its metadata and a function that reads frames by their indices."""
     source = encoded_source(ref)
     if holds_frames(ref):
         yield _listed_frames(ref, source)
@@ -534,7 +534,7 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most so many indices, the first and the last included."""
+    """Returns at most `most` evenly spaced indices below `count`, including the first and the last."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
 
 
@@ -551,8 +551,8 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
         raise ref.error(f"{', '.join(unused)} has no effect on a list of frames, which is used whole; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
-    most = count if ref.rules.max_frames is None else ref.rules.max_frames
-    metadata.frames_indices = evenly_spaced(count, most)
+    max_frames = count if ref.rules.max_frames is None else ref.rules.max_frames
+    metadata.frames_indices = evenly_spaced(count, max_frames)
 
     def read(indices: list[int]) -> Iterator[np.ndarray]:
         for i in indices:
@@ -568,9 +568,9 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
     metadata = VideoMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
 
     def read(indices: list[int]) -> Iterator[np.ndarray]:
-        at_once = max(1, _PIXELS_AT_ONCE // max(1, height * width))
-        for i in range(0, len(indices), at_once):
-            batch = decoder.get_frames_at(indices[i : i + at_once])
+        chunk_size = max(1, _PIXELS_AT_ONCE // max(1, height * width))
+        for i in range(0, len(indices), chunk_size):
+            batch = decoder.get_frames_at(indices[i : i + chunk_size])
             if (batch.pts_seconds.diff() <= 0).any():
                 raise ref.error("its decoder gives other frames than it counts; give the file itself")
             frames = batch.data.cpu().numpy()
@@ -580,21 +580,21 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
 
 
 def _is_mirrored(frame: "VideoFrame") -> bool:
-    """Returns whether the display matrix mirrors a frame, which a rotation doesn't."""
+    """Returns whether the display matrix of a frame mirrors it, rather than only rotating it."""
     matrix = cast("memoryview | None", frame.side_data.get("DISPLAYMATRIX"))
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 
 
 def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | None]:
     """
-    The metadata of a video, and the index of its stream if each packet is a frame, decoding may start at any keyframe,
-    and frames aren't mirrored. In clips that were cut without re-encoding, frames are counted by decoding them.
+    Returns the metadata of a video, and the index of its stream, `None` unless each packet is a frame, decoding may
+    start at any keyframe, and frames aren't mirrored. Clips cut without re-encoding are decoded to count their frames.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")
-        average = video.average_rate if container.duration else None  # else it is FFmpeg's default
+        average = video.average_rate if container.duration else None  # else the rate is FFmpeg's default
         fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
         count, first, exact, independent = 0, None, True, True
         for packet in container.demux(video):
@@ -609,9 +609,10 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not exact:
-        most = int(ref.rules.max_video_seconds * fps) + 1
+        longest = ref.rules.max_video_seconds  # infinite where a size alone is asked
+        max_count = None if math.isinf(longest) else int(longest * fps) + 1
         with closing(_decoded(stream)) as frames:
-            times = [frame.time for frame in itertools.islice(frames, most)]
+            times = [frame.time for frame in itertools.islice(frames, max_count)]
         count = len(times)
         if count > 1 and None not in times and times[-1] > times[0]:
             fps = (count - 1) / (times[-1] - times[0])
@@ -622,7 +623,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
 
 
 def _decoded(stream: BinaryIO) -> "Generator[VideoFrame]":
-    """All frames of a video in the order of FFmpeg."""
+    """Yields all frames of a video in the order of FFmpeg."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
         yield from container.decode(best_stream(container.streams.video))
@@ -633,6 +634,6 @@ def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]
     with closing(_decoded(stream)) as frames:
         for i, frame in zip(range(last + 1), frames, strict=False):
             if i in chosen:
-                # Videos of phones may be stored rotated, and mirrored before
+                # Videos of phones may be stored rotated, and mirrored before the rotation
                 pixels = frame.to_ndarray(format="rgb24")[:: -1 if _is_mirrored(frame) else 1]
                 yield np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))[None]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Encodes media references as files that browsers show, for logs and servers."""
+"""Encoding of media references as files that browsers show, for logs and servers."""
 
 import io
 import os
@@ -28,7 +28,7 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-# Files that browsers show, which are logged unchanged: their extensions and starts
+# Extensions and first bytes of the files that browsers show, which are logged unchanged
 _VIEWABLE = {
     "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
     "audio": {
@@ -39,7 +39,7 @@ _VIEWABLE = {
     },
     "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
 }
-_HEAD = 100  # bytes of a start
+_HEAD = 100  # bytes to compare with these
 
 _MOST_FRAMES = 64  # of a re-encoded video
 _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
@@ -58,7 +58,7 @@ class MediaFile:
 
 def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     """
-    Encodes a medium for logs.
+    Encodes a medium as a file for logs.
 
     Files that browsers show stay unchanged. Decoded values, files of other formats and spans of videos become PNG, WAV
     (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).
@@ -69,7 +69,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
             with open_file(ref, file) as stream:
                 head = stream.read(_HEAD)
             starts = _VIEWABLE[ref.modality].items()
-            suffix = next((each for each, start in starts if re.match(start, head, re.DOTALL)), None)
+            suffix = next((extension for extension, start in starts if re.match(start, head, re.DOTALL)), None)
         if suffix is None or file is None:
             suffix, encode = _ENCODERS[ref.modality]
             file = encode(ref)
@@ -82,9 +82,9 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
-    """Local path or bytes of a medium that is a file, `None` for decoded values."""
+    """Returns the local path or the bytes of a medium that is a file, `None` for decoded values."""
     source = ref.stored
-    if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
+    if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` made from a file
         source = source._hf_encoded
     if isinstance(source, dict) and source.get("array") is None:
         source = encoded_source(replace(ref, source=source))
@@ -111,9 +111,9 @@ def wav(samples: np.ndarray, rate: float) -> bytes:
 
 
 def mp4(frames: np.ndarray, rate: float) -> bytes:
-    """Encodes a video with H.264, which needs PyAV."""
+    """Encodes frames as an MP4 video with H.264, which needs PyAV."""
     av = require_module("av", "video")
-    # H.264 halves the resolution of colours
+    # H.264 halves the resolution of colours, so that both edges must be even
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
@@ -127,12 +127,12 @@ def mp4(frames: np.ndarray, rate: float) -> bytes:
 
 
 def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """Decodes evenly spaced frames of the span that the options `video_start` and `video_end` select."""
+    """Decodes up to `count` evenly spaced frames of the span that the options `video_start` and `video_end` select."""
     span = replace(ref, options={k: v for k, v in ref.options.items() if k in ("video_start", "video_end")})
 
     def indices(metadata: VideoMetadata) -> list[int]:
-        every = sample_indices(span, metadata)
-        return [int(every[i]) for i in evenly_spaced(len(every), count)]
+        span_indices = sample_indices(span, metadata)
+        return [int(span_indices[i]) for i in evenly_spaced(len(span_indices), count)]
 
     return load_video(ref, indices)
 

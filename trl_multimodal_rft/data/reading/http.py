@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
+"""HTTP requests with limits of time and size, repeated while a server is busy or closes the connection."""
 
 import math
 import socket
@@ -22,7 +22,7 @@ from urllib3.connection import HTTPConnection
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Temporary errors
+# Errors after which another attempt may succeed
 _CONNECTION_ERRORS = (
     requests.ConnectionError,
     requests.Timeout,
@@ -32,7 +32,7 @@ _CONNECTION_ERRORS = (
 _BUSY = {408, 425, 429, 500, 501, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530, 599}
 _MOST_REDIRECTS = 5
 _CHUNK = 2**20
-_GRACE = 0.5  # seconds for an attempt to raise its timeout itself
+_GRACE = 0.5  # seconds beyond the deadline in which an attempt may raise its own timeout
 _LONGEST_WAIT = 60.0  # seconds between attempts, even if a server asks for more
 
 
@@ -40,7 +40,7 @@ _LONGEST_WAIT = 60.0  # seconds between attempts, even if a server asks for more
 class Answer:
     status: int
     body: bytes  # the whole body
-    is_html: bool  # by its content type or its start
+    is_html: bool  # by the content type or the start of the body
     date: str = ""  # on the server's clock
 
 
@@ -67,17 +67,21 @@ def ask(
     is_usable: Callable[[Answer], bool] = lambda answer: True,
     to_connect: float = math.inf,
 ) -> Answer:
-    """Sends a request until a server answers."""
+    """
+    Sends a request until a server gives a usable answer, and returns the answer.
+
+    Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
+    """
     deadline = time.monotonic() + seconds
-    attempt, opened = 0, list[HTTPConnection]()
+    attempt, connections = 0, list[HTTPConnection]()
     while True:
         attempt += 1
         until = deadline if attempt_seconds is None else min(deadline, time.monotonic() + attempt_seconds)
-        wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
+        wait = backoff * 2.0 ** min(attempt - 1, 60)  # a larger exponent would overflow
         try:
             with nullcontext(session) if session else requests.Session() as open_session:
                 limits = until, to_connect, max_bytes
-                call = partial(_attempt, method, url, *limits, json, open_session, may_visit, opened)
+                call = partial(_attempt, method, url, *limits, json, open_session, may_visit, connections)
                 answer, retry_after = within(until, call)
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
@@ -87,20 +91,20 @@ def ask(
             reason = str(error)
         except _CONNECTION_ERRORS as error:
             reason = type(error).__name__
-        finally:  # ends the thread, which a server may keep busy by endless `100 Continue`
-            for connection in opened:
+        finally:  # ends the attempt's thread, which a server may keep busy by endless `100 Continue`
+            for connection in connections:
                 if (sock := connection.sock) is not None:
-                    with suppress(OSError):  # it is closed
+                    with suppress(OSError):  # raised by a closed socket
                         sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
-            tried = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
-            raise NoAnswer(f"{reason}{tried}")
+            effort = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
+            raise NoAnswer(f"{reason}{effort}")
         time.sleep(wait)
 
 
 def host_of(url: str) -> str | None:
-    """The host that a request connects to, which other parsers may read as a part of the path."""
+    """Returns the host to which a request connects, which other parsers of URLs may read as a part of the path."""
     try:
         host = urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
         return None if host is None else host.lower()
@@ -110,8 +114,8 @@ def host_of(url: str) -> str | None:
 
 def within(until: float, function: Callable[[], T]) -> T:
     """
-    Calls a function in a thread, which is abandoned after this time, such as a read from a server that sends so slowly
-    that no single read times out.
+    Returns the result of a function that runs in a thread. Raises [`NoAnswer`] after the time `until` and abandons the
+    thread, since a server may send so slowly that no single read times out.
     """
     try:
         return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE)
@@ -120,7 +124,7 @@ def within(until: float, function: Callable[[], T]) -> T:
 
 
 def started(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """The result of work in a thread that doesn't keep the process from ending."""
+    """Starts work in a thread that doesn't keep the process from ending, and returns the future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -147,9 +151,9 @@ def _attempt(
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
-        # Some servers refuse the library's user agent; compressed bodies may be larger than their header says
+        # Some servers refuse the user agent of `requests`; compressed bodies may be larger than their header says
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
-        left = max(until - time.monotonic(), 0.1)
+        seconds_left = max(until - time.monotonic(), 0.1)
         # A server that a row names gets no password from ~/.netrc
         auth = None if may_visit is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
@@ -159,8 +163,8 @@ def _attempt(
             tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
             pool: Any = adapter.get_connection_with_tls_context(request, **tls)
             pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
-        # Not by the session, which reads the whole body of a redirect
-        with adapter.send(request, timeout=(min(left, to_connect), left), **settings) as response:
+        # Sent by the adapter, as the session would read the whole body of a redirect
+        with adapter.send(request, timeout=(min(seconds_left, to_connect), seconds_left), **settings) as response:
             if response.is_redirect and may_visit is not None:
                 url = urljoin(url, response.headers["Location"])
                 continue
@@ -179,16 +183,16 @@ def _open(make: type[HTTPConnection], opened: list[HTTPConnection], **settings) 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
     length = response.headers.get("Content-Length", "")
-    size, chunks, read = float(length) if length.isdecimal() else None, [], 0
+    size, chunks, n_read = float(length) if length.isdecimal() else None, [], 0
     if (size or 0) > max_bytes:
         raise TooLarge
     while chunk := response.raw.read1(_CHUNK):
         chunks.append(chunk)
-        read += len(chunk)
-        if read > max_bytes:
+        n_read += len(chunk)
+        if n_read > max_bytes:
             raise TooLarge
         if time.monotonic() > until:
-            raise NoAnswer(f"{read} bytes in time")
-    if size is not None and read < size:
-        raise NoAnswer(f"{read} of {size:.0f} bytes")
+            raise NoAnswer(f"{n_read} bytes in time")
+    if size is not None and n_read < size:
+        raise NoAnswer(f"{n_read} of {size:.0f} bytes")
     return b"".join(chunks)

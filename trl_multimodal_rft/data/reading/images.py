@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Opens images with Pillow: only formats that it decodes itself, within limits of time and header size."""
+"""Images by Pillow: only in formats that Pillow decodes itself, within limits of time and header size."""
 
 import math
 import time
@@ -16,19 +16,19 @@ from .refs import MediaRef
 from .sources import Bounded
 
 
-# Image formats. No documents, which external programs would render
+# Image formats, without documents, which external programs would render
 _IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 
-_LONGEST_EDGE = 1_000_000  # pixels of an image, as decoders need memory for each row, too
-_MOST_GIF_HEADER = 2**21  # bytes, as Pillow joins comments in quadratic time
+_LONGEST_EDGE = 1_000_000  # pixels of an image, limited as decoders need memory for each row, too
+_MOST_GIF_HEADER = 2**21  # bytes, limited as Pillow joins comments in quadratic time
 _MOST_EXIF = 2**16  # bytes in a JPEG, the size of one segment
-_SPARE = 2**20  # bytes of headers, which may be read twice
+_SPARE = 2**20  # bytes that may be read beyond twice the size, as headers may be read twice
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
-_JPEG_WORK = 2**36  # pixels times bytes of a JPEG per decoding step: 30 bytes may be a scan of all pixels
+_JPEG_WORK = 2**36  # pixels times bytes of a JPEG per decoding step, as 30 bytes may be a scan of all pixels
 
 
 class _Opened(Bounded):
-    """The file of an image, which counts the EXIF data in its headers."""
+    """File of an image that counts the bytes of EXIF data in its headers."""
 
     exif = 0
 
@@ -45,12 +45,12 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
     """Opens an image without decoding its pixels."""
     size = stream.seek(0, 2)
     stream.seek(0)
-    most = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
+    max_bytes = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
     stream.seek(0)
-    opened = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, most)
-    PIL.Image.init()  # which registers the formats
+    file = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, max_bytes)
+    PIL.Image.init()  # registers the formats
     try:
-        image = PIL.Image.open(cast("IO[bytes]", opened), formats=_IMAGE_FORMATS)
+        image = PIL.Image.open(cast("IO[bytes]", file), formats=_IMAGE_FORMATS)
     except PIL.UnidentifiedImageError:
         stream.seek(0)
         start = stream.read(2**12)
@@ -59,10 +59,10 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
         kind = "SVG" if is_svg else "HEIC" if is_heic else None
         reason = f"{kind}; convert it to PNG" if kind else f"none of {', '.join(_IMAGE_FORMATS)}"
         raise PIL.UnidentifiedImageError(reason) from None
-    opened.most = math.inf
+    file.most = math.inf
     if image.format in ("JPEG", "MPO"):
-        piece = max(2**10, _JPEG_WORK // max(1, image.width * image.height))
-        image.decodermaxblock = min(image.decodermaxblock, piece)
+        block_size = max(2**10, _JPEG_WORK // max(1, image.width * image.height))
+        image.decodermaxblock = min(image.decodermaxblock, block_size)
     return image
 
 
@@ -77,7 +77,7 @@ def check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
 
 
 def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) -> PIL.Image.Image:
-    """Decodes an image, and refuses a PNG or a JPEG of which a part is missing."""
+    """Decodes an image, and raises for a PNG or a JPEG of which a part is missing."""
     if stream is not None and image.format == "PNG":
         check_png(ref, stream)
     if isinstance(image, GifImageFile) and image.tile and "transparency" not in image.info:
@@ -89,7 +89,7 @@ def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) 
 
 
 def _on_screen(image: GifImageFile) -> PIL.Image.Image:
-    """The first frame of a GIF on the background of its screen, as FFmpeg shows it; Pillow takes its first color."""
+    """Puts the first frame of a GIF on the background of its screen, as does FFmpeg; Pillow takes the first color."""
     box, color = image.tile[0][1], image.info.get("background")
     image.load()
     if box == (0, 0, *image.size):
@@ -102,19 +102,19 @@ def _on_screen(image: GifImageFile) -> PIL.Image.Image:
 
 
 def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None:
-    """Refuses a JPEG whose scan ends before its last block, of which decoders leave the rest grey or coarse."""
+    """Raises for a JPEG whose scan ends before its last block, as decoders leave later blocks grey or coarse."""
     stream.seek(0)
     data, scan = stream.read(), 2
     while data[scan : scan + 1] == b"\xff" and data[scan + 1] != 0xDA:
         scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
     corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
     if "progressive" in image.info or _SCAN in data[scan + 2 :] or (abs(corner - 128) < 2).all():
-        # A whole scan doesn't read what is put behind it
+        # A decoder doesn't read bytes that are put behind a whole scan, so that they change no pixel
         longer = BytesIO(data[: data.find(_END, scan)] + bytes(range(1, 255)) * 8 + _END)
         try:
-            again = open_image(ref, longer)
-            again.load()
-            whole = again.tobytes() == image.tobytes()
+            longer_image = open_image(ref, longer)
+            longer_image.load()
+            whole = longer_image.tobytes() == image.tobytes()
         except OSError:
             whole = False
         if not whole:
@@ -122,13 +122,13 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
 
 
 def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Refuses a PIL image that an external program would render."""
+    """Raises for a PIL image that an external program would render."""
     if getattr(image, "tile", None) and (image.format == "EPS" or isinstance(image, ImageFile.StubImageFile)):
         raise ref.error(f"a document of format {image.format}; render it before, and give the pixels")
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Refuses EXIF data whose entries share their bytes, so that copies would exhaust the memory."""
+    """Raises for EXIF data whose entries share their bytes, so that copies would exhaust the memory."""
     data = image.info.get("exif")
     if data is None and "Raw profile type exif" in image.info:  # as ImageMagick writes it
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))

@@ -16,33 +16,33 @@ from .rules import DEFAULT_RULES, MediaRules
 if TYPE_CHECKING:
     from datasets import Audio, Image, Video
 
-# Longer words in a message are data, and are shortened
+# Characters of a word in a message: longer words are data, and are shortened
 _LONGEST_WORD = 300
 
 
 def checksum(messages: str | list | None) -> int | None:
-    """A checksum of the media in messages, `None` without any."""
+    """Returns a checksum of the media in messages, `None` if there are none."""
     media = [*iter_refs(messages)]
     return reduce(lambda total, ref: ref.checksum(total), media, 0) if media else None
 
 
 def shortened(value: Any) -> str:
-    """The start and end of a value in at most 80 characters, for messages."""
+    """Returns a value as text for messages, of at most 80 characters: the start and end of a longer one."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 
 class MediaError(ValueError):
-    """A medium that can't be placed or decoded. The message names the row, the column and the remedy."""
+    """Error of a medium that can't be placed or decoded. The message names the row, the column and the remedy."""
 
 
 class OverlongRow(MediaError):
-    """A row of which `max_length` leaves nothing to learn, so that it is dropped."""
+    """Error of a row of which `max_length` leaves nothing to learn, so that the row is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A medium as a dataset stores it, with the feature that decodes it. It is never copied."""
+    """Medium as a dataset stores it, with the feature that decodes it. It is never copied."""
 
     value: dict[str, Any]  # with "bytes", "path", or both
     feature: "Audio | Image | Video"
@@ -72,9 +72,9 @@ class MediaRef:
         options (`dict[str, Any]`):
             Options in the message block, such as `max_pixels`, `fps`, `video_start` or `sampling_rate`.
         column (`str`):
-            Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
+            Location of the medium in the row, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
         row (`int`):
-            Number of the row in its dataset, or in a list of rows.
+            Index of the row in its dataset, or in a list of rows.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes.
     """
@@ -88,16 +88,16 @@ class MediaRef:
 
     @property
     def stored(self) -> Any:
-        """The raw value, also of a feature that decodes it."""
+        """Raw value of the medium, without the feature that decodes it."""
         return self.source.value if isinstance(self.source, Encoded) else self.source
 
     def checksum(self, start: int = 0) -> int:
         """
-        A checksum of the raw value: bytes, samples or pixels, of a file its name and size.
+        Computes a checksum of the raw value: of bytes, samples or pixels, or of the name and size of a file.
 
         Args:
             start (`int`, *optional*, defaults to 0):
-                Checksum of other media before.
+                Checksum of the media before this one.
 
         Returns:
             `int`: The checksum.
@@ -105,8 +105,8 @@ class MediaRef:
 
         def parts(value: Mapping | Sequence | os.PathLike | None) -> Iterator[bytes]:
             if isinstance(value, dict):
-                kept = {"bytes"} if value.get("bytes") is not None else value.keys()
-                for name in sorted(kept & value.keys()):
+                keys = {"bytes"} if value.get("bytes") is not None else value.keys()
+                for name in sorted(keys & value.keys()):
                     yield from parts(value[name])
             elif isinstance(value, list | tuple):
                 for entry in value:
@@ -115,8 +115,8 @@ class MediaRef:
                 yield value
             elif isinstance(value, str | os.PathLike):
                 path = os.path.join(self.rules.media_dir or "", value)
-                known = (os.path.basename(path), os.path.getsize(path)) if os.path.isfile(path) else str(value)
-                yield repr(known).encode()
+                identity = (os.path.basename(path), os.path.getsize(path)) if os.path.isfile(path) else str(value)
+                yield repr(identity).encode()
             else:
                 yield value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
 
@@ -147,12 +147,12 @@ class MediaRef:
             `str`: The text to show.
         """
         for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
-            if isinstance(source, str):  # the whole value is the URL
+            if isinstance(source, str):  # the whole text is one URL, whatever its characters
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
-        """The name of a file whose bytes the row holds."""
+        """Returns the name of a file whose bytes the row holds, in parentheses, or an empty text."""
         value = self.stored
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""

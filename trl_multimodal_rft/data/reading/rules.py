@@ -15,25 +15,25 @@ PROTOCOLS = ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abf
 @dataclass(frozen=True)
 class MediaRules:
     """
-    Allowed sources and sizes of media, which refuse, and budgets, which resize and sample.
+    Allowed sources and sizes of media, enforced by errors, and budgets, to which media are resized or sampled.
 
     Args:
         allowed_media_protocols (`Sequence[str]`, *optional*):
             Protocols of URLs in rows, including each link of a chained URL (`zip://a.png::https://...`).
         allowed_media_folders (`Sequence[str]`, *optional*):
-            Folders that must contain local files, after following links; `None` allows all.
+            Folders that must contain local files, after links are followed; `None` allows all.
         allowed_media_domains (`Sequence[str]`, *optional*):
             Hosts of `http`, `https`, `hdfs` and `webhdfs` URLs, also after redirects; `None` allows all.
         max_media_bytes (`int`, *optional*, defaults to `2**31`):
-            File size of a medium.
+            Largest size of a medium's file, in bytes.
         max_image_pixels (`int`, *optional*, defaults to `100_000_000`):
-            Pixels of an image or of a frame of a video.
+            Most pixels of an image, or of a frame of a video.
         max_audio_seconds (`float`, *optional*, defaults to `3600.0`):
-            Duration of audio.
+            Longest duration of audio.
         max_video_seconds (`float`, *optional*, defaults to `14400.0`):
-            Duration of a video.
+            Longest duration of a video.
         max_video_pixels (`int`, *optional*, defaults to `2**29`):
-            Pixels of all frames of a video that the processor gets.
+            Most pixels of all frames together that the processor gets of a video.
         media_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds for all attempts of a download together, for extracting it from an archive, and for decoding an
             image.
@@ -41,13 +41,13 @@ class MediaRules:
             Folder that relative paths in rows start from, by default the working directory; `~` is the home folder.
             Files must still be in `allowed_media_folders`.
         min_pixels (`int`, *optional*):
-            Budget: images and frames with fewer pixels are enlarged to this many, unless their block sets its own.
+            Budget: images and frames with fewer pixels are enlarged to this many, unless a block sets `min_pixels`.
         max_pixels (`int`, *optional*):
-            Budget: images and frames with more pixels are made smaller, unless their block sets its own.
+            Budget: images and frames with more pixels are shrunk to this many, unless a block sets `max_pixels`.
         video_fps (`float`, *optional*):
             Budget: frames per second that are sampled from a video, unless its block sets `fps` or `nframes`.
         max_frames (`int`, *optional*):
-            Budget: frames of a video, evenly spaced, unless its block sets `max_frames` or `nframes`.
+            Budget: most frames of a video, evenly spaced, unless its block sets `max_frames` or `nframes`.
         use_audio_in_video (`bool`, *optional*, defaults to `False`):
             Whether the model hears the sound of a video with its frames.
 
@@ -96,25 +96,25 @@ class MediaRules:
             )
         forms = {"protocols": "names alone, such as 'https'", "domains": "hosts alone, such as 'example.com'"}
         for name, form in forms.items():
-            for each in getattr(self, f"allowed_media_{name}") or ():
-                if not each or ":" in each or "/" in each:
-                    raise ValueError(f"`allowed_media_{name}` has {each!r}; write {form}.")
+            for entry in getattr(self, f"allowed_media_{name}") or ():
+                if not entry or ":" in entry or "/" in entry:
+                    raise ValueError(f"`allowed_media_{name}` has {entry!r}; write {form}.")
 
     def without_budgets(self) -> "MediaRules":
-        """The same rules for another model, which has the sizes of its own processor."""
+        """Returns the same rules without budgets, for another model whose processor sets its sizes."""
         return replace(self, **{name: getattr(DEFAULT_RULES, name) for name in BUDGET_NAMES})
 
 
 DEFAULT_RULES = MediaRules()
 
 BUDGET_NAMES = ("min_pixels", "max_pixels", "video_fps", "max_frames", "use_audio_in_video")
-# Rules with an option of their own, and those of the option `media_rules`
+# Names of the rules that are options by themselves, and of the rules in the option `media_rules`
 OWN_NAMES = ("media_dir", *BUDGET_NAMES)
-LIMIT_NAMES = tuple(each.name for each in fields(MediaRules) if each.name not in OWN_NAMES)
+LIMIT_NAMES = tuple(spec.name for spec in fields(MediaRules) if spec.name not in OWN_NAMES)
 
 
 def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
-    """Makes the rules of a run from its option `media_rules`, and from the others about media."""
+    """Returns the rules of a run from its option `media_rules` and its other options about media."""
     limits = limits or {}
     if isinstance(limits, str):
         raise ValueError(f"`media_rules` must be a dictionary such as {{'max_audio_seconds': 60}}, got {limits!r}.")
@@ -127,5 +127,5 @@ def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
 
 
 def budgets_of(config: Any) -> dict[str, Any]:
-    given = {name: getattr(config, name) for name in BUDGET_NAMES}
-    return {name: value for name, value in given.items() if value is not None}
+    budgets = {name: getattr(config, name) for name in BUDGET_NAMES}
+    return {name: value for name, value in budgets.items() if value is not None}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sizes of media as they are in their files, from headers where these have them."""
+"""Sizes of media in their files, from headers where possible."""
 
 import math
 from contextlib import closing, suppress
@@ -16,13 +16,13 @@ from .refs import MediaRef
 
 def media_size(ref: MediaRef) -> dict[str, float]:
     """
-    The size of a medium in its file, whatever the limits: `pixels` of an image or a frame, `seconds`, and `frames`.
-    Empty for a list of frames and for a medium that would have to be downloaded again.
+    Returns the size of a medium in its file, regardless of limits: `pixels` of an image or a frame, `seconds`, and
+    `frames`. The result is empty for a list of frames and for a medium that would have to be downloaded again.
     """
     source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}
-    # Only headers are read, and sounds up to their limit
+    # Without limits of images and videos, whose pixels aren't kept; sounds are decoded up to their limit
     ref = replace(ref, rules=replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf))
     with decoding(ref):
         if ref.modality == "audio":
@@ -32,6 +32,8 @@ def media_size(ref: MediaRef) -> dict[str, float]:
         if holds_frames(ref):
             return {}
         with open_video(ref) as (metadata, _):
+            if not metadata.total_num_frames:
+                raise ref.error("this video has no frame that can be shown; repair it or remove the row")
             seconds = metadata.total_num_frames / (metadata.fps or math.inf)
             pixels = (metadata.width or 0) * (metadata.height or 0)
             return {"frames": metadata.total_num_frames, "seconds": seconds, "pixels": pixels}
@@ -50,12 +52,12 @@ def _pixels(ref: MediaRef) -> int:
 
 
 class _Beyond(Exception):
-    """Ends decoding."""
+    """Signal that ends decoding at the limit."""
 
 
 def _seconds(ref: MediaRef) -> float:
-    """The length by the header, or else of what is decoded, up to the limit."""
-    longest, heard = 0.0, 0
+    """Returns the seconds of a sound by its header, or else by decoding up to the limit."""
+    longest, n_decoded = 0.0, 0
 
     def check(count: float, rate: float) -> None:
         nonlocal longest
@@ -65,7 +67,7 @@ def _seconds(ref: MediaRef) -> float:
 
     with suppress(_Beyond), closing(read_pieces(ref, None, check)) as pieces:
         for piece, rate in pieces:
-            heard += len(piece)
-            if rate is None or longest * rate > heard + 1:
-                break  # the header had it
+            n_decoded += len(piece)
+            if rate is None or longest * rate > n_decoded + 1:
+                break  # the header has the length
     return longest

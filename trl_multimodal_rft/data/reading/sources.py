@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Fetches the bytes of media from the sources that the rules allow."""
+"""Bytes of media from the sources that the rules allow."""
 
 import base64
 import binascii
@@ -30,7 +30,7 @@ _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
 # Characters on which URL parsers disagree: some see another host or path after them
 _AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
 
-# A file in base64, rather than a long path, which has an ending
+# Text that is a file in base64 rather than a long path, which would have an ending
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
 _CHUNK = 2**20
@@ -39,7 +39,7 @@ _ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
 def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
-    """Fetches a file within the limits of its medium's rules: bytes, or a local path."""
+    """Fetches a file within the limits of the rules, and returns its bytes or its local path."""
     path = source if isinstance(source, (bytes, bytearray, memoryview)) else os.fspath(source)
     if not isinstance(path, str) or path[:5].lower() == "data:":
         data = _from_data_uri(ref, path) if isinstance(path, str) else bytes(path)
@@ -71,13 +71,13 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     until = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        opened = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
-        with closing(opened):
-            stream = cast("IO[bytes]", opened)
+        opened_file = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
+        with closing(opened_file):
+            stream = cast("IO[bytes]", opened_file)
             if member is not None:
                 stream = _in_zip(ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), member.strip("/"))
             data, bounded = BytesIO(), Bounded(ref, stream, until)
-            while chunk := bounded.read(_CHUNK):  # without a second copy
+            while chunk := bounded.read(_CHUNK):  # in chunks, to keep no second copy
                 data.write(chunk)
                 if data.tell() > ref.rules.max_media_bytes:
                     raise _too_large(ref)
@@ -95,7 +95,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 
 
 class Bounded:
-    """A stream of which every read raises once its time or its number of bytes is used up."""
+    """Stream whose reads raise an error once its time or its number of bytes is used up."""
 
     def __init__(
         self, ref: MediaRef, stream: IO[bytes], until: float, most: float = math.inf, at_once: float = math.inf
@@ -121,16 +121,16 @@ class Bounded:
 
 
 def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
-    """Opens what [`fetch_file`] returns. Decoders get streams, since a name can stand for several files."""
+    """Opens the path or bytes of [`fetch_file`] as a stream, since decoders may take a name for several files."""
     if isinstance(file, bytes):
         return BytesIO(file)
-    # By its descriptor, as decoders read patterns and formats from the name of a stream, too
+    # Opened by its descriptor, as decoders read patterns and formats from the name of a stream, too
     number = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     stream, opened, link = open(number, "rb"), os.fstat(number), f"/proc/self/fd/{number}"
     try:
         if not stat.S_ISREG(opened.st_mode):
             raise OSError("it isn't a regular file")
-        # What the name stands for may have changed since it was checked
+        # The file behind the name may have changed since the name was checked
         _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), opened.st_size)
     except BaseException:
         stream.close()
@@ -141,7 +141,7 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
 def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others can't be read in chunks
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # only these can be read in chunks
         raise ref.error(f"'{name}' is compressed by method {member.compress_type}; compress it by 'deflate'")
     if member.file_size > ref.rules.max_media_bytes:
         raise _too_large(ref)
@@ -175,25 +175,25 @@ def _check_protocol(ref: MediaRef, protocol: str) -> None:
 
 
 def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
-    """A path with the folder that relative paths start from."""
+    """Returns a path that starts from the folder `media_dir` if it is relative."""
     return os.path.join(ref.rules.media_dir or "", path)
 
 
 def _local(ref: MediaRef, path: str) -> str:
     _check_protocol(ref, "file")
-    written, path = path, rooted(ref, path)
-    if _BASE64.fullmatch(written.rstrip()) and not os.path.isfile(path):
+    original, path = path, rooted(ref, path)
+    if _BASE64.fullmatch(original.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     _check_file(ref, os.path.realpath(path), 0)
     if os.path.isdir(path):
         remedy = "give the list of the files of its frames" if ref.modality == "video" else "name a file in it"
         raise ref.error(f"'{os.path.abspath(path)}' is a folder; {remedy}")
     if not os.path.isfile(path):
-        where = ""
-        if not os.path.isabs(written):
+        hint = ""
+        if not os.path.isabs(original):
             folder = ref.rules.media_dir and f"`media_dir`, '{ref.rules.media_dir}'"
-            where = f" (relative paths start from {folder or 'the working directory; `media_dir` names another'})"
-        raise ref.error(f"no such file: '{os.path.abspath(path)}'{where}; correct the path or remove the row")
+            hint = f" (relative paths start from {folder or 'the working directory; `media_dir` names another'})"
+        raise ref.error(f"no such file: '{os.path.abspath(path)}'{hint}; correct the path or remove the row")
     return path
 
 
@@ -206,17 +206,17 @@ def _check_file(ref: MediaRef, path: str, size: int) -> None:
 
 
 def _check_domain(ref: MediaRef, url: str) -> None:
-    """Checks the host of a URL, and that all parsers agree on it."""
+    """Raises unless the host of a URL is allowed, and all parsers agree on it."""
     if _AMBIGUOUS.search(url):
         raise ref.error("its URL has a backslash or a control character; encode it, such as '%5C'")
     try:
         if "@" in urlsplit(url).netloc:
             raise ref.error("its URL has a user or a password; remove them, or copy the media to a local folder")
         host = host_of(url)
-        allowed = [host_of(f"http://{each}") for each in ref.rules.allowed_media_domains or ()]
+        allowed = [host_of(f"http://{domain}") for domain in ref.rules.allowed_media_domains or ()]
     except MediaError:
         raise
-    except ValueError:  # whose message may hold half a password
+    except ValueError:  # its message may hold half a password
         raise ref.error(f"'{shown_url(url)}' isn't a URL; correct it or remove the row") from None
     if ref.rules.allowed_media_domains is not None and host not in allowed:
         raise ref.error(f"'{host}' isn't one of `allowed_media_domains`; add it if you trust the data")
@@ -244,6 +244,6 @@ def _download(ref: MediaRef, url: str) -> bytes:
     except requests.RequestException as error:
         reason = str(error) if isinstance(error, requests.TooManyRedirects) else type(error).__name__
         raise ref.error(f"cannot download '{url}' ({reason}); correct the URL or remove the row") from None
-    if answer.status not in (200, 203):  # 206 would be a part
+    if answer.status not in (200, 203):  # 206 would be a part of the file
         raise ref.error(f"'{url}' returns status {answer.status}; correct the URL or remove the row")
     return answer.body

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Batch samplers: which rows of a dataset or a stream form this rank's batches, in the order of TRL and Accelerate."""
+"""Batch samplers, which choose the rows of this rank's batches in the order of TRL and Accelerate."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +18,7 @@ from .row import Row
 
 class RowBatch(Sequence):
     """
-    The rows of this rank's completions, one item per completion. They are read when the first item is accessed: a
+    Rows of this rank's completions, one item per completion. The rows are read when the first item is accessed: a
     batch whose completions come from a checkpoint is never read.
     """
 
@@ -35,8 +35,8 @@ class RowBatch(Sequence):
 
     @property
     def keys(self) -> list[Any]:
-        """Numbers of rows, or rows of a stream."""
-        if callable(self._keys):  # those of a sampler are drawn when the batch is read
+        """Indices of rows, or the rows themselves for a stream."""
+        if callable(self._keys):  # a sampler draws them when the batch is read
             self._keys = self._keys()
         return self._keys
 
@@ -54,22 +54,22 @@ class RowBatch(Sequence):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes of a batch. In training, it is a generation batch."""
+    """Sizes of a batch, which is a generation batch in training."""
 
     size: int  # completions on a rank
     completions: int = 1  # of a row
-    repeats: int = 1  # micro-batches that use it
+    repeats: int = 1  # micro-batches that use the batch
     n_ranks: int = 1
     rank: int = 0
     drop_last: bool = True
 
     @property
     def n_rows(self) -> int:
-        """Rows on all ranks."""
+        """Number of rows on all ranks."""
         return self.size * self.n_ranks // self.completions
 
     def keys(self, rows: Sequence[Any], first: Sequence[Any]) -> list[Any]:
-        """This rank's rows. A last batch that isn't full is dropped, or filled up so that all ranks have one."""
+        """Returns this rank's rows. A partial last batch is dropped, or filled up so that all ranks have rows."""
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first)), self.n_rows))
         keys = [row for row in rows for _ in range(self.completions)]
@@ -87,7 +87,7 @@ class BatchShape:
 class EpochBatches:
     """
     Batches of a dataset. All micro-batches that use a batch get the same object, which reads its rows once. The rows
-    come in the `order` of an epoch, or from a `sampler`, which knows those that are `left_out`.
+    come in the `order` of an epoch, or from a `sampler`, which draws no rows that are `left_out`.
     """
 
     epoch = 0
@@ -105,9 +105,9 @@ class EpochBatches:
         if self.n_batches == 0:
             raise shape.too_few_rows(n_rows)
         self._shape, self._read, self._sampler, self._left_out = shape, read, sampler, left_out
-        self.checkpoint_keys: dict[int, list[int]] = {}  # of batches, by their indices
+        self.checkpoint_keys: dict[int, list[int]] = {}  # row indices from a checkpoint, by batch index
         self._in_use: WeakValueDictionary[int, RowBatch] = WeakValueDictionary()
-        # Of two epochs, as rows of the next one are prefetched
+        # Keeps the orders of two epochs, as rows of the next epoch are prefetched
         self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
 
     def __len__(self) -> int:
@@ -121,11 +121,11 @@ class EpochBatches:
                 yield batch
 
     def batch(self, batch_index: int) -> RowBatch:
-        """A batch, counted from the first one of the run: the same object for as long as it is in use."""
+        """Returns the batch at an index of the run, which is the same object for as long as it is in use."""
         return self._in_use.setdefault(batch_index, RowBatch(partial(self.keys, batch_index), self._read, batch_index))
 
     def keys(self, batch_index: int) -> list[int]:
-        """The rows of a batch, counted from the first one of the run."""
+        """Returns this rank's row indices in the batch at an index of the run."""
         if batch_index in self.checkpoint_keys:
             return self.checkpoint_keys[batch_index]
         if self._sampler is not None:
@@ -136,36 +136,36 @@ class EpochBatches:
         return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
 
     def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
-        """The indices of at most `n` batches of a run."""
+        """Returns the indices of at most `n` batches from `start` on, up to the last batch of the run."""
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
         end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
         return range(start, min(start + n, end))
 
     def step(self, batch_index: int, accumulation: int) -> int:
-        """Optimizer steps before a batch is used."""
+        """Returns the number of optimizer steps before a batch is used."""
         epochs, index = divmod(batch_index, self.n_batches)
         return epochs * math.ceil(len(self) / accumulation) + index * self._shape.repeats // accumulation
 
     def coming(self, batch_index: int, n: int, max_steps: int, accumulation: int) -> list[int]:
-        """The rows of the next `n` batches of a run."""
+        """Returns this rank's row indices in the next `n` batches of the run, as far as a sampler has drawn them."""
         batch_indices = self.batch_indices(batch_index + 1, n, max_steps, accumulation)
         if self._sampler is not None:
             return [key for rows in self._sampler.coming(batch_indices) for key in self._shape.keys(rows, rows)]
-        return [key for after in batch_indices for key in self.keys(after)]
+        return [key for index in batch_indices for key in self.keys(index)]
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     @property
     def batch_sampler(self):
-        """Itself: `Trainer` looks here for `set_epoch`, also after it has skipped batches to resume."""
+        """This object, as `Trainer` looks here for `set_epoch`, also after it has skipped batches to resume."""
         return self
 
 
 class StreamBatches:
     """
-    Batches of a stream, whose rows are numbered as they come. With `shards`, a rank reads no rows of other ranks where
-    the stream has shards enough; ranks may then get different numbers of batches. `from_first` leaves out first rows.
+    Batches of a stream, whose rows are numbered as they come. With `shards`, a rank reads no rows of other ranks if
+    the stream has enough shards; ranks may then get different numbers of batches. `from_first` leaves out first rows.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class StreamBatches:
 
 
 def repeat_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
-    """The order of TRL's `RepeatSampler`, `(n_rows,)`, whose generator makes one permutation after the other."""
+    """Returns the order of TRL's `RepeatSampler`, `(n_rows,)`, whose generator makes one permutation per epoch."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(n_rows, generator=generator)
@@ -221,5 +221,5 @@ def repeat_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
 
 
 def seeded_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
-    """The order of Accelerate's `SeedableRandomSampler`, `(n_rows,)`."""
+    """Returns the order of Accelerate's `SeedableRandomSampler`, `(n_rows,)`."""
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed + epoch))

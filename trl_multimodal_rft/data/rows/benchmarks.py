@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loads published questions about audio as rows for the trainers and `evaluate`."""
+"""Loaders of published questions about audio as rows for the trainers and `evaluate`."""
 
 import json
 import logging
@@ -38,10 +38,10 @@ def load_mmau(
     """
     Reads [MMAU](https://huggingface.co/papers/2410.19168), multiple-choice questions about speech, sounds and music.
 
-    It reads two layouts: that of https://github.com/Sakshi113/MMAU, a list in JSON whose entries have `id`, `audio_id`
-    (a path such as `"./test-mini-audios/<id>.wav"`), `question`, `choices`, `answer` (the text of a choice), `task`,
-    `category`, `sub-category`, `difficulty` and `dataset`; and that of
-    https://huggingface.co/datasets/gamma-lab-umd/MMAU-test-mini, a dataset with `context` (audio), `instruction`,
+    The layout of https://github.com/Sakshi113/MMAU is a list in JSON whose entries have `id`, `audio_id` (a path such
+    as `"./test-mini-audios/<id>.wav"`), `question`, `choices`, `answer` (the text of a choice), `task`, `category`,
+    `sub-category`, `difficulty` and `dataset`. The layout of
+    https://huggingface.co/datasets/gamma-lab-umd/MMAU-test-mini is a dataset with `context` (audio), `instruction`,
     `choices` and `answer` (with letters, as in `"(A) Man"`) and `other_attributes` (JSON).
 
     Args:
@@ -65,7 +65,7 @@ def load_mmau(
 
     Raises:
         `FileNotFoundError`: If an audio file doesn't exist. The message names the row.
-        `ValueError`: If a row has no such column, or if its answer is none of the choices.
+        `ValueError`: If a row lacks one of these columns, or if its answer is none of the choices.
 
     Example:
     ```python
@@ -75,7 +75,7 @@ def load_mmau(
     """
     rows, audio = _read(path, split, "mmau-*.json", ("context", "audio"), audio_dir, skip_missing)
     rows = [
-        {**row, **(json.loads(each) if isinstance(each := row.get("other_attributes"), str) else each or {})}
+        {**row, **(json.loads(field) if isinstance(field := row.get("other_attributes"), str) else field or {})}
         for row in rows
     ]
 
@@ -95,7 +95,7 @@ def load_avqa(
     Reads AVQA (https://mn.cs.tsinghua.edu.cn/avqa/), multiple-choice questions about the audio of videos, in the
     layout of [R1-AQA](https://huggingface.co/papers/2503.11197).
 
-    It is that of https://github.com/xiaomi-research/r1-aqa: JSON Lines whose entries have `id`, `question_text`,
+    The layout of https://github.com/xiaomi-research/r1-aqa is JSON Lines whose entries have `id`, `question_text`,
     `multi_choice`, `answer` (the index of the right choice), `audio_path`, and also `video_name`, `question_relation`,
     `question_type` and `dataset_name`. As in R1-AQA, "video" becomes "audio" in questions.
 
@@ -170,7 +170,7 @@ def load_audiomcq(
     dataset = _assemble(rows, audio, template, names, ("question",))
     if task == "rl":
         return dataset
-    answers = [[{"role": "assistant", "content": f"<answer>{each}</answer>"}] for each in dataset["solution"]]
+    answers = [[{"role": "assistant", "content": f"<answer>{text}</answer>"}] for text in dataset["solution"]]
     return dataset.remove_columns(["solution", "choices"]).add_column("completion", answers)
 
 
@@ -182,7 +182,7 @@ def _read(
     audio_dir: str | Path | None,
     skip_missing: bool,
 ) -> tuple[list[dict[str, Any]], Dataset]:
-    """Rows without their audio, and a column of audio: stored in one of the columns, or in files that rows name."""
+    """Returns rows without audio, and a column of audio: stored in one of `columns`, or in files that rows name."""
     file = json_file(path, pattern)
     if file is not None:
         rows = read_json(file)
@@ -192,22 +192,24 @@ def _read(
         if name is not None:
             return list(dataset.remove_columns(name)), dataset.select_columns([name]).rename_columns({name: "audio"})
         rows = list(dataset)
-    folder, found = Path(path) if file is None else file.parent, {}
+    folder, audio_files = Path(path) if file is None else file.parent, {}
     for index, row in enumerate(rows):
         name = required(row, index, *_PATHS)
         audio = folder / name if audio_dir is None else Path(audio_dir, Path(name).name)
         if audio.is_file():
-            found[index] = str(audio.absolute())
+            audio_files[index] = str(audio.absolute())
         elif not skip_missing:
             raise FileNotFoundError(
                 f"row {index}: the audio file {audio} doesn't exist; pass the folder of the files as `audio_dir`, or "
                 "skip such rows with `skip_missing=True`."
             )
-    if len(found) < len(rows):
-        logger.warning(f"{len(rows) - len(found)} of {len(rows)} rows are skipped, whose audio files don't exist.")
-    if not found:
+    if len(audio_files) < len(rows):
+        logger.warning(
+            f"{len(rows) - len(audio_files)} of {len(rows)} rows are skipped, whose audio files don't exist."
+        )
+    if not audio_files:
         raise FileNotFoundError(f"None of the {len(rows)} audio files exists; pass their folder as `audio_dir`.")
-    return [rows[index] for index in found], Dataset.from_dict({"audio": list(found.values())})
+    return [rows[index] for index in audio_files], Dataset.from_dict({"audio": list(audio_files.values())})
 
 
 def _assemble(
@@ -218,7 +220,7 @@ def _assemble(
     question: Sequence[str],
     choices: str = "choices",
 ) -> Dataset:
-    """A dataset of the questions of rows, their audio and the columns of these names."""
+    """Returns a dataset of the questions in rows, their audio and the columns in `names`."""
     columns: dict[str, list[Any]] = {"prompt": [], "solution": [], "choices": []}
     for index, row in enumerate(rows):
         listed, answer = required(row, index, choices), row.get("answer")
@@ -230,8 +232,8 @@ def _assemble(
                 f"{shortened(listed)}; correct either of them."
             )
         plain = without_letters(listed)
-        asked = template.format(question=required(row, index, *question), choices=plain)
-        columns["prompt"].append([{"role": "user", "content": asked}])
+        text = template.format(question=required(row, index, *question), choices=plain)
+        columns["prompt"].append([{"role": "user", "content": text}])
         columns["solution"].append(plain[answer] if isinstance(answer, int) else None)
         columns["choices"].append(plain)
     prompts = Dataset.from_dict({"prompt": columns.pop("prompt")})

@@ -17,27 +17,27 @@ Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.gene
 
 
 def filled(cell: T) -> T | None:
-    """A cell, of an array without dimensions its number; `None` in place of NaN, by which tables say it is missing."""
+    """Returns a cell, the number of an array without dimensions, or `None` for NaN, the missing cell of tables."""
     value = cast(T, cell.tolist()) if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
     is_nan = isinstance(value, (Real, Decimal)) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
 
 def finite_number(cell: Cell, column: str, row: int) -> float | None:
-    """The number in a cell, `None` in a missing one. Raises a `ValueError` for all but finite numbers."""
+    """Returns the number in a cell, `None` if it is missing. Raises a `ValueError` for all but finite numbers."""
     value = filled(cell)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not math.isfinite(value):
-        found = f"{value!r:.40} of type {type(value).__name__}"
-        raise ValueError(f"row {row}, column '{column}': is {found}; give a finite number, or None if it is missing.")
+        actual = f"{value!r:.40} of type {type(value).__name__}"
+        raise ValueError(f"row {row}, column '{column}': is {actual}; give a finite number, or None if it is missing.")
     return float(value)
 
 
 def truth_value(cell: Cell, column: str, row: int) -> bool:
-    """Whether a cell is true, which a missing one isn't. Raises a `ValueError` for all but truth values, 0 and 1."""
+    """Returns whether a cell is true; a missing one is false. Raises a `ValueError` for all but booleans, 0 and 1."""
     value = filled(cell)
     if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):
         return bool(value)
-    found = f"{value!r:.40} of type {type(value).__name__}"
-    raise ValueError(f"row {row}, column '{column}': is {found}; give True or False, or None if it is missing.")
+    actual = f"{value!r:.40} of type {type(value).__name__}"
+    raise ValueError(f"row {row}, column '{column}': is {actual}; give True or False, or None if it is missing.")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Converts dataset rows to chat messages whose media blocks hold opaque references, and back."""
+"""Conversion of dataset rows to chat messages, whose media blocks hold opaque references."""
 
 import ast
 import json
@@ -31,14 +31,14 @@ MEDIA_COLUMNS = {
     "videos": "video",
 }
 
-# Start of the names of columns that a teacher reads in place of those without it
+# Prefix of the columns that a teacher reads in place of the columns without it
 TEACHER = "teacher_"
 TEACHER_COLUMNS = tuple(f"{TEACHER}{name}" for name in ("prompt", *MEDIA_COLUMNS))
 
 # Keys for media in other formats: OpenAI's in blocks, Ollama's next to the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for modality in MODALITIES for name in (f"{modality}_url", f"input_{modality}"))}
 
-# Options of the blocks of each modality: positive numbers, whole except those in seconds and per second
+# Options of the blocks of each modality: positive numbers, which are whole except for times and rates
 _SIZE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _LIMIT_OPTIONS = ("total_pixels", "min_frames", "max_frames")
 OPTIONS = {
@@ -59,21 +59,21 @@ _SHAREGPT = "convert the sharegpt rows with `trl-multimodal-rft prepare sharegpt
 # Prefix of the location of a medium that a tool returned
 FROM_TOOL = "tool "
 
-# Roles by the words for them
+# Roles by the words that datasets use for them
 _ROLES = {**{role: role for role in ("user", "assistant", "system", "developer", "tool")}, "bot": "assistant"}
-# Texts by which media are marked elsewhere
+# Words in the tags by which other tools mark media in texts, such as `<img>`
 _MARKS = {"image": "img|image|photo|pic", "audio": "audio|sound|speech|voice", "video": "video|clip|movie"}
 
-# Types of text blocks and the key of their text, beside which OpenAI, Anthropic and MCP add keys that are ignored
+# Types of text blocks and the key of their text, and other keys of OpenAI, Anthropic and MCP, which are ignored
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXT_HINTS = ("annotations", "cache_control", "logprobs", "meta", "_meta")
 
 # Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
-# Of these, content and what a template may leave out, as it says who speaks or which call is answered
+# Of these keys, the content, and labels of the speaker and of the answered call, which a template may leave out
 _LABELS = ("role", "content", "name", "tool_call_id", "id")
 
-# Types whose strings are text, even if they name a file
+# Types of blocks whose strings are text, even if they name a file
 _WORD_TYPES = {*_TEXT_KEYS, "thinking", "reasoning", "tool_use", "tool_call", "tool_result", "function"}
 _WORD_TYPES |= {"function_call"}
 
@@ -88,7 +88,7 @@ _ENDINGS = {
     "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
 }
 _ENDING = re.compile(
-    r"(?<=.)\.(?:" + "|".join(f"(?P<{modality}>{each})" for modality, each in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
     re.IGNORECASE,
 )
 
@@ -118,16 +118,16 @@ def rows_to_messages(
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], which may be `None`.
-            Errors name the `number` of a [`~data.rows.row.Row`], or the index of other rows. They are not modified.
+            Errors name the `row_index` of a [`~data.rows.row.Row`], or the index of other rows. Rows aren't modified.
         ignored (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns that no prompt gets.
+            Media columns whose media no prompt gets.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):
             The model's placeholder tokens. If `"<image>"` is one, plain-text prompts keep it as text.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         prefix (`str`, *optional*, defaults to `""`):
-            Where a row has columns whose names start with it, they take the place of the prompt, or of the columns of
-            their modality, such as `"teacher_images"` of `"image"`.
+            Prefix of columns that, in rows that have them, take the place of the prompt, or of all columns of their
+            modality, such as `"teacher_images"` of `"image"`.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
@@ -145,11 +145,11 @@ def rows_to_messages(
     for reader, name, prompt, row in zip(readers, names, prompts, rows, strict=True):
         reader.check_prompt(prompt, name)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
-    if any(any(each.values()) for each in media) or not all(isinstance(prompt, str) for prompt in prompts):
+    if any(any(entry.values()) for entry in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for i, prompt in enumerate(prompts):
             is_text = isinstance(prompt, str)
             messages = [{"role": "user", "content": prompt}] if is_text else prompt
-            tags = [each for each in MODALITIES if not (is_text and f"<{each}>" in placeholders)]
+            tags = [entry for entry in MODALITIES if not (is_text and f"<{entry}>" in placeholders)]
             prompts[i] = readers[i].put_media(messages, media[i], names[i], tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
@@ -160,7 +160,7 @@ def rows_to_messages(
 
 
 def read_messages(messages: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
-    """The messages of a column, or of the text in it, as [`rows_to_messages`] reads them, without other columns."""
+    """Returns the messages of a column, or its text as a message, as [`rows_to_messages`] reads them from a row."""
     reader = _RowReader(row, DEFAULT_RULES)
     reader.check_prompt(messages, column)
     chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages or ())
@@ -170,7 +170,7 @@ def read_messages(messages: str | list | None, column: str, row: int) -> list[di
 def blocks_to_refs(
     blocks: Sequence[Any], path: str, row: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
-    """Reads content blocks from outside a dataset, such as a tool's: each medium becomes a [`MediaRef`]."""
+    """Returns content blocks from outside a dataset, such as a tool's, with each medium as a [`MediaRef`]."""
     reader = _RowReader(row, rules)
     parsed = [reader.parse_block(block, f"{path}[{b}]") for b, block in enumerate(blocks)]
     for ref in iter_refs(parsed):
@@ -180,7 +180,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Returns whether a prompt has its media in its messages, as the trainers pass it to reward functions."""
+    """Returns whether the messages of a prompt hold media, as in the prompts that reward functions get."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -188,26 +188,26 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
 
 
 def block_modality(block_type: str | None) -> str | None:
-    """The modality of media that content blocks of a type hold."""
+    """Returns the modality of the media that content blocks of a type hold, `None` for other types."""
     modality = str(block_type).removesuffix("_url").removeprefix("input_")
     return modality if modality in MODALITIES else None
 
 
 def file_modality(text: str) -> str | None:
-    """The modality of media that a file name or a `data:` URI stands for, `None` for other texts."""
+    """Returns the modality of the medium that a file name or a `data:` URI stands for, `None` for other texts."""
     uri = re.match("data:(image|video|audio)/", text)
     if uri:
         return uri.group(1)
     if len(text) > 4096 or text.startswith("data:") or "\n" in text:
         return None
     ending = _ENDING.search(text)
-    # A sentence may end with a file name
+    # A sentence may end with a file name, so that a text of several words must begin with a folder
     is_path = ending is not None and (len(text.split()) == 1 or re.match(r"\S*[/\\]", text) is not None)
     return ending.lastgroup if is_path else None
 
 
 def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:
-    """Finds media, encoded or decoded, in nested lists and dictionaries: path, modality (if known), value."""
+    """Yields path, modality (`None` if unknown) and value of all media, encoded or decoded, in nested values."""
     decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
     if isinstance(value, (MediaRef, Encoded)):
         yield path, value.modality, value
@@ -241,7 +241,7 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
 
 def strip_media(value: T) -> T:
     """
-    Makes messages fit for logs: each [`MediaRef`] becomes a text such as `"<audio>"` and each message content one
+    Returns messages for logs, in which each [`MediaRef`] is a text such as `"<audio>"` and each message content is one
     string, so that all rows have one type and can be written as JSON or Parquet.
     """
     if isinstance(value, MediaRef):
@@ -258,7 +258,7 @@ def strip_media(value: T) -> T:
 
 
 def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
-    """Writes a prompt or a completion as one text."""
+    """Returns a prompt or a completion as one text."""
     if isinstance(messages, str):
         return messages
     if not roles:
@@ -278,14 +278,14 @@ def is_absent(value: Any) -> bool:
 
 
 def is_empty(value: str | float | list | dict | None) -> bool:
-    """Whether a cell of a table holds nothing: it is absent, NaN, an empty list or a text of blanks."""
+    """Returns whether a cell of a table holds nothing: it is absent, NaN, an empty list or a text of blanks."""
     blank = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
     return blank or is_absent(value) or (isinstance(value, list) and not value)
 
 
 @dataclass(frozen=True)
 class _RowReader:
-    """Reads the prompt and the media of a row, which errors name."""
+    """Reader of the prompt and the media of a row. Errors name the index of the row."""
 
     index: int
     rules: MediaRules
@@ -299,9 +299,9 @@ class _RowReader:
     def check_prompt(self, prompt: Any, name: str) -> None:
         check_decoded(prompt, name, self.index)
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            found = "None" if prompt is None else f"of type {type(prompt).__name__}"
-            found = "an empty list" if prompt == [] else found
-            raise self.error(name, f"is {found}; give a text or a list of messages, or remove the row")
+            actual = "None" if prompt is None else f"of type {type(prompt).__name__}"
+            actual = "an empty list" if prompt == [] else actual
+            raise self.error(name, f"is {actual}; give a text or a list of messages, or remove the row")
 
     def column_media(self, row: dict[str, Any], prefix: str) -> dict[str, list[MediaRef]]:
         media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
@@ -309,8 +309,8 @@ class _RowReader:
             modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
         }
         for name, modality in MEDIA_COLUMNS.items():
-            own = prefix if modality in replaced else ""
-            column, singular = f"{own}{name}", f"{own}{modality}"
+            start = prefix if modality in replaced else ""
+            column, singular = f"{start}{name}", f"{start}{modality}"
             value = row.get(column)
             if value is None:
                 continue
@@ -322,8 +322,8 @@ class _RowReader:
                 refs = [self.ref(modality, value, column)]
             else:
                 if not isinstance(value, (list, tuple)):
-                    found = f"holds a {type(value).__name__}, not a list"
-                    raise self.error(column, f"{found}; rename the column to '{singular}'")
+                    problem = f"holds a {type(value).__name__}, not a list"
+                    raise self.error(column, f"{problem}; rename the column to '{singular}'")
                 refs = [self.ref(modality, item, f"{column}[{i}]") for i, item in enumerate(value)]
                 for ref in refs:
                     if is_absent(ref.source):
@@ -336,7 +336,7 @@ class _RowReader:
     def put_media(
         self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tags: list[str]
     ) -> list[dict[str, Any]]:
-        """Copies messages of the column `name` and puts the media of other columns into them."""
+        """Returns copies of the messages in column `name`, with the media of other columns put into them."""
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
         placeholders = _placeholders(messages)
         tags = [modality for modality in tags if media[modality] and not placeholders[modality]]
@@ -354,21 +354,21 @@ class _RowReader:
                 )
             if blocks and len(blocks) != len(refs):
                 block = f"{{'type': '{modality}'}}"
-                found = f"{modality} placeholders in the prompt; write one {block} block for each, or none at all"
+                problem = f"{modality} placeholders in the prompt; write one {block} block for each, or none at all"
                 if modality in tags:
-                    found = (
+                    problem = (
                         f"'<{modality}>' in the text of the prompt; write one for each, or {block} blocks, which make "
                         f"'<{modality}>' plain text"
                     )
-                raise self.error(refs[0].column.split("[")[0], f"{len(refs)} for {len(blocks)} {found}")
+                raise self.error(refs[0].column.split("[")[0], f"{len(refs)} for {len(blocks)} {problem}")
             for block, ref in zip(blocks, refs, strict=False):
                 block[modality] = replace(ref, options=block[modality].options)
             if not blocks and refs:
-                text = as_text([strip_media(each) for each in messages if each["role"] not in ("assistant", "tool")])
+                text = as_text([strip_media(turn) for turn in messages if turn["role"] not in ("assistant", "tool")])
                 mark = rf"<(?!(?-i:{modality})>)({_MARKS[modality]})[ _-]?\d*\s*/?>"
-                if found := re.search(mark, text, re.IGNORECASE):
+                if problem := re.search(mark, text, re.IGNORECASE):
                     remedy = f"write '<{modality}>' where each goes, or blocks, which make such texts plain text"
-                    raise self.error(name, f"{found[0]!r} in the text is no placeholder; {remedy}")
+                    raise self.error(name, f"{problem[0]!r} in the text is no placeholder; {remedy}")
                 unplaced += [{"type": modality, modality: ref} for ref in refs]
 
         if unplaced:
@@ -379,7 +379,7 @@ class _RowReader:
         return messages
 
     def open_tags(self, message: dict[str, Any], modalities: list[str], path: str) -> None:
-        """Turns literal texts such as `"<image>"` into placeholders."""
+        """Turns literal texts of a message, such as `"<image>"`, into placeholders."""
         if message["role"] in ("assistant", "tool"):
             return
         tag, blocks = re.compile(f"<({'|'.join(modalities)})>"), []
@@ -397,10 +397,10 @@ class _RowReader:
 
     def parse_message(self, message: dict[str, Any], path: str) -> dict[str, Any]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
+            actual = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
             is_sharegpt = isinstance(message, dict) and "from" in message
             remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
-            raise self.error(path, f"a message must be a dictionary with 'role' and 'content', got {found}; {remedy}")
+            raise self.error(path, f"a message must be a dictionary with 'role' and 'content', got {actual}; {remedy}")
         role = message["role"].strip().lower()
         if role in ("human", "gpt") or _ROLES.get(role, message["role"]) != message["role"]:
             remedy = f"write {_ROLES[role]!r}" if role in _ROLES else _SHAREGPT
@@ -415,10 +415,10 @@ class _RowReader:
         elif not isinstance(content, str) and not (
             content is None and message["role"] == "assistant" and further_keys(message)
         ):
-            found = "no content" if content is None else f"content of type {type(content).__name__}"
+            actual = "no content" if content is None else f"content of type {type(content).__name__}"
             raise self.error(
                 path,
-                f"the message has {found}; give a text or a list of blocks, such as {{'type': 'text', 'text': ...}}, "
+                f"the message has {actual}; give a text or a list of blocks, such as {{'type': 'text', 'text': ...}}, "
                 "or remove the row",
             )
         if stray is not None:
@@ -430,20 +430,20 @@ class _RowReader:
         return message
 
     def parse_block(self, block: dict[str, Any], path: str) -> dict[str, Any]:
-        """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with no source if absent."""
+        """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with source `None` if absent."""
         if not isinstance(block, dict) or "type" not in block:
-            found = sorted(block) if isinstance(block, dict) else f"a {type(block).__name__}"
+            actual = sorted(block) if isinstance(block, dict) else f"a {type(block).__name__}"
             message = "a content block must be a dictionary with a 'type', such as {'type': 'text', 'text': ...}"
-            raise self.error(path, f"{message}, got {found}")
+            raise self.error(path, f"{message}, got {actual}")
         block = {key: item for key, item in block.items() if not is_absent(item)}
         name = block.pop("type", None)
         words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
         if not isinstance(name, str) or not isinstance(words, str):
-            found = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
-            raise self.error(path, f"the block has {found}; write {{'type': 'text', 'text': '...'}}, or a media type")
+            actual = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
+            raise self.error(path, f"the block has {actual}; write {{'type': 'text', 'text': '...'}}, or a media type")
         modality = block_modality(name)
         sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
-        # Of the remaining keys only text and options are read, which hold no media
+        # Of the remaining keys, only text and options are read, so that other keys must hold no media
         words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
         stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
         if stray is not None or (modality is not None and name != modality and block and not sources):
@@ -473,7 +473,7 @@ class _RowReader:
 
 
 def further_keys(message: Mapping[str, Any]) -> list[str]:
-    """Keys of a message, besides its content, that hold something to read, such as `tool_calls`."""
+    """Returns the keys of a message, besides its content and labels, that hold something to read, as `tool_calls`."""
     held = {key: value for key, value in message.items() if key not in _LABELS and not is_absent(value)}
     return [key for key, value in held.items() if value not in ("", [], {})]
 
@@ -490,13 +490,13 @@ def holds_several(modality: str, value: Any) -> bool:
     if isinstance(first, dict):
         first = next((first[key] for key in ("path", "url") if first.get(key) is not None), None)
     if isinstance(first, (str, os.PathLike)):
-        # A frame may be a file, too
+        # Files of other types are the frames of one video
         return (mimetypes.guess_type(urlsplit(os.fspath(first)).path)[0] or "").startswith("video/")
     return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.modality == "video")
 
 
 def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
-    """Refuses a serialized list of messages, which would become the text of a user message."""
+    """Raises for a serialized list of messages, which would become the text of a user message."""
     if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
         return
     for name, decode in (("json.loads", json.loads), ("ast.literal_eval", ast.literal_eval)):
@@ -504,7 +504,7 @@ def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
             messages = decode(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in messages):
+        if all(isinstance(message, dict) and ("role" in message or "from" in message) for message in messages):
             raise MediaError(
                 f"row {row}, column '{column}': is the text of a list of messages; decode it: "
                 f"`dataset.map(lambda row: {{'{column}': {name}(row['{column}'])}})`"
@@ -546,7 +546,7 @@ def _source_keys(modality: str | None) -> tuple[str, ...]:
 
 
 def _source(key: str, value: Any) -> Any:
-    """The medium of a block. Base64 becomes a `data:` URI, as loaders can't tell it from a path."""
+    """Returns the medium of a block. Base64 becomes a `data:` URI, as loaders can't tell it from a path."""
     if isinstance(value, dict):
         key, value = next(((k, value[k]) for k in ("data", "base64") if value.get(k) is not None), (key, value))
     if key in ("data", "base64") and isinstance(value, str) and not value.startswith("data:"):
@@ -555,7 +555,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Returns whether an unread key of a block holds media; with `files`, texts that name media files count."""
+    """Returns whether an unread key of a block holds media; with `files`, texts that name media files count, too."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:

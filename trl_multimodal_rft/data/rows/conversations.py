@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversations and pairs of other tools' rows, and the datasets that a `dataset_info.json` of theirs names."""
+"""Conversations and pairs in rows of other tools, and the datasets that their `dataset_info.json` names."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -17,41 +17,44 @@ _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user"
 
 def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], int], dict[str, Any]]]:
     """
-    The file and a function that renames the columns of a row, for `folder/NAME` of the entry `NAME` of the folder's
-    `dataset_info.json`, for that file itself of its only entry. Other paths are returned as they are.
+    Returns a dataset's file, and a function that renames the columns of its rows. `folder/NAME` stands for the entry
+    `NAME` of the folder's `dataset_info.json`, and this file itself for its only entry. Other paths stay as they are.
     """
-    given = Path(path).expanduser()
-    file = given.parent / _NAME
-    if not file.is_file() or (given.exists() and given != file):
+    source = Path(path).expanduser()
+    file = source.parent / _NAME
+    if not file.is_file() or (source.exists() and source != file):
         return path, lambda row, index: row
     with reading(str(file)):
         entries = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(entries, list):
-        entries = {Path(each.get("dataset_path", "")).stem: each for each in entries}
-    name = next(iter(entries)) if given == file and len(entries) == 1 else given.name
+        entries = {Path(item.get("dataset_path", "")).stem: item for item in entries}
+    name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
-    if "file_name" in entry:  # LLaMA-Factory's, from its names
+    if "file_name" in entry:  # LLaMA-Factory maps its names to the columns, not columns to names
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
-        columns = {theirs: defaults.get(column, column) for column, theirs in columns.items()}
+        columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:
-        known = f"{file} names no file for {name!r}, only the entries {', '.join(map(repr, entries))}"
-        raise ValueError(f"{known}; name one with a file as '{file.parent}/NAME'.{did_you_mean(name, entries)}")
-    place = file.parent / entry.get("file_name", entry.get("dataset_path"))
-    return place, lambda row, index: {columns.get(key, key): value for key, value in row.items()}
+        problem = f"{file} names no file for {name!r}, only the entries {', '.join(map(repr, entries))}"
+        raise ValueError(f"{problem}; name one with a file as '{file.parent}/NAME'.{did_you_mean(name, entries)}")
+    data_file = file.parent / entry.get("file_name", entry.get("dataset_path"))
+    return data_file, lambda row, index: {columns.get(key, key): value for key, value in row.items()}
 
 
 def conversation(
     row: dict[str, Any], index: int, columns: tuple[str, ...] = ("messages", "conversations", "instruction", "query")
 ) -> tuple[list[dict[str, str]], str]:
-    """The messages of a row and the column they come from."""
+    """Returns the messages of a row, and the column from which they come."""
     column = next((name for name in columns if row.get(name)), columns[-1])
     if column in ("query", "instruction"):
-        asked = required(row, index, "messages", "conversations", column)
-        asked += f"\n{row['input']}" if column == "instruction" and row.get("input") else ""
+        question = required(row, index, "messages", "conversations", column)
+        question += f"\n{row['input']}" if column == "instruction" and row.get("input") else ""
         turns: Iterable = [
             {"role": role, "content": text}
-            for pair in [*(row.get("history") or ()), [asked, row.get("response" if column == "query" else "output")]]
+            for pair in [
+                *(row.get("history") or ()),
+                [question, row.get("response" if column == "query" else "output")],
+            ]
             for role, text in zip(("user", "assistant"), pair, strict=True)
             if text is not None
         ]
@@ -76,7 +79,7 @@ def conversation(
 
 
 def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:
-    """A prompt with its preferred and its rejected answer, which ms-swift has as the last message and in a column."""
+    """Returns a prompt with its chosen and rejected answer. In ms-swift's rows, the last message is chosen."""
     pair: dict[str, Any] = {"prompt": chat}
     if row.get("chosen") is None and chat[-1]["role"] == "assistant":
         row = {**row, "chosen": chat.pop()}

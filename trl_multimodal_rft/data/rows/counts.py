@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The number of media in the prompts of a dataset, from its columns, and the cells that hold nothing."""
+"""Counts of media in the prompts of a dataset, and of empty cells, from its columns."""
 
 from collections.abc import Collection, Iterable
 
@@ -12,14 +12,14 @@ from .columns import MEDIA_COLUMNS, OPTIONS
 from .nested import Rows, feature_leaves
 
 
-# Fields of prompts without media of their own: texts, messages, and blocks of text or with options of a column's media
+# Keys in prompts that hold no media: those of texts, messages and text blocks, and options for the media of columns
 _WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.values())
 
 
 def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """
-    The most media of each modality that a prompt of a dataset has in its columns, `None` where only reading the rows
-    would tell.
+    Returns the largest number of media of each modality that a row of a dataset has in its columns, `None` if only
+    reading the rows would tell.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None
@@ -39,30 +39,32 @@ def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str,
             counts = pc.list_value_length(media)
         elif pa.types.is_null(media.type):
             continue
-        else:  # for which reading the rows raises
+        else:  # reading the rows raises for such a column
             return None
         most[modality] = max(most[modality], int(pc.max(pc.cast(counts, pa.int64())).as_py() or 0))
     return most
 
 
 def empty_rows(dataset: Dataset, column: str) -> list[int]:
-    """The rows of a dataset whose cell in a column is empty, see [`~data.rows.columns.is_empty`], from the table."""
+    """Returns the rows whose cell in a column of the table is empty, see [`~data.rows.columns.is_empty`]."""
     cells = dataset.data.column(column)
     empty = pc.is_null(cells, nan_is_null=True)
     if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
         empty = pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
     elif pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
         empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(cells, "")), "")
-    indices = dataset._indices  # of the table, if rows were selected
+    indices = dataset._indices  # selected rows of the table, `None` for all
     return pc.indices_nonzero(empty if indices is None else empty.take(indices.column(0))).to_pylist()
 
 
 def empty_cells(dataset: Rows | None, columns: Iterable[str]) -> str:
-    """Names those of the columns that are empty in some rows, with these rows, as far as a table tells."""
+    """Describes the columns that are empty in some rows, as far as the table of a dataset tells."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return ""
-    found = {column: empty_rows(dataset, column) for column in columns if column in dataset.format["columns"]}
+    row_indices = {column: empty_rows(dataset, column) for column in columns if column in dataset.format["columns"]}
     empty = {
-        column: f"{len(rows)} of {len(dataset)} rows, first in {rows[0]}" for column, rows in found.items() if rows
+        column: f"{len(rows)} of {len(dataset)} rows, first in {rows[0]}"
+        for column, rows in row_indices.items()
+        if rows
     }
     return "; ".join(f"column {column!r} is empty in {rows}" for column, rows in empty.items())

@@ -15,25 +15,25 @@ from .cells import finite_number
 # Column with the share of right completions of each row
 PASS_RATE = "pass_rate"
 
-# Smallest weight of a row, of at most 1, and of the last measurement in its pass rate
+# Smallest weight of a row (the largest is 1), and weight of the newest measurement in its pass rate
 _SMALLEST_WEIGHT, _NEWEST = 0.1, 0.5
 
 
 class DifficultySampler:
     r"""
-    Draws the rows of each batch at random, by how often the policy solves them, see the curriculum sampling (RLCS) of
+    Random sampler of the rows of a batch, by how often the policy solves them, see the curriculum sampling (RLCS) of
     [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
 
     The report says that difficulty is measured before training, by pass@k, and during training, by the completions of
     each step; that both measurements are merged; and that the share of rows that are too easy or too hard now is
-    lowered in each iteration, in favor of those of medium difficulty. It groups rows into tiers, and gives neither
-    their bounds nor the ratios. Ours: each row has its own weight, $\max(4 p (1 - p), 0.1)$ of its pass rate $p$, the
-    variance of a reward of 0 or 1 relative to its largest. A new measurement moves $p$ halfway. A row that was never
-    measured counts as one with $p = 0.5$. Its oversampling by a ratio isn't done here; see `dynamic_sampling`.
+    lowered in each iteration, in favor of rows of medium difficulty. It groups rows into tiers, and gives neither
+    their bounds nor the ratios. Here, each row has the weight $\max(4 p (1 - p), 0.1)$ of its pass rate $p$, the
+    variance of a reward of 0 or 1 relative to the largest one. A new measurement moves $p$ halfway. A row that was
+    never measured counts as one with $p = 0.5$. The oversampling by a ratio isn't done here; see `dynamic_sampling`.
 
-    The rows of a batch are different ones; those of different batches are independent, so an epoch is only a number
-    of batches. The rows of batch `n` are drawn when batch `n - n_prefetched` is read, to read their media in advance:
-    they depend on what batches before `n - n_prefetched` measured. Processes that measure the same draw the same.
+    A batch has no row twice, but batches are drawn independently, so an epoch is only a number of batches. The rows of
+    batch `n` are drawn when batch `n - n_prefetched` is read, so that their media are read in advance: they depend on
+    measurements of batches before `n - n_prefetched`. Processes with the same measurements draw the same rows.
 
     Raises:
         `ValueError`: If a pass rate isn't between 0 and 1.
@@ -45,44 +45,44 @@ class DifficultySampler:
         batch_size: int,
         seed: int = 0,
         n_prefetched: int = 0,
-        pass_rates: Sequence[float | None] | None = None,  # as far as they are known
+        pass_rates: Sequence[float | None] | None = None,  # by row, `None` where unknown
     ):
-        given = [None] * n_rows if pass_rates is None else pass_rates
-        given = [finite_number(rate, PASS_RATE, row) for row, rate in enumerate(given)]
-        for row, rate in enumerate(given):
+        rates = [None] * n_rows if pass_rates is None else pass_rates
+        rates = [finite_number(rate, PASS_RATE, row) for row, rate in enumerate(rates)]
+        for row, rate in enumerate(rates):
             if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(
                     f"row {row}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or remove it."
                 )
-        self.rates = torch.tensor([math.nan if each is None else each for each in given], dtype=torch.float64)
+        self.rates = torch.tensor([math.nan if value is None else value for value in rates], dtype=torch.float64)
         self._batch_size, self._seed, self._n_prefetched = batch_size, seed, n_prefetched
         self._drawn: dict[int, list[int]] = {}  # rows by the batch's index in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
-        """The rows of a batch that is read now. Draws those of the next ones, without rows that are left out."""
-        for each in range(batch_index, batch_index + self._n_prefetched + 1):
-            if each not in self._drawn:
-                self._drawn[each] = self._draw(each, left_out)
-        self._drawn = {each: rows for each, rows in self._drawn.items() if each >= batch_index}
+        """Returns the rows of a batch that is read now, and draws rows of the next batches, without `left_out`."""
+        for index in range(batch_index, batch_index + self._n_prefetched + 1):
+            if index not in self._drawn:
+                self._drawn[index] = self._draw(index, left_out)
+        self._drawn = {index: rows for index, rows in self._drawn.items() if index >= batch_index}
         return self._drawn[batch_index]
 
     def coming(self, batch_indices: range) -> list[list[int]]:
-        """The rows of batches that are drawn ahead."""
+        """Returns the rows of those batches of `batch_indices` that are drawn already."""
         return [self._drawn[batch_index] for batch_index in batch_indices if batch_index in self._drawn]
 
     def _draw(self, batch_index: int, left_out: Collection[int]) -> list[int]:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
         weights[list(left_out)] = 0
         generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {batch_index}").getrandbits(63))
-        # Without replacement, as https://doi.org/10.1016/j.ipl.2005.11.003 does
+        # Sampling without replacement by https://doi.org/10.1016/j.ipl.2005.11.003
         keys = torch.rand(len(weights), generator=generator, dtype=torch.float64).log() / weights
         return keys.topk(self._batch_size).indices.tolist()
 
     def measure(self, row_indices: torch.Tensor, rewards: torch.Tensor) -> None:
         """
-        Notes the rewards of completions, as the share by which they are right.
+        Updates the pass rates of rows by rewards of their completions, where 1 is right and 0 is wrong.
 
-        Shapes: `numbers`, of their rows, and `rewards`, NaN where none applies, both `(N,)`, of all processes.
+        Shapes: `row_indices` and `rewards`, NaN where none applies, both `(N,)`, of the completions of all processes.
         """
         row_indices, rewards = row_indices.cpu(), rewards.double().cpu().clamp(0, 1)
         scorable = ~rewards.isnan()
@@ -90,19 +90,19 @@ class DifficultySampler:
         total, count = torch.zeros(2, len(rows), dtype=torch.float64)
         total.index_add_(0, index, rewards[scorable])
         count.index_add_(0, index, torch.ones_like(rewards[scorable]))
-        found, before = total / count, self.rates[rows]
-        self.rates[rows] = torch.where(before.isnan(), found, _NEWEST * found + (1 - _NEWEST) * before)
+        pass_rates, before = total / count, self.rates[rows]
+        self.rates[rows] = torch.where(before.isnan(), pass_rates, _NEWEST * pass_rates + (1 - _NEWEST) * before)
 
     def coverage(self) -> tuple[float, float]:
-        """Share of rows whose pass rate is known, and the mean of these rates, 0 without any."""
-        known = ~self.rates.isnan()
-        return known.double().mean().item(), self.rates[known].mean().item() if known.any() else 0.0
+        """Returns the share of rows whose pass rate is known, and the mean of these rates, 0 if there are none."""
+        is_known = ~self.rates.isnan()
+        return is_known.double().mean().item(), self.rates[is_known].mean().item() if is_known.any() else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": self.rates, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned, as far as the run has as many rows, and batches of that size."""
+        """Restores the result of [`state_dict`], if the run has as many rows, without batches of another size."""
         if len(state["rates"]) != len(self.rates):
             return
         self.rates = state["rates"]
@@ -112,8 +112,8 @@ class DifficultySampler:
 
 
 def difficulty_sampler(dataset: Dataset, batch_size: int, seed: int, n_prefetched: int) -> DifficultySampler:
-    """A sampler of the rows of a dataset, whose column `pass_rate` is what is known of them, if there is one."""
-    known = None
+    """Returns a sampler of the rows of a dataset, with the pass rates of its column `pass_rate`, if there is one."""
+    pass_rates = None
     if PASS_RATE in dataset.column_names:
-        known = dataset.select_columns([PASS_RATE]).with_format(None)[PASS_RATE][:]
-    return DifficultySampler(len(dataset), batch_size, seed, n_prefetched, known)
+        pass_rates = dataset.select_columns([PASS_RATE]).with_format(None)[PASS_RATE][:]
+    return DifficultySampler(len(dataset), batch_size, seed, n_prefetched, pass_rates)

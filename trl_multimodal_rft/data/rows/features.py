@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media features of a dataset, which are decoded when a function reads them."""
+"""Media features of a dataset, whose media are decoded only when a function reads them."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class _StoredVideo(Video):
 
 
 def _file_entry(value: Any) -> dict[str, Any] | None:
-    """What a feature stores of a file, without torchcodec, which encodes other values."""
+    """Returns the entry that a feature stores for a file, `None` for other values, which torchcodec encodes."""
     if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
         return value
     return {"bytes": None, "path": value} if isinstance(value, str) else None
@@ -52,12 +52,12 @@ def undecoded(dataset: D) -> "D | StoredRows": ...
 
 
 def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
-    """A dataset whose rows hold the media of features that decode as [`~data.reading.refs.Encoded`]."""
+    """Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media where its features would decode them."""
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
             return dataset
-        # `decode` undoes the decoding ahead that remote streams come with
+        # `decode` turns off the decoding in advance, with which remote streams come
         return dataset.decode(num_threads=0).cast(_stored(features)).map(partial(_encoded_row, features=features))
     if isinstance(dataset, Dataset) and dataset.format["type"] is None:
         return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
@@ -65,7 +65,7 @@ def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
 
 
 class StoredRows:
-    """The rows of a dataset as they are stored. Casting the dataset would copy its files, of nested features."""
+    """Rows of a dataset with media as they are stored. Casting the dataset would copy files of nested features."""
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
@@ -76,13 +76,14 @@ class StoredRows:
         return len(self._tables)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        columns = self._stored.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())  # of other features
+        # Decodes the features other than media
+        columns = self._stored.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [_encoded_row(row, self._features) for row in rows]
 
 
 def restore_media(value: D) -> D:
-    """Undoes [`~data.rows.columns.rows_to_messages`] for functions that read prompts."""
+    """Undoes [`~data.rows.columns.rows_to_messages`] in messages, for functions that read prompts."""
     if isinstance(value, MediaRef):
         return cast(D, Decoded(value) if isinstance(value.source, Encoded) else value.source)
     if isinstance(value, list):
@@ -94,7 +95,7 @@ def restore_media(value: D) -> D:
 
 
 def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_RULES) -> list[dict[str, Any]]:
-    """Rows as their dataset gives them, for functions that read columns."""
+    """Returns rows as their dataset gives them, for functions that read columns, with media as [`Decoded`]."""
     shared: dict[int, Decoded] = {}
 
     def decoded(value: D, path: str, row: int) -> D | Decoded:
@@ -111,12 +112,12 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
 
 
 def as_encoded(value: D) -> D:
-    """Undoes [`restore_media`] and [`restore_rows`] for functions that decode media themselves."""
+    """Returns a value with [`Encoded`] media in place of [`Decoded`], for functions that decode media themselves."""
     return map_items(value, lambda item, path: _ref(item).source if type(item) is Decoded else item)
 
 
 class Decoded:
-    """The object that a feature decodes a medium to, decoded on first use. It passes `isinstance` for that object."""
+    """Stand-in for an object that a feature decodes, here on first use. It passes `isinstance` for the object."""
 
     __slots__ = ("_medium", "_ref")
 
@@ -134,7 +135,7 @@ class Decoded:
     def __setattr__(self, name: str, value: Any):
         setattr(_media(self), name, value)
 
-    def __repr__(self):  # which logs of whole rows write
+    def __repr__(self):  # without decoding, as logs of whole rows call it
         return repr(_ref(self))
 
     def __eq__(self, other: object):
@@ -156,7 +157,7 @@ class Decoded:
         return _media(self).__reduce_ex__(protocol)
 
 
-# Python looks up special methods by type, which `__getattr__` doesn't see
+# Python looks up special methods in the type, without `__getattr__`
 _FORWARDED = {"__len__": len, "__bool__": bool, "__iter__": iter, "__hash__": hash, "__getitem__": operator.getitem}
 for _name, _function in _FORWARDED.items():
     setattr(Decoded, _name, lambda self, *args, function=_function: function(_media(self), *args))
@@ -167,7 +168,7 @@ def _ref(decoded: Decoded) -> MediaRef:
 
 
 def _media(decoded: Decoded) -> Any:
-    """The medium by its feature, if the rules allow its source and the file is safe to open."""
+    """Decodes a medium by its feature, if the rules allow its source and the file is safe to open."""
     if (media := object.__getattribute__(decoded, "_medium")) is not None:
         return media
     ref = _ref(decoded)
@@ -175,7 +176,7 @@ def _media(decoded: Decoded) -> Any:
         file = fetch_file(ref, encoded_source(ref))
         with open_file(ref, file) as stream:
             check_file(ref, stream)
-            if ref.rules.allowed_media_folders is not None:  # the feature would open the name again
+            if ref.rules.allowed_media_folders is not None:  # the feature would open the path again, unchecked
                 stream.seek(0)
                 file = stream.read()
         value, feature = ref.source.value, ref.source.feature
@@ -193,7 +194,7 @@ def _media(decoded: Decoded) -> Any:
 
 
 def _decodes_media(feature: FeatureType | None) -> bool:
-    """Returns whether loaders decode media as their feature does, which they don't in another mode or stream."""
+    """Returns whether a feature decodes media, and as the loaders do: without a `mode` or a `stream_index`."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
@@ -203,7 +204,7 @@ def _holds_media(feature: FeatureType | None) -> bool:
 
 
 def _stored(feature: FeatureType) -> FeatureType:
-    """A feature, or features, that leave media as they are stored."""
+    """Returns a feature, or nested features, that leave media as they are stored."""
     if isinstance(feature, dict):
         return type(feature)({key: _stored(item) for key, item in feature.items()})
     if isinstance(feature, (List, LargeList)):

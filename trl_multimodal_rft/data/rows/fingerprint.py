@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Compares the dataset of a resumed run with that of its start, by some of its rows."""
+"""Comparison of a resumed run's dataset with the dataset of its start, by some of the rows."""
 
 import os
 import zlib
@@ -20,39 +20,40 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
-    """Identifies a dataset independently of its folder and history, on which Datasets' fingerprint depends."""
+    """Identifies a dataset independently of its folder and history, unlike the fingerprint of Datasets."""
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
     if not isinstance(dataset, Dataset):
         return {}
     columns = sorted(dataset.column_names)
-    numbers = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
-    table = cast(pa.Table, dataset.with_format("arrow")[numbers])
+    row_indices = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
+    table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     sums = {}
-    for i, number in enumerate(numbers):
+    for i, row_index in enumerate(row_indices):
         parts = (part for column in columns for part in _parts(table.slice(i, 1)[column], media_dir or ""))
-        sums[str(number)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
+        sums[str(row_index)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
     return {"rows": len(dataset), "columns": columns, "checksums": sums}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Describes the differences between two results of [`fingerprint`], as far as both know the values."""
     both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
-    found = []
+    texts = []
     if "rows" in both and before["rows"] != now["rows"]:
-        found.append(f"it has {now['rows']} rows, not {before['rows']}")
+        texts.append(f"it has {now['rows']} rows, not {before['rows']}")
     if "columns" in both and before["columns"] != now["columns"]:
-        found.append(f"its columns are {', '.join(now['columns'])}, not {', '.join(before['columns'])}")
+        texts.append(f"its columns are {', '.join(now['columns'])}, not {', '.join(before['columns'])}")
     elif "checksums" in both:
         sums = before["checksums"], now["checksums"]
-        changed = [number for number in sums[0] if number in sums[1] and sums[0][number] != sums[1][number]]
+        changed = [row for row in sums[0] if row in sums[1] and sums[0][row] != sums[1][row]]
         if changed:
             names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
-            found.append(f"of the {len(sums[1])} rows compared, {len(changed)} or their files differ (rows {names})")
-    return found
+            texts.append(f"of the {len(sums[1])} rows compared, {len(changed)} or their files differ (rows {names})")
+    return texts
 
 
 def _parts(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
-    """The bytes of Arrow values, independent of their chunks."""
+    """Yields the bytes of Arrow values, independent of their chunks."""
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:
             yield from _parts(chunk, media_dir)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Writes datasets as folders of Parquet files that hold their media."""
+"""Writer of datasets to folders of Parquet files that hold the media."""
 
 import os
 import tempfile
@@ -40,7 +40,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
         folder (`str` or `os.PathLike`):
             Folder that is empty or doesn't exist.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be.
+            Allowed sources and sizes of media.
 
     Raises:
         `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
@@ -66,7 +66,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
 
 
 def check_empty(folder: str | os.PathLike) -> None:
-    """Raises if [`write_folder`] can't write to a folder."""
+    """Raises a `ValueError` if [`write_folder`] can't write to a folder."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")
@@ -83,31 +83,31 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
     while group is not None:
         files.append(folder / f"{len(files):05}")
         with pq.ParquetWriter(files[-1], schema) as writer:
-            written = 0
-            while group is not None and written < _FILE_BYTES:
+            n_bytes = 0
+            while group is not None and n_bytes < _FILE_BYTES:
                 writer.write_table(group)
-                written += group.nbytes
+                n_bytes += group.nbytes
                 group = next(groups, None)
-    for index, file in enumerate(files):  # as the Hub names them
+    for index, file in enumerate(files):  # as the Hub names files
         file.rename(folder / f"{split}-{index:05}-of-{len(files):05}.parquet")
 
 
 def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> Iterator[pa.Table]:
-    """Row groups, with the bytes of their media."""
+    """Yields row groups with the bytes of their media."""
 
     def embedded(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
         path, data = value["path"], value["bytes"]
         ref = MediaRef(type(feature).__name__.lower(), value if data else path, {}, column, index, rules)
-        media_size(ref)  # which raises for a file of something else
+        media_size(ref)  # raises for a file that isn't of this modality
         if data is None:
             with open_file(ref, fetch_file(ref, path)) as stream:
                 data = stream.read()
         return {"bytes": data, "path": None if path is None else os.path.basename(path)}
 
     tables = rows.with_format("arrow")
-    media = [
+    media_columns = [
         column
         for column, feature in rows.features.items()
         if any(is_media_feature(leaf) for _, leaf in feature_leaves(feature))
@@ -115,7 +115,7 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> I
     group, size = [], 0
     for index in range(len(rows)):
         table = cast(pa.Table, tables[index : index + 1])
-        for column in media:
+        for column in media_columns:
             value = map_features(table[column][0].as_py(), rows.features[column], embedded, column)
             field = schema.field(column)
             table = table.set_column(table.column_names.index(column), field, pa.array([value], field.type))

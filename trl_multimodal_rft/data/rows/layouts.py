@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Converts datasets in the layouts of other tools to rows for the trainers."""
+"""Loaders that convert datasets in the layouts of other tools to rows for the trainers."""
 
 import html
 import json
@@ -19,6 +19,7 @@ from datasets import Audio, Dataset, Features, Image, List, Value, Video, concat
 from ...families import MODALITIES
 from ..reading.refs import MediaRef, shortened
 from .benchmarks import PROBLEM_TEMPLATE
+from .cells import truth_value
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
 from .conversations import conversation, source_of, with_answers
 from .letters import without_letters
@@ -38,13 +39,16 @@ SPAN_TEMPLATE = (
     "<answer>12.54 to 17.83</answer>."
 )
 
+# Columns of ms-swift and of LLaMA-Factory that say whether an answer is desirable
+LABELS = ("label", "kto_tag")
+
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
-# What Omni-Preference's prompts end with
+# End of Omni-Preference's prompts: the question and two candidates
 _CANDIDATES = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
 _STEPS = {"A": 1, "B": -1, "equal": 1}  # through the candidates, from the better one
 
-# Columns of a row, the first of which are its messages, as texts with the marks of media
+# Function of a row and its index that returns columns: first the messages, whose texts mark the places of media
 _Convert = Callable[[dict[str, Any], int], dict[str, Any]]
 
 
@@ -52,7 +56,7 @@ def load_conversations(
     path: str | Path,
     split: str = "train",
     *,
-    task: Literal["sft", "rl", "dpo"] = "sft",
+    task: Literal["sft", "rl", "dpo", "kto"] = "sft",
     media_dir: str | Path | None = None,
 ) -> Dataset:
     """
@@ -67,8 +71,8 @@ def load_conversations(
       and `image` (or `video`), one path or a list.
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
       as above; or `query`, `response` and `history` (pairs), or Alpaca's `instruction`, `input` and `output`.
-    - Pairs of LLaMA-Factory have `chosen` and `rejected`, messages or texts; those of ms-swift `rejected_response`, or
-      `rejected_messages`, to the last message.
+    - Pairs of LLaMA-Factory have `chosen` and `rejected`, messages or texts; pairs of ms-swift have
+      `rejected_response` or `rejected_messages`, the alternative to the last message.
 
     In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a modality
     without any mark go to the start of the first user message.
@@ -81,17 +85,18 @@ def load_conversations(
             Split of a dataset; a file has only one.
         task (`str`, *optional*, defaults to `"sft"`):
             `"sft"` keeps whole conversations as `messages`. `"rl"` keeps the messages before the last answer as
-            `prompt`, and the row's `solution`, by default that answer, as `solution`. `"dpo"` gives pairs.
+            `prompt`, and the row's `solution`, by default the last answer. `"dpo"` gives pairs, and `"kto"` the last
+            answer as `completion`, with the row's `kto_tag` or `label` as `label`.
         media_dir (`str` or `Path`, *optional*):
             Folder that relative paths start from, by default that of the file.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `messages`, of `prompt` and `solution`, or of `prompt`, `chosen` and `rejected`,
-        of media columns (`images` and so on) and the other columns.
+        [`~datasets.Dataset`]: Rows of `messages`, of `prompt` and `solution`, of `prompt`, `chosen` and `rejected`, or
+        of `prompt`, `completion` and `label`, with media columns (`images` and so on) and the other columns.
 
     Raises:
-        `ValueError`: If a row has no such conversation, if its marks don't match its media, or if a file doesn't
-            exist. The message names the row and the column.
+        `ValueError`: If a row has no conversation in these layouts, if its marks don't match its media, or if a file
+            doesn't exist. The message names the row and the column.
 
     Example:
     ```python
@@ -104,24 +109,28 @@ def load_conversations(
         used.update(("instruction", "input", "output") if column == "instruction" else ())
         if task == "dpo":
             return with_answers(chat, row, index)
-        answered = chat[-1]["role"] == "assistant"
-        if task == "sft" and not answered:
+        has_answer = chat[-1]["role"] == "assistant"
+        if task in ("sft", "kto") and not has_answer:
             raise ValueError(
                 f"row {index}, column '{column}': the last message is the {chat[-1]['role']}'s, but supervised rows "
                 "end with the assistant's; remove the row, or convert with `task='rl'`."
             )
         if task == "sft":
             return {"messages": chat}
-        if answered and len(chat) == 1:
+        if task == "kto":
+            required(row, index, *LABELS)
+            name = next(name for name in LABELS if row.get(name) is not None)
+            return {"prompt": chat[:-1], "completion": chat[-1:], "label": truth_value(row[name], name, index)}
+        if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
-        answer = chat.pop()["content"] if answered else None
+        answer = chat.pop()["content"] if has_answer else None
         solution = row.get("solution")
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
     used = {"messages", "conversations", "query", "response", "history", "system"}
-    used |= {"rejected_response", "rejected_messages"} if task == "dpo" else set()
-    path, renamed = source_of(path)
-    dataset = _convert(path, split, media_dir, convert, used, renamed)
+    used |= {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
+    path, rename = source_of(path)
+    dataset = _convert(path, split, media_dir, convert, used, rename)
     if task == "rl" and dataset.features["solution"] == Value("null"):
         return dataset.remove_columns("solution")
     return dataset
@@ -133,7 +142,7 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
     [verl](https://verl.readthedocs.io/en/latest/preparation/prepare_data.html).
 
     A row has `prompt`, messages in whose texts `<image>` and `<video>` mark the places of media, `reward_model` with
-    the answer as `ground_truth`, and `images` or `videos`, lists of what qwen-vl-utils reads: `{"bytes": ...}`, or
+    the answer as `ground_truth`, and `images` or `videos`, lists in the format of qwen-vl-utils: `{"bytes": ...}`, or
     `{"image": path}` and `{"video": path}` with options such as `max_pixels` or `fps`. Other columns, such as
     `data_source`, are kept.
 
@@ -158,14 +167,14 @@ def load_deepeyes(
     Reads questions about details of images in the layout of [DeepEyes](https://huggingface.co/papers/2505.14362).
 
     The layout of https://huggingface.co/datasets/ChenShawn/DeepEyes-Datasets-47k is verl's, see [`load_verl`], with
-    the `question` in `extra_info`. Its prompts describe DeepEyes' own tool in their text, so they are replaced: the
-    chat template describes the tools of a run. The Parquet files of a folder may have different columns.
+    the `question` in `extra_info`. Its prompts describe DeepEyes' own tool, so the loader replaces them: the chat
+    template describes the tools of a run. The Parquet files of a folder may have different columns.
 
-    See [`load_conversations`] for the other arguments and the errors, and see [`load_easyr1`] for the template.
+    See [`load_conversations`] for the other arguments and the errors, and see [`load_easyr1`] for `template`.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages with placeholders), `images`, `solution`, `question`,
-        `data_source` and `env_name` (what the source calls the tools of this row, `None` without tools).
+        `data_source` and `env_name` (the source's name for the tools of the row, `None` without tools).
     """
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -188,7 +197,7 @@ def load_charades_sta(
     media_dir: str | Path | None = None,
 ) -> Dataset:
     """
-    Reads [Charades-STA](https://huggingface.co/papers/1705.02101), sentences and when videos show what they say.
+    Reads [Charades-STA](https://huggingface.co/papers/1705.02101), sentences and the spans of videos that show them.
 
     The layout is that of https://github.com/jiyanggao/TALL, lines `<video> <start> <end>##<sentence>`. A video is
     `<video>.mp4`.
@@ -197,9 +206,9 @@ def load_charades_sta(
 
     Args:
         template (`str`, *optional*):
-            Prompt, with `{problem}`, the sentence in lower case without its full stop.
+            Prompt, in which `{problem}` is the sentence in lower case without its full stop.
         total_pixels (`int`, *optional*):
-            Most pixels of all frames of a video, by default the processor's.
+            Most pixels of all frames of a video together, by default the processor's limit.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the video), `videos`, `solution` (start and
@@ -246,8 +255,8 @@ def load_easyr1(
     """
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
-        asked = template.format(problem=required(row, index, prompt_key))
-        return {"prompt": [{"role": "user", "content": asked}], "solution": required(row, index, answer_key)}
+        text = template.format(problem=required(row, index, prompt_key))
+        return {"prompt": [{"role": "user", "content": text}], "solution": required(row, index, answer_key)}
 
     return _convert(path, split, media_dir, convert, {prompt_key, answer_key})
 
@@ -286,29 +295,29 @@ def load_video_r1(
     Reads [Video-R1](https://huggingface.co/papers/2503.21776), questions about videos and images.
 
     The layout is that of https://huggingface.co/datasets/Video-R1/Video-R1-data: a list in JSON whose entries have
-    `problem`, `options` (with letters, empty where nothing is to be chosen), `solution` (the answer, or its letter, in
-    answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; those
-    for supervised training also `process`, the thoughts before the solution. In
+    `problem`, `options` (with letters, empty for questions without choices), `solution` (the answer, or its letter, in
+    answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; entries
+    for supervised training also have `process`, the thoughts before the solution. In
     https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1, the dataset of
-    [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` has a path by
-    modality, `{"image": path, "audio": path}`.
+    [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` maps
+    modalities to paths, `{"image": path, "audio": path}`.
 
-    https://huggingface.co/datasets/PhilipC/IntentTrain has `answer` in place of `solution`, and `video` of `path`. Of
-    its lists, multiple-choice questions about videos are kept, as NeMo RL reads them.
+    https://huggingface.co/datasets/PhilipC/IntentTrain has `answer` in place of `solution`, and `video` in
+    place of `path`. The loader keeps its multiple-choice questions about videos, as NeMo RL does.
 
     See [`load_conversations`] for the other arguments and the errors.
 
     Args:
         task (`str`, *optional*, defaults to `"rl"`):
-            `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages` whose answer is `process` and `solution`.
+            `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages`, whose answer is `process` and `solution`.
         template (`str`, *optional*):
-            Prompt, with `{problem}` and `{options}`, one in each line.
+            Prompt with `{problem}` and `{options}`, one option per line.
         nframes, max_pixels (`int`, *optional*):
-            Frames of each video, and most pixels of an image or a frame, by default the choice of the processor.
+            Frames of each video, and most pixels of an image or a frame, by default the processor's choice.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
-        `solution`, `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and
+        `solution`, `choices` (without letters, `None` if there are none), `problem_type`, `problem_id` and
         `data_source`; or of `messages` instead of prompt, solution and choices.
 
     Example:
@@ -327,13 +336,13 @@ def load_video_r1(
                 "'image' nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
             )
         options = {"nframes": nframes, "max_pixels": max_pixels}
-        used = {each: {name: options[name] for name in options if name in OPTIONS[each]} for each in paths}
-        return {**row, **{f"{each}s": [{each: file, **used[each]}] for each, file in paths.items()}}
+        used = {kind: {name: options[name] for name in options if name in OPTIONS[kind]} for kind in paths}
+        return {**row, **{f"{kind}s": [{kind: file, **used[kind]}] for kind, file in paths.items()}}
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         options = row.get("options") or []
-        asked = template.format(problem=required(row, index, "problem"), options="\n".join(options))
-        chat, solution = [{"role": "user", "content": asked}], required(row, index, "solution")
+        text = template.format(problem=required(row, index, "problem"), options="\n".join(options))
+        chat, solution = [{"role": "user", "content": text}], required(row, index, "solution")
         if task == "sft":
             chat.append({"role": "assistant", "content": f"{required(row, index, 'process')}\n{solution}"})
         kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
@@ -357,22 +366,22 @@ def load_preferences(
     Reads pairs of answers to questions about images, in the layouts of
     [RLAIF-V](https://huggingface.co/papers/2405.17220) and [MMPR](https://huggingface.co/papers/2411.10442).
 
-    A row has `question`, `chosen`, `rejected` and `image`: stored in
-    https://huggingface.co/datasets/openbmb/RLAIF-V-Dataset, and in
-    https://huggingface.co/datasets/OpenGVLab/MMPR-v1.2 a path, several, or none. MMPR's `meta.json` names the files of
-    its parts, of which it takes a share or repeats; paths start from `media_dir`, which is the folder around MMPR's.
+    A row has `question`, `chosen`, `rejected` and `image`. https://huggingface.co/datasets/openbmb/RLAIF-V-Dataset
+    stores images in its rows; in https://huggingface.co/datasets/OpenGVLab/MMPR-v1.2, `image` is a path, a list of
+    paths, or missing. MMPR's `meta.json` names the files of its parts, and the share or repeats of each part; paths
+    start from `media_dir`, which is the folder that contains MMPR's.
 
     See [`load_conversations`] for the other arguments and the errors.
 
     Args:
         task (`str`, *optional*, defaults to `"dpo"`):
-            `"dpo"` gives pairs, and `"judge"` the rows of [`judge_rows`] for a judge.
+            `"dpo"` gives pairs, and `"judge"` gives the rows of [`judge_rows`] for a judge.
         template (`str`, *optional*):
             Prompt of a judge, see [`judge_rows`].
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages), `image` or `images`, and the other
-        columns; or of a judge's `prompt` and `solution`.
+        columns; for a judge, `prompt` and `solution` in place of the pair.
 
     Example:
     ```python
@@ -406,9 +415,9 @@ def load_omni_preference(
     The layout is that of https://huggingface.co/datasets/Omni-RRM/Omni-Preference, whose rows for reinforcement
     (`dataset_jsonl/<modality>/final_rl_data.jsonl`) have `messages`, the prompt of a judge that ends with a question
     and two candidates; `solution`, a JSON text with `better`, `score_A` and `score_B`; and `images`, `videos` or
-    `audios`, paths below `/data` of its authors. Names of sounds differ in spaces from those of the files.
+    `audios`, paths below its authors' `/data`. Names of sounds in rows differ in spaces from the names of their files.
 
-    See [`load_conversations`] for the other arguments and the errors, and see [`load_preferences`] for a judge's.
+    See [`load_conversations`] for other arguments and errors, and see [`load_preferences`] for `task` and `template`.
 
     Args:
         path (`str` or `Path`):
@@ -418,8 +427,8 @@ def load_omni_preference(
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages), `score_chosen`, `score_rejected`,
-        and `images`, `videos` or `audios`, without pairs that are equally good; or of a judge's `prompt` and
-        `solution`, with them.
+        and `images`, `videos` or `audios`, without pairs of equally good answers; for a judge, `prompt` and
+        `solution` in place of the pair, with equally good answers, too.
     """
     source = Path(path).expanduser()
     root = Path(media_dir or (source if source.is_dir() else source.parent))
@@ -432,12 +441,15 @@ def load_omni_preference(
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         columns = [f"{modality}s" for modality in MODALITIES]
-        return {**row, **{name: [located(each) for each in row[name]] for name in columns if row.get(name)}}
+        return {
+            **row,
+            **{name: [located(media_path) for media_path in row[name]] for name in columns if row.get(name)},
+        }
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            asked = _CANDIDATES.search(row["messages"][0]["content"].partition("### Context")[2])
-            question, *answers = asked.groups() if asked else ()
+            match = _CANDIDATES.search(row["messages"][0]["content"].partition("### Context")[2])
+            question, *answers = match.groups() if match else ()
             verdict = json.loads(row["solution"])
             step, scores = _STEPS[verdict["better"]], [float(verdict[name]) for name in ("score_A", "score_B")]
         except (LookupError, TypeError, ValueError) as error:
@@ -473,7 +485,7 @@ def _for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | N
 
 
 def _parts(file: Path, folder: Path) -> list[dict[str, Any]]:
-    """Rows of a file, or those of the parts that MMPR's `meta.json` names, each in its share or repeated."""
+    """Reads the rows of a file; samples or repeats the rows of each part that MMPR's `meta.json` names."""
     if file.name != "meta.json":
         return read_json(file)
     rows: list[dict[str, Any]] = []
@@ -482,13 +494,13 @@ def _parts(file: Path, folder: Path) -> list[dict[str, Any]]:
         lines = random.Random(0).sample(lines, int(len(lines) * times)) if times < 1 else lines * int(times)
         for row in lines:
             images = row.get("image") or []
-            images = [os.path.join(part["root"], each) for each in ([images] if isinstance(images, str) else images)]
+            images = [os.path.join(part["root"], image) for image in ([images] if isinstance(images, str) else images)]
             rows.append({**row, "image": images})
     return rows
 
 
 def _spelled(name: str) -> str:
-    """A file's name without the differences between Omni-Preference's rows and files."""
+    """Returns a file's name in one spelling for Omni-Preference's rows and files, which spell it differently."""
     return html.unescape(name).replace("_", " ").strip().lower()
 
 
@@ -502,8 +514,8 @@ def _charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
         video, start, end = words[0], float(words[1]), float(words[2])
         if start < end:
             media = [{"video": f"{video}.mp4", "total_pixels": total_pixels}]
-            asked = sentence.strip().lower().removesuffix(".")
-            rows.append({"video_id": video, "span": [start, end], "sentence": asked, "videos": media})
+            query = sentence.strip().lower().removesuffix(".")
+            rows.append({"video_id": video, "span": [start, end], "sentence": query, "videos": media})
     if len(rows) < len(lines):
         logger.warning(
             f"{len(lines) - len(rows)} of {len(lines)} rows are skipped, whose spans end before they start."
@@ -520,7 +532,7 @@ def _convert(
     with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, index: row,
     read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
-    """A dataset of what `convert` returns for each row, media, and columns that aren't `used`."""
+    """Returns a dataset of the columns that `convert` returns, media, and other columns that aren't `used`."""
     rows, media = _read(path, split, media_dir, with_media, read)
     converted = [convert(row, index) for index, row in enumerate(rows)]
     columns = {name: [row[name] for row in converted] for name in converted[0]}
@@ -546,7 +558,7 @@ def _convert(
 def _read(
     path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset]]:
-    """Rows, whose media columns hold what the file says, or a text for each stored medium; and columns of media."""
+    """Returns rows, whose media columns hold entries of the file or a text per stored medium, and columns of media."""
     file = json_file(path, "*.json*")
     source = file or Path(path).expanduser()
     folder = Path(media_dir) if media_dir is not None else source.parent if source.is_file() else source
@@ -589,7 +601,7 @@ def _is_media(column: str) -> bool:
 
 
 def _stored(dataset: Dataset, name: str) -> Dataset | None:
-    """A column of stored media with the feature of its modality, `None` for other columns and for paths."""
+    """Returns a column of stored media with the feature of its modality, `None` for other columns and for paths."""
     if not _is_media(name):
         return None
     column, feature = dataset.select_columns([name]), dataset.features[name]
@@ -598,12 +610,12 @@ def _stored(dataset: Dataset, name: str) -> Dataset | None:
         return column
     if not (isinstance(inner, dict) and "bytes" in inner and inner.keys() <= {"bytes", "path"}):
         return None
-    decoded = _FEATURES[MEDIA_COLUMNS[name.removeprefix(TEACHER)]]
-    return column.cast_column(name, List(decoded) if isinstance(feature, List) else decoded)
+    media_feature = _FEATURES[MEDIA_COLUMNS[name.removeprefix(TEACHER)]]
+    return column.cast_column(name, List(media_feature) if isinstance(feature, List) else media_feature)
 
 
 def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
-    """The media of a column or its plural, with absolute paths. They are moved to the plural column."""
+    """Returns the media of a column or its plural with absolute paths, and moves entries to the plural column."""
     items, files, modality = [], [], name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.pop(column, None)
@@ -636,7 +648,7 @@ def _ground_truth(row: dict[str, Any], index: int) -> Any:
 
 
 def _placed(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
-    """Messages of blocks, with a placeholder block for each medium."""
+    """Returns messages of blocks, with a placeholder block for each medium."""
     words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
     for modality in MODALITIES:
         if f"<{modality}>" in words and not (row.get(modality) or row.get(f"{modality}s")):
@@ -659,7 +671,7 @@ def _placed(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> list
 
 
 def _options(ref: MediaRef) -> dict[str, Any]:
-    """The options that a row keeps with one of its media, as verl does."""
+    """Returns the options that a row stores in the dictionary of a medium, as rows of verl do."""
     item = ref.source if isinstance(ref.source, dict) else {}
     options = {k: v for k, v in item.items() if v is not None and k not in ("type", "bytes", "path", ref.modality)}
     if unknown := options.keys() - OPTIONS[ref.modality]:

@@ -18,7 +18,7 @@ _LISTED = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
 
 
 def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
-    """The letter of a choice that a text begins with or states, in upper case, and where the text after it begins."""
+    """Returns the letter of a choice that a text begins with or states, in upper case, and the index after it."""
     stated = _STATED.fullmatch(text, start)
     if stated is not None:
         return stated[1].upper(), len(text)
@@ -28,12 +28,12 @@ def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
 
 
 def listed_letters(text: str) -> set[str]:
-    """The letters that a text lists, as in "B. cat C. dog"."""
+    """Returns the letters that a text lists, as in "B. cat C. dog"."""
     return set(_LISTED.findall(text))
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:
-    """Removes the letters of choices, if all have them in order."""
+    """Returns choices without their letters, if all choices have letters in order."""
     letters = [LETTER.match(choice) for choice in choices]
     in_order = all(
         letter is not None and letter[4] and (letter[1] or letter[2] or "") == chr(ord("A") + i)

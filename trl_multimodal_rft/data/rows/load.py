@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loads datasets by name, and the JSON files and columns of their rows."""
+"""Loaders of datasets by name, and of the JSON files and columns of their rows."""
 
 import glob
 import json
@@ -18,6 +18,7 @@ from ...paths import local_path
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """Returns the rows of a split of a dataset, which is a file, a folder or on the Hub."""
     path = local_path(name)
     where = ", which is no local file or folder," if path is None and "://" not in name else ""
     with reading(f"the dataset {name!r}{where}"):
@@ -39,7 +40,7 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 
 def check_separator(columns: Collection[str]) -> None:
-    """Raises a `ValueError` if a table was read with another separator than that of its cells."""
+    """Raises a `ValueError` if a table was read with another separator than the one between its cells."""
     for column in columns:
         if mark := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
             raise ValueError(
@@ -49,7 +50,7 @@ def check_separator(columns: Collection[str]) -> None:
 
 
 def only_split(name: str, config: str | None) -> str | None:
-    """The split of a file or folder that has no other, by the names that `datasets` reads as splits."""
+    """Returns the only split of a file or folder, by the names that `datasets` reads as splits, `None` for several."""
     path = local_path(name)
     if path is None:
         return None
@@ -68,13 +69,13 @@ def only_split(name: str, config: str | None) -> str | None:
 
 @contextmanager
 def reading(label: str) -> Iterator[None]:
-    """Turns errors of `datasets` within the context into one line."""
+    """Turns errors of `datasets` within the context into a `ValueError` of one line."""
     try:
         yield
-    except StopIteration as error:  # of an empty file of JSON Lines
+    except StopIteration as error:  # raised for an empty file of JSON Lines
         raise ValueError(f"{label} can't be read: it has no rows") from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        # The cause, rather than that generating failed
+        # The cause says more than that generating failed
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         reason = " ".join(str(cause).split())
         if isinstance(cause, RecursionError):
@@ -91,12 +92,12 @@ def reading(label: str) -> Iterator[None]:
 
 
 def load_arguments(name: str, split: str) -> dict[str, Any]:
-    """The arguments by which `datasets.load_dataset` reads a dataset."""
+    """Returns the arguments by which `datasets.load_dataset` reads a dataset."""
     path = local_path(name)
     if path is None:
         return {"path": name}
     path, split = path.absolute(), re.split(r"[\[+]", split)[0]
-    if path.is_file():  # whose folder may have a script of the folder's name, which is no loader of the file
+    if path.is_file():  # `/.` hides a script with the folder's name, which is no loader of the file
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved(path):
         folder = path if (path / "state.json").is_file() else path / split
@@ -105,11 +106,11 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
 
 
 def is_saved(path: Path) -> bool:
-    return any((path / each).is_file() for each in ("dataset_dict.json", "state.json"))
+    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def json_file(path: str | Path, pattern: str) -> Path | None:
-    """The JSON file that holds the rows, `None` where `path` is a dataset."""
+    """Returns the JSON file that holds the rows, `None` if `path` is a dataset."""
     path = local_path(str(path)) or Path(path)
     if path.is_file():
         return None if path.suffix == ".parquet" else path
@@ -120,7 +121,7 @@ def json_file(path: str | Path, pattern: str) -> Path | None:
 
 
 def read_json(file: Path) -> list[dict[str, Any]]:
-    """Reads rows of JSON or JSON Lines."""
+    """Reads the rows of a file of JSON or JSON Lines."""
     with reading(str(file)):
         text = file.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
@@ -129,7 +130,7 @@ def read_json(file: Path) -> list[dict[str, Any]]:
 
 
 def read_video_questions(file: Path) -> list[dict[str, Any]]:
-    """Reads rows of Video-R1, or those of IntentTrain that ask for a choice about a video, by Video-R1's names."""
+    """Reads rows of Video-R1, or multiple-choice questions about videos of IntentTrain, under Video-R1's names."""
     rows = read_json(file)
     if not any({"answer", "video"} & {*row} for row in rows):
         return rows
@@ -149,7 +150,7 @@ def read_video_questions(file: Path) -> list[dict[str, Any]]:
 
 
 def required(row: dict[str, Any], index: int, *names: str) -> Any:
-    """The first of these columns that a row has."""
+    """Returns the value of the first column in `names` that a row has, or raises a `ValueError`."""
     for name in names:
         if row.get(name) is not None:
             return row[name]

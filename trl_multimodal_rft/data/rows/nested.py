@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Walks through nested features and values."""
+"""Traversal of nested features and values."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def feature_leaves(feature: FeatureType | None, key: str = "") -> Iterator[tuple[str, FeatureType | None]]:
-    """The features in a nested one that hold values, each with the key that it is stored under."""
+    """Yields the innermost features of a nested feature that hold values, with the keys of these values."""
     if isinstance(feature, (List, LargeList)):
         yield from feature_leaves(feature.feature, key)
     elif isinstance(feature, dict):
@@ -29,7 +29,7 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
 
 
 def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
-    """A nested value in which `change(item, feature, path)` replaces what the leaves of its feature describe."""
+    """Returns a nested value, with `change(item, feature, path)` in place of the items of innermost features."""
     if isinstance(feature, dict) and isinstance(value, dict):
         return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in value.items()})
     if isinstance(feature, (List, LargeList)) and isinstance(value, list):
@@ -38,8 +38,8 @@ def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureT
 
 
 def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
-    """Nested lists and dictionaries in which `change(item, path)` replaces the rest. Unchanged parts are reused."""
-    # By its type, since `isinstance` decodes a `Decoded`
+    """Returns nested lists and dictionaries, with `change(item, path)` for other items. Reuses unchanged parts."""
+    # `issubclass` of the type, since `isinstance` decodes a `Decoded`
     if issubclass(type(value), list):
         before = cast(list, value)
         items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(before)]

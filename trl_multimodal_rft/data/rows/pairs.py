@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Turns pairs of completions into rows for a judge, which sees each pair in both orders."""
+"""Rows for a judge, made of pairs of completions, with each pair in both orders."""
 
 import re
 from collections.abc import Collection
@@ -33,15 +33,15 @@ _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
 _TAG = re.compile(rf"<({'|'.join(MODALITIES)})>")
 COMPLETIONS = ("chosen", "rejected")
 _COLUMNS = ("prompt", *COMPLETIONS)
-# Column of rows whose completions are equally good, so that which of them is `chosen` says nothing
+# Column that marks pairs whose completions are equally good, so that neither is better for being `chosen`
 TIE = "tie"
 
 
 def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     """
-    Rows that ask a judge which completion of each pair is better, in both orders, for [`preference_reward`].
+    Returns rows that ask a judge which completion of a pair is better, in both orders, for [`preference_reward`].
 
-    Rows `2 * i` and `2 * i + 1` are of pair `i`, so that a judge that prefers a position earns nothing by it.
+    Rows `2 * i` and `2 * i + 1` belong to pair `i`, so that a judge that prefers a position earns nothing by it.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -55,8 +55,8 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         [`~datasets.Dataset`]: Rows of `prompt`, `solution` (`"A"`, `"B"` or `"tie"`), media and the other columns.
 
     Raises:
-        `ValueError`: If the dataset has no pairs, or the template doesn't show all of them; if an answer has media, or
-            a message says something else than its text, which the judge would not get.
+        `ValueError`: If the dataset has no pairs, if the template doesn't have each field once, if an answer has
+            media, or if a message has something besides its text, which the judge would not get.
 
     Example:
     ```python
@@ -71,24 +71,24 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     columns: dict[str, list] = {"prompt": [], "solution": []}
     texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
     for index, row in enumerate(texts):
-        read = [read_answer(row[name], name, index) for name in COMPLETIONS]
+        chats = [read_answer(row[name], name, index) for name in COMPLETIONS]
         check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=("content",))
-        for messages, name in zip(read, COMPLETIONS, strict=True):
+        for messages, name in zip(chats, COMPLETIONS, strict=True):
             check_read(messages, name, index, keys=("tool_calls",))
         # A tag in an answer stands for no medium
-        answers, tie = [_TAG.sub(r"< \1>", as_text(strip_media(each))) for each in read], row.get(TIE)
+        answers, tie = [_TAG.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
-            shown = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
-            content = [shown[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
+            fields = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
+            content = [fields[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
             columns["prompt"].append([{"role": "user", "content": _joined(sum(content, []))}])
             columns["solution"].append("tie" if truth_value(tie, TIE, index) else better)
     asks_blocks = isinstance(texts[0]["prompt"], list) and isinstance(texts[0]["prompt"][0]["content"], list)
-    kept = Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if asks_blocks else None
-    rows = Dataset.from_dict(columns, kept)
-    others = dataset.remove_columns([*texts.column_names, *{"solution"} & {*dataset.column_names}])
-    if not others.column_names:
+    features = Features({"prompt": dataset.features["prompt"], "solution": Value("string")}) if asks_blocks else None
+    rows = Dataset.from_dict(columns, features)
+    other_columns = dataset.remove_columns([*texts.column_names, *{"solution"} & {*dataset.column_names}])
+    if not other_columns.column_names:
         return rows
-    return concatenate_datasets([rows, others.select(np.repeat(np.arange(len(dataset)), 2))], axis=1)
+    return concatenate_datasets([rows, other_columns.select(np.repeat(np.arange(len(dataset)), 2))], axis=1)
 
 
 def check_pairs(dataset: Dataset) -> None:
@@ -103,7 +103,7 @@ def check_pairs(dataset: Dataset) -> None:
 
 
 def read_answer(completion: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
-    """The messages of a completion, which must begin with the assistant's, and hold no media."""
+    """Returns the messages of a completion. Raises unless they begin with the assistant's and hold no media."""
     messages = read_messages(completion, column, row)
     if isinstance(completion, str):
         return [{**messages[0], "role": "assistant"}]
@@ -114,13 +114,13 @@ def read_answer(completion: str | list | None, column: str, row: int) -> list[di
 
 
 def check_text_only(messages: list[dict[str, Any]]) -> None:
-    """Raises for media in answers."""
+    """Raises a [`MediaError`] for media in answers."""
     if (medium := next(iter_refs(messages), None)) is not None:
         raise medium.error("assistant messages are text; only prompts hold media, so move it into those before them")
 
 
 def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
-    """Raises for what nobody reads of a text: blocks of other types in answers, and keys besides these, if given."""
+    """Raises for parts of messages that nobody reads: blocks of answers that aren't text, and keys besides `keys`."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
         lost = [block["type"] for block in blocks if block["type"] != "text"]
@@ -131,7 +131,7 @@ def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Coll
 
 
 def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks of a prompt, of several messages with their roles."""
+    """Returns the blocks of a prompt, with the roles of its messages if there are several."""
     messages, blocks = [{"content": prompt}] if isinstance(prompt, str) else prompt, []
     for message in messages:
         content = message["content"] or ""
@@ -142,11 +142,11 @@ def _blocks(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Joins texts that follow each other, as some chat templates strip each block."""
+    """Joins text blocks that follow each other, as some chat templates strip the text of each block."""
     joined: list[dict[str, Any]] = []
     for is_text, group in groupby(blocks, lambda block: block.get("text") is not None):
-        found = [*group]
-        joined += [_block("".join(block["text"] for block in found))] if is_text else found
+        members = [*group]
+        joined += [_block("".join(block["text"] for block in members))] if is_text else members
     return joined
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prefetches rows in worker processes."""
+"""Prefetching of rows in worker processes."""
 
 import gc
 import multiprocessing
@@ -24,18 +24,18 @@ logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
 
-# How often, while a row is read, the workers are polled for one that was killed or hangs
+# Seconds between checks for a worker that was killed or hangs, while a row is read
 _POLL_SECONDS = 1.0
-_END_SECONDS = 10.0  # for workers that even a signal doesn't end, as in a folder that hangs
+_END_SECONDS = 10.0  # wait for workers that even a signal doesn't end, as while they read a folder that hangs
 
 
 class _Hanging(BrokenProcessPool):
-    """Workers that finished no row in time."""
+    """Error of workers that finished no row in time."""
 
 
 class PrefetchPool(Generic[T]):
     """
-    Reads rows in forked workers, which start with the first row. If no worker can be forked, `take` reads.
+    Pool of forked workers that read rows, and start with the first row. If no worker can be forked, `take` reads.
 
     `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
     line, which ends the run without naming the row. They also need shared memory for tensors, of which containers have
@@ -43,12 +43,12 @@ class PrefetchPool(Generic[T]):
 
     Args:
         read (`Callable`):
-            Reads a row by its number.
+            Function that reads a row by its index.
         num_workers (`int`, *optional*, defaults to 1):
             Number of workers.
         patience (`Callable`, *optional*):
-            Seconds that a row may take, by its number. Workers that finish no row in that time, as in a decoder that
-            hangs, are killed, and the row is read once more. Called for rows that are late alone.
+            Function that returns the seconds that a row may take, by its index. Workers that finish no row in that
+            time, as in a decoder that hangs, are killed, and the row is read once more. Called only for late rows.
     """
 
     def __init__(self, read: Callable[[int], T], num_workers: int = 1, patience: Callable[[int], float] | None = None):
@@ -61,7 +61,7 @@ class PrefetchPool(Generic[T]):
         self._can_fork = True
 
     def want(self, rows: Iterable[int]) -> None:
-        """Starts reading these rows, and drops all others."""
+        """Starts to read `rows`, and drops all other rows."""
         before, self._jobs = self._jobs, {}
         for row in dict.fromkeys(rows):
             self._jobs[row] = before.pop(row, None) or self._submit(row)
@@ -69,7 +69,7 @@ class PrefetchPool(Generic[T]):
             job.cancel()
 
     def take(self, row: int) -> T:
-        """Returns a row that was read, and drops it here."""
+        """Returns a row as soon as it is read, and drops it from the pool."""
         job = self._jobs.pop(row, None) or self._submit(row)
         try:
             data = self._result(job, row)
@@ -86,24 +86,24 @@ class PrefetchPool(Generic[T]):
             results = pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
             self._kill(results)
-            if thread is not None:  # which closes a pipe that an interpreter that ends beside it would write to
+            if thread is not None:  # it closes a pipe, to which an interpreter that ends meanwhile would write
                 thread.join(timeout=_END_SECONDS)
 
     def _kill(self, results: object) -> None:
-        """Kills the workers. The pool's thread waits for the rest of a row that one of them sends, unless the queue of
-        results is closed."""
+        """Kills the workers, and closes the queue of results, as the pool's thread would wait for the rest of a
+        worker's row."""
         for worker in self._workers:
             worker.kill()
         vars(results)["_writer"].close()
 
     def _result(self, job: Future, row: int) -> bytes | None:
-        """The result of the job of a row. Raises a `BrokenProcessPool` if a worker was killed, or all of them hang."""
+        """Returns the result of a row's job. Raises a `BrokenProcessPool` if a worker was killed, or all hang."""
         since, n_read, seconds = time.monotonic(), -1, None
         while not wait([job], timeout=_POLL_SECONDS).done:
             if self._pool is None:
                 continue
             if n_read != (n_read := sum(other.done() for other in self._jobs.values())):
-                since = time.monotonic()  # rows before it are read
+                since = time.monotonic()  # workers are reading rows before this one
             error: type[BrokenProcessPool] = BrokenProcessPool
             if all(worker.is_alive() for worker in self._workers):
                 seconds = self._patience(row) if seconds is None and self._patience is not None else seconds
@@ -115,8 +115,8 @@ class PrefetchPool(Generic[T]):
         return job.result()
 
     def _isolate(self, row: int) -> bytes | None:
-        """Reads a row again, in isolation, after a worker died and all rows were lost: it may be the cause."""
-        others = list(self._jobs)
+        """Reads a row again, alone, after a worker died and the pool lost all rows, as the row may be the cause."""
+        other_rows = list(self._jobs)
         self.close()
         try:
             return self._result(self._submit(row), row)
@@ -133,7 +133,7 @@ class PrefetchPool(Generic[T]):
                 "memory; remove the row, or write its media again"
             ) from error
         finally:
-            self.want(others)
+            self.want(other_rows)
 
     def _submit(self, row: int) -> Future:
         while self._can_fork:
@@ -143,15 +143,15 @@ class PrefetchPool(Generic[T]):
                 return self._pool.submit(_work, row)
             except BrokenProcessPool:  # a worker was killed while it read another row
                 self._pool = None
-            except OSError as error:  # of `fork`
+            except OSError as error:  # raised by `fork`
                 logger.warning(f"Media prefetching is disabled, as no worker can be forked: {error}")
                 self._can_fork, self._pool = False, None
-        unread: Future = Future()
-        unread.set_result(None)
-        return unread
+        empty_job: Future = Future()
+        empty_job.set_result(None)
+        return empty_job
 
     def _fork(self, row: int) -> Future:
-        """Starts the workers with a row."""
+        """Starts the workers, and has them read a first row."""
         self._pool = ProcessPoolExecutor(self._num_workers, multiprocessing.get_context("fork"), _start, (self._read,))
         gc.freeze()  # workers can't destroy tensors of the parent's GPU, so their collector must not find any
         try:
@@ -184,5 +184,5 @@ def _work(row: int) -> bytes | None:
     result = _read(row)
     try:
         return pickle.dumps(result, protocol=5)  # five times as fast as the default for tensors
-    except (pickle.PicklingError, TypeError, AttributeError):  # of decoders
+    except (pickle.PicklingError, TypeError, AttributeError):  # decoders can't be pickled
         return None

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Row(dict):
-    """The columns of a row, and its number in the dataset, which errors name."""
+    """Columns of a row, with the row's index in the dataset for errors."""
 
     def __init__(self, row_index: int, columns: dict[str, Any]):
         super().__init__(columns)
@@ -27,6 +27,8 @@ class Row(dict):
 
 
 class DatasetRows:
+    """Rows of a dataset by their indices, with media as they are stored."""
+
     def __init__(self, dataset: Dataset):
         self.dataset = undecoded(dataset)
 
@@ -42,7 +44,7 @@ class DatasetRows:
 
 
 class EndlessRows:
-    """The rows of a dataset in one shuffled order per epoch, endlessly."""
+    """Endless rows of a dataset, in a new shuffled order for each epoch."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.rows = DatasetRows(dataset)
@@ -53,7 +55,7 @@ class EndlessRows:
         return self.rows.__getitems__(self.row_indices(start, n))
 
     def row_indices(self, start: int, n: int) -> list[int]:
-        """Row numbers at positions of the endless order."""
+        """Returns the row indices at `n` positions of the endless order from `start` on."""
         positions = (divmod(position, len(self.rows)) for position in range(start, start + n))
         return [int(self._order(epoch)[position]) for epoch, position in positions]
 
@@ -62,7 +64,7 @@ class EndlessRows:
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Converts numeric lists, as which Arrow returns arrays, back to arrays, which copy faster."""
+    """Converts the numeric lists that Arrow returns for arrays back to arrays, which copy faster."""
     media = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
     for column in ("prompt", "messages", f"{TEACHER}prompt"):
         if isinstance(row.get(column), list):
@@ -86,6 +88,6 @@ def _as_array(value: T) -> T | np.ndarray | list | dict:
     if isinstance(first, (int, float)):
         try:
             return np.asarray(value, dtype=np.float32 if isinstance(first, float) else None)
-        except ValueError:  # ragged, for which the loader of the medium raises
+        except ValueError:  # ragged lists, for which the loader of the medium raises
             return value
     return [_as_array(item) for item in value]

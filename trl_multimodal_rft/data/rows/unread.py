@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Finds media of a dataset that no prompt contains, before a model silently trains on text alone."""
+"""Search for media of a dataset that no prompt contains, before a model silently trains on text alone."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _N_ROWS = 16
 # Names of prompt columns in other tools
 _PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
-# Columns that identify the layouts of other tools, supersets of others first; pairs of answers with their task
+# Columns that identify the layouts of other tools, supersets first; layouts of pairs include the option for them
 _LAYOUTS = (
     ("verl", {"prompt", "data_source", "reward_model"}),
     ("video-r1", {"problem", "data_type", "path"}),
@@ -41,7 +41,7 @@ _LAYOUTS = (
 
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
-# Names that show the modality of media whose data doesn't
+# Words in column names that show the modality of media whose data doesn't
 _NAMES = {
     "audio": "audio|sound|speech|voice|wav|music",
     "image": "image|img|picture|photo|figure|screenshot",
@@ -51,11 +51,13 @@ _NAMES = {
 
 @dataclass
 class _Unread:
+    """Media of a column that no prompt contains."""
+
     column: str
     path: str  # in the column
     modality: str | None
     several: bool
-    evidence: str  # how it was recognized
+    evidence: str  # how the media were recognized
     certain: bool
     everywhere: bool = True  # in each row that has a value
 
@@ -94,9 +96,9 @@ def check_columns(
     needs: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
-    Looks for media that no prompt contains, in the features of a dataset and in up to 16 rows, without decoding them.
-    It reads no rows of streams and of datasets with a transform. `needs` are options with the modalities that they
-    change, one of which prompts must have.
+    Raises an error, or returns a warning, if no prompt contains some media of a dataset. Looks at features and at up
+    to 16 rows, without decoding media, but not at rows of streams and of datasets with a transform. `needs` maps
+    options to the modalities that they change, one of which prompts must have.
     """
     features, rows, kinds = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
@@ -108,47 +110,53 @@ def check_columns(
         *(_media_of(row, reads, ignored) for row in (dataset if isinstance(dataset, Sequence) else rows))
     )
     has_media = bool(kinds - {None})
-    if one := [name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)]:
-        convert = f", or {prepared('llama-factory --task dpo')}" * ("chosen" in one)
-        raise MediaError(f"{name}: column {one[0]!r} holds a message; write a list of messages, `[...]`{convert}.")
+    if single := [
+        name for name in ("prompt", "completion", "chosen", "rejected") if isinstance(sample.get(name), dict)
+    ]:
+        convert = f", or {prepared('llama-factory --task dpo')}" * ("chosen" in single)
+        raise MediaError(f"{name}: column {single[0]!r} holds a message; write a list of messages, `[...]`{convert}.")
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
         if modality not in ignored and (lists or any(holds_several(modality, row.get(modality)) for row in rows)):
             raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
-    others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
-    looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
-    unread = [found for found in looked if found is not None]
-    read, message = [each for each in columns if each in MEDIA_COLUMNS and each not in ignored], None
+    other_columns = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
+    findings = [
+        _in_column(column, features.get(column), [row.get(column) for row in rows]) for column in other_columns
+    ]
+    unread = [media for media in findings if media is not None]
+    sources, message = [c for c in columns if c in MEDIA_COLUMNS and c not in ignored], None
     if unread:
-        of_answers = [found.path for found in unread if re.search("chosen|rejected", found.column)]
+        of_answers = [media.path for media in unread if re.search("chosen|rejected", media.column)]
         if of_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
             raise MediaError(
                 f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about media of a "
                 "prompt, or name the columns in `ignored_media_columns`"
             )
         takes = {*MODALITIES}.intersection(takes)
-        certain = any(found.certain or (found.everywhere and found.is_of(takes)) for found in unread)
-        alone = certain and not (has_media or (extent == "first" and read))
+        certain = any(media.certain or (media.everywhere and media.is_of(takes)) for media in unread)
+        alone = certain and not (has_media or (extent == "first" and sources))
         message = (
             f"{name}: no prompt gets these "
             f"media{', and there are no others, so that the model would get text alone' * alone}: "
-            f"{'; '.join(found.describe(columns) for found in unread)}. If only reward functions read a column, name "
+            f"{'; '.join(media.describe(columns) for media in unread)}. If only reward functions read a column, name "
             "it in `ignored_media_columns`."
         )
         if alone and extent != "some":
             raise MediaError(message)
     kinds |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
     is_known = columns and None not in kinds and not isinstance(dataset, IterableDataset)
-    for option, wanted in (needs or {}).items():
-        if is_known and not kinds.intersection(wanted):
+    for option, modalities in (needs or {}).items():
+        if is_known and not kinds.intersection(modalities):
             held = ", ".join(sorted(kinds)) or "text alone"
-            message = f"{name}: {option} changes {' or '.join(sorted(wanted))}, and prompts hold {held}; remove it."
+            message = (
+                f"{name}: {option} changes {' or '.join(sorted(modalities))}, and prompts hold {held}; remove it."
+            )
             if extent == "all":
                 raise ValueError(message)
-    if read and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
+    if sources and not has_media and extent == "all" and not isinstance(dataset, IterableDataset):
         raise MediaError(
-            f"{name}: no row has anything in {', '.join(map(repr, read))}, so that the model would get text alone; "
+            f"{name}: no row has anything in {', '.join(map(repr, sources))}, so that the model would get text alone; "
             "fill in the media, or remove the column."
         )
     return message
@@ -159,7 +167,7 @@ def check_has_prompt(row: Mapping[str, Any]) -> None:
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
-    """Checks that no column has a name that reward functions get other values under."""
+    """Raises for a column with a name under which reward functions get other values."""
     for column in ("prompts", "completions"):
         if column in row:
             row_index = getattr(row, "row_index", index)
@@ -170,21 +178,22 @@ def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> No
 
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
-    needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
+    """Returns the name of the other tool's layout that fits the columns of a row, `None` if none does."""
+    nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
     for layout, columns in _LAYOUTS:
-        column, keys = needed.get(layout, ("", set()))
+        column, keys = nested_keys.get(layout, ("", set()))
         if columns <= row.keys() and keys <= {key for key, _ in feature_leaves(row.get(column))}:
             return layout
     return None
 
 
 def prepared(layout: str, options: str = "") -> str:
-    """The remedy for rows of another layout."""
+    """Returns the remedy for rows of another layout."""
     return f"convert the {layout.split()[0]} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
 
 def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
-    """Raises where columns have the names of another layout."""
+    """Raises if a needed prompt is missing, or if the solution is where verl has it."""
     if "prompt" in columns or not needs_prompt:
         if "solution" not in columns and other_layout(row) == "verl":
             raise ValueError(
@@ -194,7 +203,7 @@ def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], ne
         return
     likely = next((column for other in _PROMPTS for column in columns if column.strip().lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
-    if likely == "messages":  # which may hold the answer
+    if likely == "messages":  # the last message may be the answer
         remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
@@ -219,7 +228,7 @@ def lists_columns(dataset: Rows) -> bool:
 
 
 def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], set]:
-    """The features of a dataset, the text columns of some rows, and the modalities of prompts, `None` if unknown."""
+    """Returns the features of a dataset, text columns of some rows, and modalities of prompts (`None`: unknown)."""
     if not lists_columns(dataset):
         return {}, [], set()
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
@@ -232,28 +241,28 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
     if isinstance(dataset, Dataset):
         features = {column: features[column] for column in dataset.format["columns"]}
         filled = {c for c in filled & features.keys() if len(empty_rows(dataset, c)) < len(dataset)}
-        # The features of other columns show their media, which reading them would decode
-        texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
+        # Features show the media of other columns, and reading these would decode the media
+        texts = [c for c, entry in features.items() if _holds_text(entry) and not [*_in_feature(entry, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
     kinds = {MEDIA_COLUMNS[column] for column in filled.difference(ignored) if [*feature_leaves(features[column])]}
-    leaves = [each for column in reads for each in feature_leaves(features.get(column, Value("null")))]
+    leaves = [entry for column in reads for entry in feature_leaves(features.get(column, Value("null")))]
     if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
         kinds |= {*MODALITIES}
-    json = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # which only reading all rows would tell
+    json = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # unknown without reading all rows
     return features, rows, kinds | json | {block_modality(key) for key, _ in leaves if block_modality(key)}
 
 
 def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
-    """Media in a column, if any: what certainly is a medium takes precedence over what may name one."""
+    """Returns the media in a column, if any: values that certainly are media, rather than names that may be files."""
     for path, modality, evidence in _in_feature(feature, column):
         return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
     media = [[*find_media(value, column)] for value in values]
-    everywhere = all(each or is_absent(value) or not value for each, value in zip(media, values, strict=True))
-    found = [(isinstance(values[i], (list, tuple)), *one) for i, each in enumerate(media) for one in each]
-    for several, path, modality, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
+    everywhere = all(entry or is_absent(value) or not value for entry, value in zip(media, values, strict=True))
+    findings = [(isinstance(values[i], (list, tuple)), *item) for i, entry in enumerate(media) for item in entry]
+    for several, path, modality, medium in sorted(findings, key=lambda entry: isinstance(entry[-1], str)):
         if isinstance(medium, Encoded):
-            continue  # found by its feature
+            continue  # its feature was found above
         if isinstance(medium, str):
             evidence = f"what looks like files, such as {shown_url(medium)[:60]!r}"
             return _Unread(column, path, modality, several, evidence, certain=False, everywhere=everywhere)
@@ -264,7 +273,7 @@ def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unrea
 
 
 def _in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[str, str | None, str]]:
-    """Path and modality of the media in a feature, and how they were recognized."""
+    """Yields the path and the modality of the media in a feature, and how they were recognized."""
     name = type(feature).__name__
     if name in _FEATURES:
         yield path, _FEATURES[name], f"feature {name}"
@@ -285,7 +294,7 @@ def _holds_text(feature: FeatureType) -> bool:
 
 
 def _media_of(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> set[str]:
-    """The modalities of the media of a row; all of them where a medium doesn't show its own."""
+    """Returns the modalities of the media of a row, or all modalities if a medium doesn't show its own."""
     columns = [column for column in MEDIA_COLUMNS if column not in ignored and not is_empty(row.get(column))]
     inside = [kind for c in reads if not isinstance(row.get(c), str) for _, kind, _ in find_media(row.get(c))]
     return {*MODALITIES} if None in inside else {*map(MEDIA_COLUMNS.__getitem__, columns), *filter(None, inside)}

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from ...trainers.grpo_config import MultimodalGRPOConfig
     from ...trainers.rloo_config import MultimodalRLOOConfig
 
-logger = logging.getLogger(__name__)  # accelerate's needs its state
+logger = logging.getLogger(__name__)  # accelerate's logger needs its state
 
 # Arguments of forwards that aren't media
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *CACHE_NAMES, "labels"}
 
 _VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
-# Accepted for all families, since they mean nothing without pixels
+# Grids are accepted for all families, since they mean nothing without pixels
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
@@ -54,8 +54,8 @@ class Actor(nn.Module):
     """
     A policy that computes log-probabilities of its actions, the tokens of completions, and samples them.
 
-    It takes media of any model by the names of the model's forward. [`ActorVL`] is the same by its name in LightRFT;
-    [`ActorAL`] and [`ActorOmni`] sample with names for audio, too.
+    The policy takes media of any model by the argument names of the model's forward. [`ActorVL`] is LightRFT's name
+    for this class; [`ActorAL`] and [`ActorOmni`] sample with names for audio, too.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -76,11 +76,11 @@ class Actor(nn.Module):
             Whether `forward` takes samples one after the other in one row, with `packed_seq_lens`.
         high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
             Above 0, outputs hold `action_entropy`, from which
-            [`~algorithms.entropy.high_entropy_mask`] keeps that share of tokens.
+            [`~algorithms.entropy.high_entropy_mask`] keeps this share of tokens.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Whether to load with 4-bit weights (NF4), for LoRA.
         freeze_vision_tower, freeze_audio_tower (`bool`, *optional*, default to `False`):
-            Whether to freeze the encoder of images and videos, and that of audio.
+            Whether to freeze the encoder of images and videos, and the encoder of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the policy; sample with the same one.
 
@@ -118,7 +118,7 @@ class Actor(nn.Module):
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
-            # transformers keeps a weak reference to the object
+            # The attribute keeps the object alive, to which transformers has a weak reference
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
@@ -174,7 +174,7 @@ class Actor(nn.Module):
 
     @property
     def base_model(self) -> PreTrainedModel:
-        """The model without adapter."""
+        """The model without its adapter."""
         return unwrapped(None, self.model)
 
     @property
@@ -205,13 +205,13 @@ class Actor(nn.Module):
         **media: torch.Tensor | None,
     ) -> torch.Tensor | ModelOutput | tuple[torch.Tensor, ModelOutput]:
         """
-        Log-probabilities of the actions, the last tokens of each sequence.
+        Returns log-probabilities of the actions, the last tokens of each sequence.
 
         Args:
             sequences (`torch.LongTensor`):
                 Prompts and completions, shape `(B, S)`; packed, one after the other without padding, `(1, sum of S)`.
             num_actions (`int` or `list[int]`, *optional*):
-                Number of action tokens `A`, at most `S - 1`; packed, that of each sample. `None` gives the model's
+                Number of action tokens `A`, at most `S - 1`; packed, one number per sample. `None` gives the model's
                 output with its logits, and needs `return_output=True`.
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default. Ignored for packed sequences.
@@ -219,9 +219,9 @@ class Actor(nn.Module):
                 Images and videos of all sequences, in the shape of the family: for Qwen, patches of shape
                 `(sum of patches, D)`.
             image_grid_thw, video_grid_thw (`torch.Tensor`, *optional*):
-                Patches of each of them in time, height and width, shape `(number, 3)`.
+                Patches of each image or video in time, height and width, shape `(number, 3)`.
             return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output, too. It has the logits of all tokens; packed, only `aux_loss`.
+                Whether to return the model's output, too: the logits of all tokens; packed, only `aux_loss`.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
             audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
@@ -239,15 +239,15 @@ class Actor(nn.Module):
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.
-            `TypeError`: If the model has no argument of that name, or takes no audio.
+            `TypeError`: If the model has no argument of the name of a tensor, or takes no audio.
             `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        seen = dict(zip(_VISION, vision, strict=True)) if self._sees else {}
-        heard = audio_inputs(self.base_model, audio_values, audio_attention_mask)
-        known = _accepted_media(self.base_model, dict(**seen, **heard, **media))
+        vision_media = dict(zip(_VISION, vision, strict=True)) if self._sees else {}
+        audio_media = audio_inputs(self.base_model, audio_values, audio_attention_mask)
+        accepted = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
         if packed_seq_lens is not None:
-            return self._forward_packed(sequences, num_actions, packed_seq_lens, known, return_output)
+            return self._forward_packed(sequences, num_actions, packed_seq_lens, accepted, return_output)
         if num_actions is None and not return_output:
             raise ValueError(
                 "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
@@ -260,7 +260,7 @@ class Actor(nn.Module):
         check_num_actions(num_actions or 0, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
-        inputs: dict[str, Any] = bare_inputs(self.base_model, sequences, known, num_actions or 0)
+        inputs: dict[str, Any] = bare_inputs(self.base_model, sequences, accepted, num_actions or 0)
         inputs["attention_mask"] = attention_mask
         if self.config.get_text_config() is self.config:
             # Language models number their positions from the left edge, padding included
@@ -364,7 +364,7 @@ class Actor(nn.Module):
             self.base_model,
             {name: kwargs.pop(name) for name in tensors if name in _media_names(self.base_model) | _GRIDS},
         )
-        # Effective options: those of this call, then a generation config among them, then the model's
+        # Options of this call prevail over its generation config, which prevails over the model's
         config = kwargs.get("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
         options = {**self.base_model.generation_config.to_dict(), **config, **kwargs}
@@ -384,9 +384,9 @@ class Actor(nn.Module):
             kwargs = {**kwargs, **self.sampling_options(options)}
         kwargs |= {"pad_token_id": pad_id, "use_cache": True}
         effective = GenerationConfig(**{**base.generation_config.to_dict(), **config})
-        others = effective.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
+        unused = effective.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
         prompts = None
-        if not others and not is_deepspeed_zero3_enabled() and decodes(base, effective):
+        if not unused and not is_deepspeed_zero3_enabled() and decodes(base, effective):
             prompts = padded_prompts(base, input_ids, attention_mask, media)
         with evaluation_mode(self), without_router_logits(base):
             if prompts is None:
@@ -400,11 +400,11 @@ class Actor(nn.Module):
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Temperature, `top_k` and `top_p`, with a warning where they make another policy than the one that is scored.
+        Returns temperature, `top_k` and `top_p`; warns if they make another policy than the one that is scored.
 
         Args:
             options (`dict`):
-                The three options; `None` means that of the policy.
+                The three options; `None` means the value of the policy.
 
         Returns:
             `dict`: The three options.
@@ -431,8 +431,8 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks of sampled sequences, see [`~algorithms.completions.mask_completions`]. Tokens after the first end of a
-        completion become padding, all others stay.
+        Masks sampled sequences, see [`~algorithms.completions.mask_completions`]. Tokens after the first end of a
+        completion become padding; all other tokens stay.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
@@ -450,24 +450,24 @@ class Actor(nn.Module):
                 Arguments of `torch.utils.checkpoint.checkpoint`, by default `{"use_reentrant": False}`.
         """
         kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        # Enabling makes inputs require gradients, which reentrant checkpointing needs; here only once
+        # Enabling makes inputs require gradients, for reentrant checkpointing; a second call must not do so twice
         self.base_model.disable_input_require_grads()
         checkpoint_activations(self.base_model, kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Stores activations again."""
+        """Stores activations for the backward pass again."""
         checkpoint_activations(self.base_model, enable=False)
         self.base_model.disable_input_require_grads()
 
     def print_trainable_parameters(self) -> None:
-        """Prints how many parameters are trained, of how many."""
-        total, trainable = (sum(each) for each in zip(*count_parts(self.model).values(), strict=True))
+        """Prints the numbers of trainable parameters and of all parameters."""
+        total, trainable = (sum(counts) for counts in zip(*count_parts(self.model).values(), strict=True))
         share = 100 * trainable / total
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")  # noqa: T201
 
     def model_for(self, args: "MultimodalGRPOConfig | MultimodalRLOOConfig") -> nn.Module:
         """
-        The model, for a trainer of this package.
+        Returns the model, for a trainer of this package.
 
         Args:
             args ([`MultimodalGRPOConfig`] or [`MultimodalRLOOConfig`]):
@@ -509,9 +509,9 @@ def _four_bits(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
     """Casts parameters as `from_pretrained` does, without buffers, whose rounding would change rotary positions."""
-    kept = tuple(base._keep_in_fp32_modules or ())
+    fp32_modules = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in fp32_modules):
             parameter.data = parameter.data.to(dtype)
 
 
@@ -524,8 +524,8 @@ def _add_lora(
     frozen: list[str],
 ) -> nn.Module:
     """
-    Adds a LoRA adapter to a model, which keeps its mode: to layers whose names end in one of `target_modules`, or to
-    all linear ones but the LM head, outside of the modules `frozen`.
+    Adds a LoRA adapter to a model, which stays in its mode. The adapter is for layers whose names end in one of
+    `target_modules`, or for all linear layers but the LM head, outside of the modules `frozen`.
     """
     peft = require_module("peft", "peft")
 
@@ -566,7 +566,7 @@ def _media_names(model: PreTrainedModel) -> set[str]:
 
 
 def _accepted_media(model: PreTrainedModel, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """The media that a model takes, without grids that it doesn't. Raises a `TypeError` for others."""
+    """Returns the media that a model takes, without grids it doesn't take. Raises a `TypeError` for other media."""
     names = _media_names(model)
     accepted = {n: value for n, value in media.items() if value is not None and (n in names or n not in _GRIDS)}
     for name, value in accepted.items():

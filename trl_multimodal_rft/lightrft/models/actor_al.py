@@ -11,8 +11,8 @@ class ActorAL(Actor):
     """
     A policy that answers prompts with audio.
 
-    Arguments are those of [`Actor`]. It ignores images and videos, so that all actors have the same call;
-    [`ActorOmni`] uses them.
+    Arguments are those of [`Actor`]. The policy ignores images and videos, so that all actors have the same call;
+    [`ActorOmni`] uses images and videos.
 
     Example:
 
@@ -49,7 +49,7 @@ class ActorOmni(ActorAL):
     """
     A policy that answers prompts with images, videos and audio.
 
-    Arguments are those of [`Actor`], the media those of [`ActorVL`] and [`ActorAL`].
+    Arguments are those of [`Actor`]; media are those of [`ActorVL`] and [`ActorAL`].
     """
 
     modality = "multimodal"

@@ -32,7 +32,7 @@ def bare_inputs(
     model: PreTrainedModel, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int
 ) -> dict[str, torch.Tensor]:
     """
-    Checks media against the ids and adds the model's per-token fields. The model computes its positions itself.
+    Returns the media, checked against the ids, and the per-token fields. The model computes its positions itself.
     """
     fields = {name: media[name] for name in TOKEN_FIELDS if name in media}
     media = {name: value for name, value in media.items() if name not in fields}
@@ -60,7 +60,7 @@ def bare_prompt(
     media: dict[str, torch.Tensor],
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
-    """A prompt from bare tensors, on the CPU; without `fields`, per-token fields are read off the ids."""
+    """Returns a prompt from bare tensors, on the CPU; without `fields`, per-token fields follow from the ids."""
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
     check_media(model, [ids], media)
@@ -77,8 +77,8 @@ def packed_prompts(
     media: dict[str, torch.Tensor],
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
-    Splits samples packed into one row: their prompts, their completions padded on the right, `(B, A)`, and the mask of
-    these.
+    Splits samples packed into one row; returns their prompts, their completions padded on the right, `(B, A)`, and the
+    mask of the completions.
     """
     lengths = list(map(int, lengths))
     if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
@@ -95,8 +95,8 @@ def packed_prompts(
     rows = sequences[0].split(lengths)
     stops = [length - n for length, n in zip(lengths, actions, strict=True)]
     completions = [row[stop:] for row, stop in zip(rows, stops, strict=True)]
-    for index, holds in enumerate(_masks(completions, all_placeholder_ids(model, model))):
-        if holds.any():
+    for index, is_placeholder in enumerate(_masks(completions, all_placeholder_ids(model, model))):
+        if is_placeholder.any():
             raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
     fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
     media = {name: value for name, value in media.items() if name not in fields}
@@ -114,8 +114,8 @@ def padded_prompts(
     model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: dict[str, torch.Tensor]
 ) -> list[EncodedPrompt] | None:
     """
-    Prompts from left-padded ids `(B, P)` and their media, those that are equal and follow each other as one; `None` if
-    features of media depend on the batch, or it isn't clear which belong to which row.
+    Returns prompts from left-padded ids `(B, P)` and their media; equal neighbors are one object. Returns `None` if
+    features of media depend on the batch, or if it isn't clear which media belong to which row.
     """
     if family_of(model).isolate is not None:
         return None
@@ -126,7 +126,7 @@ def padded_prompts(
     except MediaError:
         return None
     for i, (before, prompt) in enumerate(pairwise(prompts), 1):
-        pairs = [({"ids": each.input_ids} | each.media) for each in (before, prompt)]
+        pairs = [({"ids": neighbor.input_ids} | neighbor.media) for neighbor in (before, prompt)]
         if pairs[0].keys() == pairs[1].keys() and all(
             torch.equal(pairs[0][n], value) for n, value in pairs[1].items()
         ):
@@ -135,7 +135,7 @@ def padded_prompts(
 
 
 def check_num_actions(num_actions: int, length: int, label: str = "") -> None:
-    """Checks that each action has a token before it, which predicts it."""
+    """Raises a `ValueError` unless each action has a token before it, which predicts the action."""
     if not 0 <= num_actions < length:
         raise ValueError(
             f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
@@ -143,13 +143,13 @@ def check_num_actions(num_actions: int, length: int, label: str = "") -> None:
         )
 
 
-# Which media belong to which row
+# Assignment of media to rows
 
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    The per-token fields of a model, from its placeholders; videos with the image token count as images. Without them,
-    models of the Qwen family silently give media the positions of text.
+    Returns a model's per-token fields, from its placeholders; videos with the image token count as images. Without
+    these fields, models of the Qwen family silently give media the positions of text.
     """
     accepted = inspect.signature(type(model).forward).parameters
     types = torch.zeros_like(input_ids)
@@ -167,7 +167,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
 def _checked_fields(
     model: PreTrainedModel, input_ids: torch.Tensor, media: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The same for ids with media; videos must have placeholders of their own."""
+    """Returns [`token_fields`] of ids with media. Raises a [`MediaError`] if videos lack placeholders of their own."""
     fields = token_fields(model, input_ids)
     videos = any(modality_of(name) == "video" for name in media)
     if "mm_token_type_ids" in fields and videos and not (fields["mm_token_type_ids"] == 2).any():
@@ -178,7 +178,7 @@ def _checked_fields(
 
 
 def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Media of each row, as slices of those of all rows, by the rows' placeholders."""
+    """Returns the media of each row, as slices of the media of all rows, by the rows' placeholders."""
     check_media(model, rows, media)
     masks = {modality: _masks(rows, ids) for modality, ids in placeholder_token_ids(model, model).items()}
     if not any(mask.any() for mask in masks["video"]):
@@ -191,7 +191,7 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
         counts = _count_media(model, modality, masks[modality], tensors)
         grid = tensors.get(f"{modality}_grid_thw")
         patches = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
-        # One entry for each medium, for each patch, or for each row that has any
+        # Tensors have one entry per image, video or clip, per patch, or per row with media
         for name, value in tensors.items():
             options = (counts, patches, [min(count, 1) for count in counts])
             sizes = next((sizes for sizes in options if sum(sizes) == len(value)), None)
@@ -208,12 +208,14 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
 
 def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> None:
     """
-    Checks that a batch's placeholders match its media, row by row where their tensors allow it. Models don't: most
-    raise with too few features, but some silently run with too many or none.
+    Raises a [`MediaError`] if a batch's placeholders don't match its media, row by row where the tensors allow it.
+    Models don't check this: most raise an error with too few features, but some silently run with too many or none.
     """
     masks = {modality: _masks(rows, ids) for modality, ids in placeholder_token_ids(model, model).items()}
-    first = {name: next((i for i, mask in enumerate(of) if mask.any()), None) for name, of in masks.items()}
-    # Without grids, sizes and masks
+    first = {
+        name: next((i for i, mask in enumerate(row_masks) if mask.any()), None) for name, row_masks in masks.items()
+    }
+    # Grids, sizes and masks alone don't make a modality present
     present = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
     # Videos with the image token look like images
     as_images = "video" in present and first["video"] is None
@@ -241,7 +243,7 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
 def audio_inputs(
     model: PreTrainedModel, values: torch.Tensor | None, mask: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Features of clips and the mask of their frames, under the names of the family."""
+    """Returns features of clips and the mask of their frames, by the argument names of the model's forward."""
     accepted = inspect.signature(type(model).forward).parameters
     features = next((name for name in AUDIO_FEATURES if name in accepted), None)
     mask_name = next((name for name in AUDIO_MASKS if name in accepted), None)
@@ -257,12 +259,12 @@ def audio_inputs(
 
 
 def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:
-    """Where each row holds one of the ids, on the CPU."""
+    """Returns the mask of each row's tokens that are one of the ids, on the CPU."""
     return [torch.isin(row.cpu(), torch.tensor(sorted(ids), dtype=row.dtype)) for row in rows]
 
 
 def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torch.Tensor]) -> list[int] | None:
-    """Number of tokens of each medium, where the tensors give it."""
+    """Returns the number of tokens of each image, video or clip, or `None` if the tensors don't give it."""
     grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
     if grid is not None:
         return (grid.prod(1) // model.config.vision_config.spatial_merge_size**2).tolist()
@@ -301,7 +303,8 @@ def _count_media(
         if used < len(sizes):
             raise MediaError(f"{len(sizes) - used} {modality}s have no placeholder in any row.")
         return counts
-    # Else adjacent placeholders are one medium, or every row that has some has one, or all take equally many
+    # Without numbers of tokens, a run of adjacent placeholders is one image, video or clip, or each row with
+    # placeholders has one, or all take equally many tokens
     n_media = max(len(value) for value in tensors.values())
     runs = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
     with_some = [int(mask.any()) for mask in masks]

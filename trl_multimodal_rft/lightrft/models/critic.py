@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A critic that is called as an actor, with sequences and their number of actions."""
+"""A critic with the call of an actor, which takes sequences and their number of actions."""
 
 import torch
 from transformers import PreTrainedModel
@@ -32,13 +32,13 @@ class Critic(critic_module.Critic):
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """
-        Values of the states before the actions.
+        Returns the values of the states before the actions.
 
         Args:
             sequences (`torch.LongTensor`):
                 Prompts and completions, shape `(B, S)`.
             num_actions (`int`, *optional*):
-                Number of action tokens `A`, the last ones. `None` gives the value after every token.
+                Number of action tokens `A` at the end of sequences. `None` gives the value after every token.
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default.
             inputs (`torch.Tensor`):

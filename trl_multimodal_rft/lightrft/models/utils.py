@@ -47,18 +47,18 @@ def compute_reward(
     reward_clip_range: tuple[float, float] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """
-    Reward of each token: that of its completion on the last action, minus the KL penalty of every action.
+    Returns the reward of each token: the completion's reward on the last action, minus the KL penalty on every action.
 
     Args:
         r (`torch.Tensor` or `float`):
-            Rewards of the completions, shape `(B,)`, or one for all.
+            Rewards of the completions, shape `(B,)`, or one reward for all.
         kl_coef, kl (`float`, and `torch.Tensor` or `list[torch.Tensor]`):
             Coefficient of the penalty, at least 0, and KL divergence of the tokens, `(B, A)`, or `(A,)` for each
             completion.
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`.
         num_actions (`int` or `list[int]`, *optional*):
-            Without a mask, the number of actions of each completion, which come first; all tokens by default.
+            Without a mask, the number of actions at the start of each completion; all tokens by default.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Range to clip `r` to.
 
@@ -73,8 +73,8 @@ def compute_reward(
         counts = [len(row) for row in kl] if num_actions is None else num_actions
         counts = [counts] * len(kl) if isinstance(counts, int) else counts
         return [
-            compute_reward(one, kl_coef, row[None], torch.arange(len(row), device=row.device)[None] < n)[0]
-            for one, row, n in zip(r, kl, counts, strict=True)
+            compute_reward(reward, kl_coef, row[None], torch.arange(len(row), device=row.device)[None] < n)[0]
+            for reward, row, n in zip(r, kl, counts, strict=True)
         ]
     divergence = kl if isinstance(kl, torch.Tensor) else torch.stack(kl)
     return terminal_rewards(r, action_mask) - max(kl_coef, 0.0) * torch.where(action_mask.bool(), divergence, 0)
@@ -82,7 +82,7 @@ def compute_reward(
 
 def masked_mean(tensor: torch.Tensor, mask: torch.Tensor | None, dim: int | None = None) -> torch.Tensor:
     """
-    Mean over a mask.
+    Returns the mean over a mask.
 
     Args:
         tensor, mask (`torch.Tensor`):

@@ -15,15 +15,15 @@ def normalize_advantages_cross_batch(
     """
     Shifts and scales advantages to mean 0 and population variance 1 over the actions of all batches.
 
-    The estimators of the experience maker do so themselves; this is for experience of your own.
+    The estimators of the experience maker do so themselves; this function is for other experience.
 
     Args:
         experiences (`list[Experience]`):
             Batches, padded or packed, which get the advantages.
         advantage_estimator (`str`):
-            `"gae"`, `"reinforce"` or `"reinforce_baseline"`; the advantages of others stay.
+            `"gae"`, `"reinforce"` or `"reinforce_baseline"`; advantages of other estimators stay unchanged.
         args (`argparse.Namespace`):
-            A true `no_advantage_std_norm` shifts only.
+            If `no_advantage_std_norm` is true, advantages are shifted only.
 
     Returns:
         `list[Experience]`: The batches, with advantages of 0 outside the mask.
@@ -34,10 +34,10 @@ def normalize_advantages_cross_batch(
     if advantage_estimator not in ("gae", "reinforce", "reinforce_baseline"):
         return experiences
     columns = []
-    for index, each in enumerate(experiences):
-        if each.advantages is None or each.action_mask is None:
+    for index, experience in enumerate(experiences):
+        if experience.advantages is None or experience.action_mask is None:
             raise ValueError(f"`advantages` or `action_mask` of batch {index} is None; make both, and normalize then.")
-        columns.append((list(each.advantages), list(each.action_mask)))
+        columns.append((list(experience.advantages), list(experience.action_mask)))
     rows = [row for advantages, _ in columns for row in advantages]
     values, mask = torch.cat(rows), torch.cat([row for _, masks in columns for row in masks]).bool()
     if getattr(args, "no_advantage_std_norm", False):
@@ -45,7 +45,7 @@ def normalize_advantages_cross_batch(
     else:
         values = whiten(values, mask)
     parts = iter(values.split([len(row) for row in rows]))
-    for each, (advantages, _) in zip(experiences, columns, strict=True):
+    for experience, (advantages, _) in zip(experiences, columns, strict=True):
         whitened = [next(parts) for _ in advantages]
-        each.advantages = whitened if isinstance(each.advantages, list) else torch.stack(whitened)
+        experience.advantages = whitened if isinstance(experience.advantages, list) else torch.stack(whitened)
     return experiences

@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-[`Samples`], completions as they were sampled, and [`Experience`], completions with what an update needs.
+Records of completions: [`Samples`], as they were sampled, and [`Experience`], with the fields that an update needs.
 
 An experience is padded or packed. Padded, `sequences` is `(B, S)` and fields of actions are `(B, A)`: the last `A`
 columns of `sequences` are the action columns of every row, and where a row has fewer actions the mask is 0. Packed,
-each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media are the same in both: tensors with the rows
-of one sample after those of another.
+each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media have the same form in both: tensors with the
+rows of one sample after the rows of another.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ...encoding.prompts import EncodedPrompt
 
 
 Tokens = torch.Tensor | list[torch.Tensor]  # padded, or one tensor per row
-Fields = TypeVar("Fields", bound=Tokens)  # what fields of tokens are: those of a batch, or of a sample
+Fields = TypeVar("Fields", bound=Tokens)  # type of the token fields of a batch or of a sample
 Moved = TypeVar("Moved")
 
 
@@ -55,7 +55,7 @@ def clip_filter_like_weight_func(
     rewards: torch.Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> torch.Tensor:
     """
-    Weights of samples that let groups with signal make up for those without, see [`clip_filter_like_weights`].
+    Returns weights of samples by which groups with signal make up for others, see [`clip_filter_like_weights`].
 
     Args:
         rewards (`torch.Tensor`):
@@ -63,7 +63,7 @@ def clip_filter_like_weight_func(
         clip_filter_like_weight_clip_eps (`float`, *optional*, defaults to `3.0`):
             Largest weight of a group with signal.
         lamda (`float`, *optional*, defaults to `1.0`):
-            Weight of groups without signal, where others have some.
+            Weight of groups without signal, if other groups have signal.
 
     Returns:
         `torch.Tensor`: Weights, shape `(G, n)`; 1 if no group has signal.
@@ -79,7 +79,7 @@ def clip_filter_like_weight_func(
 @dataclass(eq=False)
 class Record(Generic[Fields]):
     """
-    Sequences whose tensors all move together.
+    Record of sequences, whose tensors all move together.
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
@@ -108,7 +108,7 @@ class Record(Generic[Fields]):
 @dataclass(eq=False)
 class ActionRecord(Record[Fields]):
     """
-    Completions with what an update needs. Shapes are those of a padded batch; packed, fields are lists.
+    Completions with the fields that an update needs. Shapes are those of a padded batch; packed, fields are lists.
 
     Args:
         action_log_probs, base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
@@ -120,7 +120,7 @@ class ActionRecord(Record[Fields]):
             1 on tokens, shape `(B, S)`, and on actions, shape `(B, A)`.
         info (`dict`):
             Everything else, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
-            dicts hold more of the kind, any other value is about the whole batch.
+            dicts hold further such values, any other value is about the whole batch.
     """
 
     action_log_probs: Fields | None
@@ -134,7 +134,7 @@ class ActionRecord(Record[Fields]):
 
 
 def info_of(record: ActionRecord) -> dict[str, Any]:
-    """The `info` of a batch or of a sample, which gets an empty one if it has none."""
+    """Returns the `info` of a batch or of a sample, which gets an empty `info` if it has none."""
     if record.info is None:
         record.info = {}
     return record.info
@@ -157,7 +157,7 @@ class Experience(ActionRecord[Tokens]):
     action_entropy: Tokens | None = None
 
 
-# Media. A dataclass takes the fields of its last base first: sequences, images and videos, the rest
+# Media. A dataclass takes the fields of its last base first: sequences, images and videos, then all other fields
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ class VisionRecord(Record[Fields]):
         pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
             Images and videos as the model takes them, such as flattened patches or `(N, 3, H, W)`.
         image_grid_thws, video_grid_thws (`torch.Tensor`, *optional*):
-            Where the pixels are patches, their number along time, height and width, shape `(N, 3)`.
+            If the pixels are patches, the number of patches along time, height and width, shape `(N, 3)`.
         raw_images (`list`, *optional*):
             Images before processing: a list of images for one sample, and for a batch such a list, or `None`, per
             sample.
@@ -185,7 +185,7 @@ class VisionRecord(Record[Fields]):
 @dataclass(eq=False)
 class MediaFields(Generic[Fields]):
     """
-    What follows images and videos: the fields of [`ActionRecord`], each of which may be missing, and other media.
+    Fields after images and videos: the fields of [`ActionRecord`], all of them optional, and other media.
 
     Args:
         audio_values (`torch.Tensor`, *optional*):
@@ -212,11 +212,11 @@ class MediaFields(Generic[Fields]):
 @dataclass(eq=False)
 class ExperienceVL(MediaFields[Tokens], Experience, VisionRecord[Tokens]):
     """
-    An experience with images, videos and audio, see [`Experience`], see [`VisionRecord`] and see [`MediaFields`].
+    An experience with images, videos and audio, see [`Experience`], [`VisionRecord`] and [`MediaFields`].
 
     Args:
         media_rows (`dict[str, list[int]]`, *optional*):
-            For each media tensor how many of its rows (first dimension) belong to each sample.
+            For each media tensor, the number of its rows (first dimension) that belong to each sample.
     """
 
     media_rows: dict[str, list[int]] | None = None
@@ -235,7 +235,7 @@ class Samples:
         num_actions (`int`):
             Columns of the actions, `A`.
         packed_seq_lens, pad_len (*optional*):
-            `None`: samples are padded, and packed in updates alone.
+            Always `None`: samples are padded, and only updates pack them.
         response_length, total_length (`torch.Tensor`):
             Actions and tokens of each sample, shape `(B,)`.
         prompts, labels (`list`):

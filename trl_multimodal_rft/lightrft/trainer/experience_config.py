@@ -40,7 +40,7 @@ class ExperienceConfig:
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            Statistics are those of all its ranks. Policies and critics score in its mixed precision.
+            Accelerator. Statistics are over all its ranks. Policies and critics score in its mixed precision.
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
 
@@ -95,14 +95,14 @@ class ExperienceConfig:
 
 def check_options(options: dict[str, Any]) -> None:
     """
-    Raises for options of generation without effect.
+    Raises an error for options of generation without effect.
 
     Args:
         options (`dict`):
             The options by name.
 
     Raises:
-        `ValueError`: If there is no such option.
+        `ValueError`: If an option is unknown, or isn't supported here.
     """
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:

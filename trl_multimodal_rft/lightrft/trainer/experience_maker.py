@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From prompts to experience: sampling, scoring, rewarding, and advantages."""
+"""The experience maker: sampling, scoring and rewarding of completions of prompts, and advantages."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -45,9 +45,9 @@ from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages
 
 
-logger = logging.getLogger(__name__)  # accelerate's needs its state
+logger = logging.getLogger(__name__)  # accelerate's logger needs its state
 
-# Names in experiences of models' media tensors, where they differ
+# Names of media tensors in experiences, by their names in models, where the two differ
 MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
@@ -58,7 +58,7 @@ MEDIA_FIELDS = {
 
 class NaiveExperienceMaker(RolloutAdvantages):
     """
-    Makes experience of prompts: text, or rows with images, videos and audio.
+    Maker of experience from prompts: text, or rows with images, videos and audio.
 
     Args:
         actor ([`Actor`]):
@@ -73,7 +73,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The policy's tokenizer.
         prompt_max_len (`int`):
-            Most tokens of a prompt. Longer text loses its beginning; longer messages raise.
+            Largest number of tokens of a prompt. Longer text loses its beginning; longer messages raise an error.
         kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
             Its `value` is the coefficient of the KL divergence. 0 by default.
         strategy ([`ExperienceConfig`]):
@@ -83,12 +83,12 @@ class NaiveExperienceMaker(RolloutAdvantages):
             loaded and run.
         reward_fn (`Callable`, *optional*):
             With other sources of reward, which are summed by default, a function that combines them: it takes any of
-            `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns `(B,)`, or
-            that and a dictionary of metrics. Alone, a reward function with TRL's signature.
+            `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
+            `(B,)`, or rewards and a dictionary of metrics. Alone, a reward function with TRL's signature.
         reward_fn_label_map (`dict[str, int]`, *optional*):
             Index of each source of reward, by name: models first, then servers.
         reward_recipe (`dict`, *optional*):
-            Without `reward_fn`, which sources count for which label, see [`~rewards.recipe.combine_rewards`].
+            Without `reward_fn`, the sources that count for each label, see [`~rewards.recipe.combine_rewards`].
         processor ([`~transformers.ProcessorMixin`], *optional*):
             The policy's processor, for prompts with media.
 
@@ -165,13 +165,13 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self, texts: Sequence[str], max_length: int, padding: bool = True, device: torch.device | str | None = None
     ) -> dict[str, Any]:
         """
-        Tokenizes prompts. Longer ones lose their beginning.
+        Tokenizes prompts. Prompts of more than `max_length` tokens lose their beginning.
 
         Args:
             texts (`Sequence[str]`):
                 Prompts with their template applied.
             max_length (`int`):
-                Most tokens of a prompt.
+                Largest number of tokens of a prompt.
             padding (`bool`, *optional*, defaults to `True`):
                 Whether to pad on the left.
             device (`torch.device` or `str`, *optional*):
@@ -212,8 +212,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             all_prompts (`str` or `list`):
                 See [`generate_samples`].
             generate_kwargs:
-                Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
-                and `"reinforce"`, by default those of the estimator.
+                Options of generation, and `gamma` and `lambd` for the advantages of `"gae"` and `"reinforce"`, by
+                default the settings of the estimator, or else 1 and 0.95.
 
         Returns:
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
@@ -222,12 +222,12 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
                 or a reward is invalid.
         """
-        own = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
-        gamma, lambd = generate_kwargs.pop("gamma", own["gamma"]), generate_kwargs.pop("lambd", own["lam"])
+        discounts = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
+        gamma, lambd = generate_kwargs.pop("gamma", discounts["gamma"]), generate_kwargs.pop("lambd", discounts["lam"])
         length_penalty = self._length_penalty(generate_kwargs)
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))
-        experiences = [self.make_experience(each) for each in bar]
+        experiences = [self.make_experience(batch) for batch in bar]
         if length_penalty is not None:
             for info in map(info_of, experiences):
                 completions = [range(n) for n in info["response_length"].long().tolist()]
@@ -383,8 +383,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             "total_length": samples.total_length,
             "num_actions": samples.num_actions,
         }
-        others = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
-        info |= {name: value for name, value in others.items() if value is not None}
+        optional_info = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
+        info |= {name: value for name, value in optional_info.items() if value is not None}
         modalities = set().union(*(prompt.modalities for prompt in samples.encoded_prompts or []))
         experience = (ExperienceVL if modalities else Experience)(
             sequences=samples.sequences,
@@ -413,7 +413,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return torch.where(mask, scores.logps.float(), 0), entropy
 
     def _rollout(self, samples: Samples) -> Rollout:
-        """Samples as the trainers score them."""
+        """Returns samples as a rollout, which the trainers' functions score."""
         n_actions, prompts = samples.num_actions, samples.encoded_prompts
         if prompts is None:
             rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
@@ -431,8 +431,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self, critic: nn.Module, samples: Samples, rollout: Rollout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` those after truncated
-        completions, `(B,)`, 0 after others.
+        Returns values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` values of the states
+        after truncated completions, `(B,)`, 0 after other completions.
         """
         mask, cut = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
@@ -441,16 +441,16 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 return values, None if cut is None else after
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
             if cut is not None:
-                # The state before a further token, whatever that is; truncated completions fill all columns
+                # A further token, of any id, gives the state before it; truncated completions fill all columns
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
-                    torch.cat([each, cut[:, None].to(each.dtype)], 1) for each in (mask, attention_mask)
+                    torch.cat([tensor, cut[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)
                 )
             values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(samples)), 0)
         return (values, None) if cut is None else (values[:, :-1], values[:, -1])
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
-        """Media of all rows, by the names of the model's forward."""
+        """Returns the media of all rows, by the argument names of the model's forward."""
         media = join_media(samples.encoded_prompts or [])
         return {name: value.to(self.device) for name, value in media.items()}
 
@@ -466,7 +466,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 Samples.
 
         Returns:
-            `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`.
+            `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where no source applies, and metrics of `reward_fn`.
         """
         media = self._media(samples) if self.reward_models else {}
         return self.reward_sources(samples, self.tokenizer, media)
@@ -485,7 +485,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return accelerator is None or accelerator.is_main_process
 
     def _autocast(self):
-        """The precision of the accelerator's updates."""
+        """Returns the context of the precision of the accelerator's updates."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
 
@@ -497,5 +497,5 @@ def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
         field = MEDIA_FIELDS.get(name, name)
         set_media(experience, field, value)
         experience.media_rows[field] = [len(prompt.media.get(name, ())) for prompt in prompts]
-    images = [next((each.media.get("image") for _, each in prompt.decoded), None) for prompt in prompts]
+    images = [next((decoded.media.get("image") for _, decoded in prompt.decoded), None) for prompt in prompts]
     experience.raw_images = images if any(images) else None

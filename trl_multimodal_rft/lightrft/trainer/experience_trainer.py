@@ -42,7 +42,7 @@ WHOLE_WEIGHTS = (
     "or DDP, ZeRO-1 or ZeRO-2."
 )
 
-# Metrics that are means over the actions of a micro-batch, and over those that have a reward
+# Metrics that are means over the actions of a micro-batch, and metrics that are means over its actions with a reward
 _OF_ACTIONS = """
 approx_kl clip_ratio/high_mean clip_ratio/low_mean clip_ratio/region_mean entropy kl ratio/mean
 """.split()
@@ -54,11 +54,11 @@ _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "t
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    [`MultimodalPPOTrainer`] on experience. The caller has the loop, since a step may come from a single micro-batch.
+    A [`MultimodalPPOTrainer`] on experience. The caller runs the loop, since a step may be a single micro-batch's.
     """
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
-        rows = Dataset.from_list([{"prompt": ""}])  # for the constructor alone
+        rows = Dataset.from_list([{"prompt": ""}])  # only the constructor reads them
         super().__init__(
             model=actor,  # pyrefly: ignore[bad-argument-type]  see `Actor.model_for`
             reward_funcs=_no_rewards,
@@ -71,12 +71,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.actor = actor
         self.replay_buffer = replay_buffer
         self.is_prepared = False  # whether the engine has models and optimizer
-        self.is_first_epoch = True  # on these samples
+        self.is_first_epoch = True  # whether an epoch is the first one on its samples
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
         self._half_done: set[str] = set()  # parts that an unfinished update trains
         self._n_micro_batches = 0
-        # Actions, and those with a reward, of the micro-batches in the metrics
+        # Numbers of actions, and of actions with a reward, for the micro-batches in the metrics
         self._action_counts: list[list[float]] = []
         accepted = inspect.signature(type(actor.base_model).forward).parameters
         self._media_names = {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
@@ -90,8 +90,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._trains("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
-        own = {"client_states": self.client_states, "pending_logs": self.pending_logs}
-        return {**super()._rollout_state(), **own}
+        state = {"client_states": self.client_states, "pending_logs": self.pending_logs}
+        return {**super()._rollout_state(), **state}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
@@ -108,14 +108,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise ValueError(
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
-        # A subset reads several rows at once of any dataset
+        # A subset can read several rows at once from any dataset
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
         args.per_device_ptx_batch_size = dataloader.batch_size
 
     def prepare_without_fit(self) -> None:
-        """Prepares for steps outside of `fit`, once."""
+        """Prepares models and optimizer for steps outside of `fit`, once."""
         if self.is_prepared:
             return
         args = self.args
@@ -183,7 +183,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # In a field whose padding is removed, too
+            # The field of entropies carries the mask, since its padding is removed, too
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
@@ -234,14 +234,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.callback_handler.on_step_end(args, self.state, self.control)
 
     def _order(self, n: int) -> list[int]:
-        """Indices of groups, or of samples, in an order that depends on the step."""
+        """Returns indices of samples in a random order, of whole groups if these stay together, by the step."""
         size = self.args.num_generations if self.args.keep_groups_together else 1
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
         return [index for start in starts for index in range(start, min(start + size, n))]
 
     def _filtered(self, micro_batches: list[Rollout]) -> list[Rollout]:
-        """The micro-batches of an update, with weights of the actions by their entropies where only some count."""
+        """Returns an update's micro-batches, with weights of actions by their entropies if the token filter is on."""
         size = self._token_filter.window or 1
         for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
             part = micro_batches[start : start + size]
@@ -251,7 +251,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Batches
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
-        """Checked samples as a rollout: prompts, and completions padded on the right."""
+        """Returns samples, after checks, as a rollout: prompts, and completions padded on the right."""
         args, device = self.args, self.actor.device
         pins = args.dataloader_pin_memory and device.type == "cuda"
 
@@ -272,8 +272,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for index, item in enumerate(items):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
-        alike: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
-        prompts = [self._prompt_of(item, alike[tuple(item.prompt_ids.tolist())]) for item in items]
+        prompts_by_ids: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
+        prompts = [self._prompt_of(item, prompts_by_ids[tuple(item.prompt_ids.tolist())]) for item in items]
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.prompt_ids) :] for item in items]
         mask = columns["action_mask"].long()
@@ -288,7 +288,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             ref_per_token_logps=columns.get("base_action_log_probs"),
             advantages=columns["advantages"],
             values=Values(old=columns.get("values"), returns=columns.get("returns")),
-            # Of a generation batch, as in the trainer
+            # The number of actions of a generation batch, as in the trainer
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
             rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
@@ -298,8 +298,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """
-        The prompt of a sample, which joins the others of its ids; equal ones are the same object, so that a forward
-        shares them.
+        Returns the prompt of a sample. Among `others`, the prompts with the same ids, which it joins, equal prompts
+        are the same object, so that a forward shares them.
         """
         media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
         for other in others:
@@ -311,7 +311,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Metrics
 
     def _mean_metrics(self) -> dict[str, float]:
-        """Means of the metrics since the last call, by the names of LightRFT."""
+        """Returns means of the metrics since the last call, by the names of LightRFT."""
         self._unread_metrics.read()
         status = {}
         for name, values in self._metrics["train"].items():
@@ -319,9 +319,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             counts = None if column is None else [count[column] for count in self._action_counts]
             status["critic_loss" if name == "value_loss" else name] = mean(values, counts)
         self._clear_metrics()
-        status.pop("value_learning_rate", None)  # which is `critic_lr`
+        status.pop("value_learning_rate", None)  # the same as `critic_lr`
         if "policy_loss" in status and not self.args.loss.is_mean:
-            # Which is that of an update, split over its micro-batches
+            # The loss of an update is split over its micro-batches
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
 
@@ -331,7 +331,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._action_counts.clear()
 
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
-        """Statistics of the buffers of all ranks. Samples without a reward have neither advantage nor return."""
+        """Returns statistics of all ranks' buffers. Samples without a reward have neither advantage nor return."""
         mask = rollout.loss_mask.bool()
         rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
 
@@ -370,7 +370,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.pending_logs.clear()
 
     def save_checkpoint(self, client_states: dict[str, Any], with_models: bool) -> None:
-        """Saves a checkpoint, and models in a folder that isn't rotated away if wanted."""
+        """Saves a checkpoint, and if `with_models`, models in a folder that isn't rotated away."""
         self.client_states = dict(client_states)
         self._save_checkpoint(self.model, trial=None)
         if with_models:
@@ -381,7 +381,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Other models
 
     def make_experience_maker(self, size: int, **arguments: Any) -> NaiveExperienceMaker:
-        """The experience maker of this trainer, with `size` samples per experience."""
+        """Returns the experience maker of this trainer, with `size` samples per experience."""
         args = self.args
         if self.is_fsdp_enabled:
             raise ValueError(WHOLE_WEIGHTS)
@@ -391,7 +391,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
                 "or a divisor of it."
             )
-        shared = [each.name for each in fields(ExperienceConfig) if hasattr(args, each.name)]
+        shared = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
         options = {name: getattr(args, name) for name in shared} | {
             "n_samples_per_prompt": args.num_generations,
             "micro_rollout_batch_size": size,
@@ -408,18 +408,18 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         )
         for model in maker.reward_models:
             model.to(self.accelerator.device)
-        maker.reward_scale = self._reward_scale  # which checkpoints hold
+        maker.reward_scale = self._reward_scale  # checkpoints hold this scale
         return maker
 
     def check_average(self, ema_model: Actor) -> None:
-        """Checks that an actor can hold the averaged weights: it must be a copy of the policy, and not the policy."""
-        averages, own = (dict(actor.model.named_parameters()) for actor in (ema_model, self.actor))
+        """Raises a `ValueError` unless an actor is a copy of the policy, which can hold the averaged weights."""
+        averages, weights = (dict(actor.model.named_parameters()) for actor in (ema_model, self.actor))
         for name, average in self.ema.state_dict().items():
             if name not in averages or averages[name].shape != average.shape:
                 raise ValueError(
                     f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(average.shape)}."
                 )
-            if averages[name] is own[name]:
+            if averages[name] is weights[name]:
                 raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
 
     @torch.no_grad()
@@ -431,7 +431,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
 
 def _no_rewards(**kwargs):
-    """For the constructor alone."""
+    """Raises an error, as the trainer's constructor alone needs a reward function."""
     raise RuntimeError("Rewards come from the experience maker; call `fit`.")
 
 
@@ -439,14 +439,14 @@ def _no_rewards(**kwargs):
 
 
 def of_all_ranks(values: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Joins lists of all ranks, whose names may differ."""
+    """Joins lists of all ranks by name; ranks may have different names."""
     gathered = gather_object([values])
     names = sorted({name for lists in gathered for name in lists})
     return {name: [number for lists in gathered for number in lists.get(name, [])] for name in names}
 
 
 def mean(numbers: list[float], weights: list[float] | None = None) -> float:
-    """Mean of the known numbers (not `NaN`); with weights, of those whose weight isn't 0."""
+    """Returns the mean of the known numbers (not `NaN`); with weights, of the numbers whose weight isn't 0."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if weights is None:
         return values.nanmean().item()
@@ -455,13 +455,13 @@ def mean(numbers: list[float], weights: list[float] | None = None) -> float:
 
 
 def std(numbers: list[float]) -> float:
-    """Standard deviation of the population of known numbers."""
+    """Returns the standard deviation of the population of known numbers."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return (values - values.nanmean()).square().nanmean().sqrt().item()
 
 
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
-    """Means over the samples of all ranks."""
+    """Returns means over the samples of all ranks."""
     values: dict[str, list[float]] = {}
     for info in map(info_of, experiences):
         logged = {name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {})
@@ -476,7 +476,7 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
 def evaluation_logs(
     maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
 ) -> dict[str, float]:
-    """Means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
+    """Returns means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
     values: dict[str, list[float]] = {"reward": [], "response_length": []}
     for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
         rewards, metrics = maker.rewards(samples)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments and batches of prompts of [`PPOTrainerVL`], converted and checked."""
+"""Conversion and checks of arguments and batches of prompts of [`PPOTrainerVL`]."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def config_of(
     generate_kwargs: dict[str, Any],
     **options,
 ) -> MultimodalPPOConfig:
-    """A copy of the strategy with the options of [`PPOTrainerVL`], all of them checked."""
+    """Returns a copy of the strategy with the options of [`PPOTrainerVL`], after checks of all options."""
     if not isinstance(strategy, MultimodalPPOConfig):
         raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
     if critic is not None and strategy.estimator.name != "gae":
@@ -76,8 +76,8 @@ def config_of(
         options |= {"beta": 0.0, "kl_estimator": None}
     discounts = {"gamma": "gamma", "lam": "lambd"}
     if strategy.estimator.name == "gae":
-        given = {name: generate_kwargs[own] for name, own in discounts.items() if own in generate_kwargs}
-        options["advantage_estimator"] = spelled("gae", {**strategy.estimator.settings, **given})
+        settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
+        options["advantage_estimator"] = spelled("gae", {**strategy.estimator.settings, **settings})
     check_options({name: value for name, value in generate_kwargs.items() if name not in discounts.values()})
     # Unlike `dataclasses.replace`, this doesn't set up devices and processes again
     config = copy.copy(strategy)
@@ -86,12 +86,12 @@ def config_of(
         temperature=actor.temperature,
         max_completion_length=generate_kwargs.get("max_new_tokens", strategy.max_completion_length),
         data_seed=strategy.seed if strategy.data_seed is None else strategy.data_seed,
-        # The other names of these options
+        # Other names of the same options
         num_iterations=options["num_ppo_epochs"],
         activation_checkpointing=options["gradient_checkpointing"],
         # Whole groups for any size of a micro-batch, as the trainer needs them; experience comes in other batches
         steps_per_generation=strategy.num_generations * strategy.gradient_accumulation_steps,
-        generation_batch_size=None,  # follows from the others
+        generation_batch_size=None,  # follows from the other options
         eval_strategy="no",  # the trainer has no rows to evaluate on
     )
     config.__post_init__()
@@ -108,7 +108,7 @@ def joined_optimizers(
     actor_scheduler: LambdaLR | None,
     critic_scheduler: LambdaLR | None,
 ) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
-    """One optimizer and one schedule from those of policy and critic, `None` without any."""
+    """Returns one optimizer and one schedule that join the policy's and the critic's, or `None` without any."""
     optimizers, schedulers = {"actor_optim": actor_optim}, {"actor_scheduler": actor_scheduler}
     if config.estimator.name == "gae":
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
@@ -139,7 +139,7 @@ def joined_optimizers(
                 f"`{name}` must be a `LambdaLR`, such as `transformers.get_scheduler` gives, got "
                 f"{type(scheduler).__name__}."
             )
-    schedules = [each for each in schedulers.values() if each is not None]
+    schedules = [lambda_lr for lambda_lr in schedulers.values() if lambda_lr is not None]
     n_frozen = config.freezing_actor_steps
 
     def thawed(factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -153,7 +153,7 @@ def joined_optimizers(
 
 
 def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Rows of a batch of prompts, see [`PPOTrainerVL.fit`]; a tuple has one of these sets of media columns."""
+    """Returns rows of a batch of prompts, see [`PPOTrainerVL.fit`]; a tuple has one of these sets of media columns."""
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
     media = next((names for names in columns if len(names) + 3 == len(batch)), None)
@@ -177,8 +177,8 @@ def check_rollout(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
 ) -> tuple[int, int]:
     """
-    Checks that batches of prompts make whole optimizer steps. Returns the steps on the experience of a batch, and its
-    prompts over all ranks.
+    Checks that batches of prompts make whole optimizer steps. Returns the number of steps on the experience of a
+    batch, and the number of its prompts over all ranks.
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")

@@ -31,23 +31,24 @@ class PPOTrainerVL:
     """
     PPO of vision-language models in the steps of LightRFT: make experience, put it into a buffer, train on it.
 
-    It holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use. Use that one
-    for a run from a dataset, and this class for code that handles experience itself, or comes from LightRFT. It runs
-    on one process, with DDP and with ZeRO-1 and 2. The critic becomes a part of `actor.model`, so save the policy with
-    [`save_model`], which separates them. Models, tokenizer and sources of reward are those of the experience maker,
-    see [`NaiveExperienceMaker`].
+    The class holds a [`MultimodalPPOTrainer`], whose loss, optimizer, metrics and checkpoints these steps use. Use
+    [`MultimodalPPOTrainer`] for a run from a dataset, and this class for code that handles experience itself, or comes
+    from LightRFT. Steps run on one process, with DDP and with ZeRO-1 and 2. The critic becomes a part of
+    `actor.model`, so save the policy with [`save_model`], which separates them. Models, tokenizer and sources of
+    reward are those of the experience maker, see [`NaiveExperienceMaker`].
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
-            All options. Those with an argument here are replaced by it: `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
+            All options. Arguments of this class replace `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
             `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
-            `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; and `temperature` by the
-            actor's. `num_generations` is the number of completions of a prompt. Options of sampling go into
-            `generate_kwargs`; options that only the rollouts and the loop of [`MultimodalPPOTrainer`] have raise.
+            `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; the actor's temperature
+            replaces `temperature`. `num_generations` is the number of completions of a prompt. Options of sampling go
+            into `generate_kwargs`; options that only the rollouts and the loop of [`MultimodalPPOTrainer`] have raise
+            an error.
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
-            Value model; `None` for estimators without, or for a copy of the policy with `"gae"`.
+            Value model; `None` for estimators without a critic, or with `"gae"` for a copy of the policy.
         initial_model ([`~lightrft.ActorVL`], *optional*):
             Reference of the KL divergence. `None` means the policy without its adapter, or without an adapter no KL
             divergence.
@@ -55,15 +56,16 @@ class PPOTrainerVL:
             A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. `None` keeps no
             average.
         actor_optim, critic_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizers of policy and critic, of the same class, which become one; `None` makes the one of `strategy`.
+            Optimizers of policy and critic, of the same class, which become one; `None` makes that of `strategy`.
         actor_scheduler, critic_scheduler (`LambdaLR`, *optional*):
-            Their schedules, likewise. That of a frozen policy waits.
+            Schedules of both optimizers, which become one, too. The schedule of a frozen policy waits.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average.
         init_kl_coef (`float`, *optional*, defaults to `0.001`):
             Coefficient of the KL divergence.
         kl_target, kl_horizon (`float` and `int`, *optional*, default to `None` and `10000`):
-            KL divergence per token, in nats, that an adaptive coefficient holds, and completions over which it adapts.
+            KL divergence per token, in nats, that an adaptive coefficient holds, and number of completions over which
+            the coefficient adapts.
         ptx_coef (`float`, *optional*, defaults to `0`):
             Weight of the supervised loss; 0 ignores the supervised rows.
         micro_train_batch_size, micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
@@ -218,17 +220,17 @@ class PPOTrainerVL:
             prompts_dataloader (`DataLoader`):
                 Batches of prompts for each rank. A batch is a list of rows (`prompt`, media columns, `references`,
                 `labels` and others for reward functions), or a tuple of lists: prompts, images, references and labels,
-                or prompts, images, videos, references and labels. There, the media of a prompt are a list, one, or
-                `None`.
+                or prompts, images, videos, references and labels. In a tuple, the media of a prompt are a list, a
+                single one, or `None`.
             pretrain_dataloader (`DataLoader`, *optional*):
-                With `ptx_coef` above 0: its dataset, see `ptx_dataset` of [`MultimodalPPOTrainer`], and its batch size
-                are used.
+                Supervised rows for `ptx_coef` above 0: only its dataset, see `ptx_dataset` of
+                [`MultimodalPPOTrainer`], and its batch size are used.
             eval_dataloader (`DataLoader`, *optional*):
-                Batches as of `prompts_dataloader`, for [`evaluate`].
+                Batches like those of `prompts_dataloader`, for [`evaluate`].
             consumed_samples (`int`, *optional*, defaults to `0`):
                 Prompts, over all ranks, to skip at the start. A checkpoint has its own number.
             num_update_steps_per_episodes (`int`, *optional*, defaults to `1`):
-                Fewest optimizer steps of an episode, which repeats the prompts for it.
+                Least number of optimizer steps of an episode, which repeats the prompts to reach it.
 
         Raises:
             `ValueError`: If the samples of a rollout don't fill whole optimizer steps, if the prompts don't fill whole
@@ -249,7 +251,7 @@ class PPOTrainerVL:
         )
         prompts = trainer.accelerator.prepare_data_loader(prompts_dataloader, device_placement=False)
         passes = max(math.ceil(num_update_steps_per_episodes / (updates * len(prompts))), 1)
-        rollouts = passes * len(prompts)  # of an episode
+        rollouts = passes * len(prompts)  # per episode
         checkpoint = args.resume_from_checkpoint
         if args.max_steps > 0:
             max_steps = math.ceil(args.max_steps / updates) * updates
@@ -294,7 +296,7 @@ class PPOTrainerVL:
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """
-        Trains on the buffer for `max_epochs`, in another order each time.
+        Trains on the buffer for `max_epochs`, each of them in another order.
 
         Groups of completions of a prompt stay together, so that a forward shares the prompt, unless
         `keep_groups_together=False`.
@@ -320,8 +322,8 @@ class PPOTrainerVL:
         self, experience: Experience, global_steps: int, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
         """
-        Adds the gradient of a micro-batch for policy and critic, in one backward, and makes an optimizer step after
-        each `gradient_accumulation_steps`.
+        Adds the gradient of a micro-batch for policy and critic, in one backward pass, and makes an optimizer step
+        after every `gradient_accumulation_steps` micro-batches.
 
         Args:
             experience ([`~lightrft.trainer.experience.Experience`]):
@@ -329,8 +331,8 @@ class PPOTrainerVL:
             global_steps (`int`):
                 Optimizer steps so far: below `freezing_actor_steps` only the critic moves.
             entropy_mask (`torch.Tensor`, *optional*):
-                Weight of each action in the policy loss, `(B, A)`, or a list of `(A,)` for packed ones. By default 1,
-                or that of the strategy's `top_entropy_quantile` in this micro-batch.
+                Weight of each action in the policy loss, `(B, A)`, or a list of `(A,)` for packed experience. By
+                default 1, or the weight by the strategy's `top_entropy_quantile` in this micro-batch.
 
         Returns:
             `dict[str, float]`: `policy_loss`, `critic_loss`, `actor_lr`, `critic_lr`, and more of the trainer's
@@ -345,11 +347,11 @@ class PPOTrainerVL:
     def training_step_actor(
         self, experience: Experience, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Trains the policy alone, see [`training_step`]. Its step counts and costs as much as one of both."""
+        """Trains the policy alone, see [`training_step`]. The step counts and costs as much as a step of both."""
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"policy"}, entropy_mask)
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
-        """Trains the critic alone, see [`training_step`]. Its step counts and costs as much as one of both."""
+        """Trains the critic alone, see [`training_step`]. The step counts and costs as much as a step of both."""
         if self.critic is None:
             raise ValueError(f"`advantage_estimator={self.strategy.advantage_estimator!r}` has no critic to train.")
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"critic"})
@@ -357,8 +359,8 @@ class PPOTrainerVL:
     @torch.no_grad()
     def evaluate(self, eval_dataloader: Iterable, global_step: int) -> dict[str, float]:
         """
-        Rewards of greedy completions of other prompts, for batches see [`fit`]. Ranks take turns, so that each prompt
-        counts once. Weights, running statistics and random states stay unchanged.
+        Returns rewards of greedy completions of other prompts; for batches, see [`fit`]. Ranks take turns, so that
+        each prompt counts once. Weights, running statistics and random states stay unchanged.
 
         Args:
             global_step (`int`):
@@ -432,7 +434,7 @@ class PPOTrainerVL:
     def _report(
         self, args: MultimodalPPOConfig, strategy: str, client_states: dict[str, Any] | None, before: int | None = None
     ) -> None:
-        """Logs, evaluates and saves if the strategy is this one, with `"steps"` if due since the step `before`."""
+        """Logs, evaluates and saves, each if its strategy is `strategy`, and if due since step `before`, if any."""
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler
 
@@ -454,10 +456,10 @@ class PPOTrainerVL:
 
 class PPOTrainerAL(PPOTrainerVL):
     """
-    PPO of models that hear, in the steps of the reference system, see [`PPOTrainerVL`].
+    PPO of audio-language models in the steps of LightRFT, see [`PPOTrainerVL`].
 
-    Arguments are the same, with [`~lightrft.ActorAL`] as actors. Batches of prompts are lists of rows, or tuples of
-    lists: prompts, audios, references and labels.
+    Arguments are those of [`PPOTrainerVL`], with [`~lightrft.ActorAL`] as actors. Batches of prompts are lists of
+    rows, or tuples of lists: prompts, audios, references and labels.
     """
 
     _columns = (("audios",),)

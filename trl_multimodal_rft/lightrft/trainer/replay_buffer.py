@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Samples of experiences, stored without padding until the update."""
+"""Buffer of samples of experiences, stored without padding until the update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +24,9 @@ class ReplayBuffer:
 
     Args:
         sample_batch_size (`int`, *optional*, defaults to `8`):
-            Samples of an experience that [`sample`] returns.
+            Number of samples in an experience that [`sample`] returns.
         limit (`int`, *optional*, defaults to `0`):
-            Most samples; the oldest are dropped first. 0 keeps all.
+            Largest number of samples; the oldest are dropped first. 0 keeps all.
         cpu_offload (`bool`, *optional*, defaults to `True`):
             Whether to keep tensors on the CPU, rather than on their device.
         packing_samples (`bool`, *optional*, defaults to `False`):
@@ -54,7 +54,7 @@ class ReplayBuffer:
 
     def append(self, experience: Experience) -> None:
         """
-        Adds copies of samples, which share no memory with their batch.
+        Adds copies of an experience's samples, which share no memory with the experience.
 
         Args:
             experience ([`Experience`]):
@@ -105,7 +105,7 @@ class ReplayBuffer:
             attribute (`str`, *optional*, defaults to `"advantages"`):
                 A field with one value per action.
             strategy ([`ExperienceConfig`], *optional*):
-                Mean and variance are those of all ranks of its accelerator, which all have to call this.
+                Mean and variance are over all ranks of its accelerator; all ranks must call this method.
 
         Raises:
             `RuntimeError`: If the field has been normalized before.

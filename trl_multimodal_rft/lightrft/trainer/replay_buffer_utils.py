@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Experiences split into samples and batched again, with their media.
+Functions that split experiences into samples and batch samples again, with their media.
 
-[`split_experience_batch`] and [`make_experience_batch`] are inverse to each other, up to padding and to `info`, where
-values of a whole batch come back once per sample.
+[`split_experience_batch`] and [`make_experience_batch`] are inverse to each other, up to padding and to `info`, in
+which values of a whole batch come back once per sample.
 """
 
 import math
@@ -25,8 +25,8 @@ from .experience import ActionRecord, Experience, ExperienceVL, MediaFields, Rec
 @dataclass(eq=False)
 class BufferItem(ActionRecord[torch.Tensor]):
     """
-    One sample of an experience. For its fields see [`Experience`]: they are its rows there, of the shapes `(S,)` and
-    `(A,)`. The last `A` columns of `sequences` are the action columns.
+    One sample of an experience. For its fields, see [`Experience`]: they are the sample's rows there, of the shapes
+    `(S,)` and `(A,)`. The last `A` columns of `sequences` are the action columns.
     """
 
     action_entropy: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class BufferItem(ActionRecord[torch.Tensor]):
 
     @property
     def is_scorable(self) -> bool:
-        """Whether the reward, if known, is a number."""
+        """`True` if the reward is a number, or unknown."""
         return "reward" not in (self.info or {}) or not math.isnan(self.reward)
 
 
@@ -61,11 +61,11 @@ class BufferItemVL(MediaFields[torch.Tensor], BufferItem, VisionRecord[torch.Ten
 
 # Fields with a column per token of the sequence, and per action
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
-_ACTION_FIELDS = tuple(each.name for each in fields(BufferItem) if each.name not in (*_SEQUENCE_FIELDS, "info"))
+_ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 _VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
 
-# Of each modality the key of `info` with the number of media per sample, the tensor that has a row per medium for
-# every model, and those whose rows depend on the model
+# For each modality, the key of `info` with the number of media per sample, the tensor that has one row per image or
+# video for every model, and the tensors whose rows depend on the model
 _MEDIA_COUNTS = (
     ("image_num", "image_grid_thws", ("pixel_values",)),
     ("video_num", "video_grid_thws", ("pixel_values_videos",)),
@@ -75,7 +75,7 @@ _MEDIA_COUNTS = (
 
 def is_vl_experience(experience: Record) -> bool:
     """
-    Whether an experience, or a sample of one, holds vision data.
+    Returns whether an experience, or a sample of an experience, holds vision data.
 
     Args:
         experience ([`Experience`] or [`BufferItem`]):
@@ -103,7 +103,7 @@ def zero_pad_sequences(
         `torch.Tensor`: The stack, shape `(B, ..., max S_i)`, of the same dtype.
 
     Raises:
-        `AssertionError`: If `side` is something else.
+        `AssertionError`: If `side` is another string.
         `ValueError`: If there are no sequences.
     """
     assert side in ("left", "right"), f"`side` must be 'left' or 'right', not {side!r}."
@@ -119,8 +119,8 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     Splits an experience into samples.
 
     `media_rows` gives the rows of a media tensor that belong to each sample. Without it, samples have as many images,
-    videos and clips as `image_num`, `video_num` and `audio_num` in `info`, or one each; a grid then has one row per
-    medium, tensors with a grid one row per patch, the others one per medium.
+    videos and clips as `image_num`, `video_num` and `audio_num` in `info`, or one each; then a grid has one row per
+    image or video, tensors with a grid one row per patch, and other tensors one row per image, video or clip.
 
     Args:
         experience ([`Experience`]):
@@ -174,8 +174,8 @@ def make_experience_batch(
 
     Returns:
         [`Experience`]: The batch, of a type that holds the media of all items. A field that is `None` in all items is
-        `None`, except for the masks of padding. `info` has one entry per sample: tensors where all are tensors of one
-        shape and dtype, else lists, with `None` for samples without the key.
+        `None`, except for the masks of padding. `info` has one entry per sample: a tensor if all values are tensors of
+        one shape and dtype, else a list, with `None` for samples without the key.
 
     Raises:
         `ValueError`: If there are no items, or if only some of them have a field.
@@ -219,16 +219,16 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
     """
     Cuts off the padding on both ends of samples.
 
-    A sequence begins and ends as its attention mask does. Action columns beyond its end go, and those before its first
-    action, which stand for tokens of the prompt; columns in between stay, masked or not, and so do all where the mask
-    is 0 throughout.
+    A sequence begins and ends as its attention mask does. Action columns beyond the end of the sequence go, and action
+    columns before its first action, which stand for tokens of the prompt. Columns in between stay, masked or not, and
+    all columns stay if the action mask is 0 throughout.
 
     Args:
         items (`Sequence[BufferItem]`):
             The samples, which stay unchanged.
         pad_token_id (`int`, *optional*):
-            Id of padding, for samples without an attention mask: runs of it at either end count as padding except
-            where the action mask is 1.
+            Id of padding, for samples without an attention mask: runs of this id at either end count as padding,
+            except where the action mask is 1.
 
     Returns:
         `list[BufferItem]`: New samples; their tensors share no memory with the old ones.
@@ -255,7 +255,7 @@ def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> 
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
     start, end = int(tokens[0]), int(tokens[-1]) + 1
 
-    # In columns of the action block
+    # `first` and `last` are indices of action columns
     last = max(n_actions - (length - end), 0)
     first = max(last - (end - start), 0)
     if item.action_mask is not None:
@@ -288,7 +288,7 @@ def _check(item: BufferItem, index: int) -> None:
 
 
 def _rows(experience: Experience, name: str, size: int) -> list[torch.Tensor | None]:
-    """A field of each sample."""
+    """Returns the rows of a field, one per sample."""
     value = getattr(experience, name)
     if value is None:
         return [None] * size
@@ -298,7 +298,7 @@ def _rows(experience: Experience, name: str, size: int) -> list[torch.Tensor | N
 
 
 def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
-    """A field of all samples."""
+    """Returns a field of all samples, or `None` if no sample has it."""
     column = [getattr(item, name) for item in items]
     missing = [index for index, value in enumerate(column) if value is None]
     if len(missing) == len(items):
@@ -322,7 +322,7 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
 
 def _split_info(value: Any, size: int) -> list:
     if isinstance(value, dict):
-        parts = {key: _split_info(each, size) for key, each in value.items()}
+        parts = {key: _split_info(entry, size) for key, entry in value.items()}
         return [{key: values[i] for key, values in parts.items()} for i in range(size)]
     if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size:
         return [row.clone() for row in value]
@@ -350,7 +350,7 @@ def _join_values(values: list) -> Any:
 
 
 def media_tensors(record: Record) -> dict[str, torch.Tensor]:
-    """All media of a batch or sample, by the names of experiences."""
+    """Returns all media tensors of a batch or sample, by their names in experiences."""
     if not isinstance(record, MediaFields):
         return {}
     names = (*_VISION_FIELDS, "audio_values", "audio_attention_mask")
@@ -370,17 +370,17 @@ def set_media(record: Record, name: str, tensor: torch.Tensor) -> None:
 
 
 def share_media(previous: Record, items: Sequence[Record]) -> None:
-    """Gives samples the media tensors of the sample before them where they are equal, in place."""
-    known = media_tensors(previous)
+    """Replaces media tensors of samples by equal tensors of the sample before them, in place."""
+    previous_media = media_tensors(previous)
     for name, new in media_tensors(items[0]).items():
-        if name in known and torch.equal(known[name], new):
+        if name in previous_media and torch.equal(previous_media[name], new):
             for item in items:
                 if media_tensors(item).get(name) is new:
-                    set_media(item, name, known[name])
+                    set_media(item, name, previous_media[name])
 
 
 def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    """How many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
+    """Returns the number of each media tensor's rows that belong to each sample, see [`split_experience_batch`]."""
     size, info = len(experience.sequences), experience.info or {}
     rows: dict[str, list[int]] = dict(getattr(experience, "media_rows", None) or {})
     for name, numbers in rows.items():
@@ -417,11 +417,11 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
             if patches is None and (sum(numbers) != len(tensor) or padded_sets):
                 raise _unclear(name, tensor, size)
             rows[name] = patches or numbers
-    known = set(map(tuple, rows.values()))
+    row_counts = set(map(tuple, rows.values()))
     for name, tensor in media.items():
         if name in rows:
             continue
-        possible = {numbers for numbers in known if sum(numbers) == len(tensor)}
+        possible = {numbers for numbers in row_counts if sum(numbers) == len(tensor)}
         if len(tensor) == size:
             possible.add((1,) * size)
         if len(possible) != 1:
@@ -431,7 +431,7 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
 
 
 def _numbers(key: str, value: torch.Tensor | list | float, size: int) -> list[int]:
-    """Numbers of media per sample, from any kind of numbers in `info`."""
+    """Returns numbers of media per sample, from numbers of any type in `info`."""
     numbers = torch.as_tensor(value, dtype=torch.float64)
     numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()
     if len(numbers) != size or any(n != int(n) or n < 0 for n in numbers):

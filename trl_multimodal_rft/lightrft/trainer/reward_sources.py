@@ -14,16 +14,16 @@ from trl import is_conversational
 from trl.trainer.utils import get_callable_name
 
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
+from ...extras.remote import RemoteReward
 from ...models.modes import evaluation_mode
 from ...rewards.calls import reward_arguments
 from ...rewards.checks import reward_tensor
 from ...rewards.recipe import add_rewards, combine_rewards
-from ...rewards.remote import RemoteReward
 from .experience import Samples
 
 
 class RewardSources:
-    """Rewards of samples, see [`NaiveExperienceMaker`]."""
+    """Sources of the rewards of samples, see [`NaiveExperienceMaker`]."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RewardSources:
     def __call__(
         self, samples: Samples, tokenizer: PreTrainedTokenizerBase, media: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`."""
+        """Returns rewards on the CPU, shape `(B,)`, `NaN` where no source applies, and metrics of `reward_fn`."""
         n, arguments = len(samples.sequences), self._arguments(samples, tokenizer)
         rewards = []
         for model in self.models:
@@ -86,7 +86,7 @@ class RewardSources:
 
 
 def _load_reward_func(path: str) -> Callable:
-    """`reward_func` of the user's file, which runs."""
+    """Returns `reward_func` of the user's file, after running the file."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path} to load `reward_func` from.")
     spec: Any = importlib.util.spec_from_file_location("reward_func", path)
@@ -98,7 +98,7 @@ def _load_reward_func(path: str) -> Callable:
 
 
 def _call(function: Callable, arguments: dict[str, Any], first: str | None = None) -> Any:
-    """Passes a function the arguments that its parameters name; a single unknown parameter gets `first`."""
+    """Calls a function with the arguments that its parameters name; one unknown parameter gets argument `first`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return function(**arguments)

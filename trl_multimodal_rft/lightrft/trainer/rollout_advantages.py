@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From the rewards of a rollout to advantages and returns."""
+"""Computation of advantages and returns from the rewards of a rollout."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ from .experience_config import ExperienceConfig
 
 
 class RolloutAdvantages:
-    """Advantages and returns from the rewards of all ranks, the last stage of the experience maker."""
+    """Computation of advantages and returns from the rewards of all ranks, the last stage of the experience maker."""
 
     def __init__(
         self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None, has_reference: bool = False
@@ -32,10 +32,10 @@ class RolloutAdvantages:
         """
         Shapes the rewards of a whole rollout: running scale, clip range, and the estimator's comparison within groups.
 
-        Shapes: returns `(B,)`.
+        Returns the experiences, and the shaped rewards `(B,)` of each experience.
         """
-        args, infos = self.strategy, [info_of(each) for each in experiences]
-        sizes = [len(each.sequences) for each in experiences]
+        args, infos = self.strategy, [info_of(experience) for experience in experiences]
+        sizes = [len(experience.sequences) for experience in experiences]
         in_groups = args.estimator.needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
@@ -74,7 +74,7 @@ class RolloutAdvantages:
     def _set_advantages(
         self, experiences: list[Experience], shaped: list[torch.Tensor], gamma: float, lambd: float
     ) -> None:
-        """Advantages and returns of all experiences from the results of [`process_experiences`]."""
+        """Sets advantages and returns of all experiences from the results of [`process_experiences`]."""
         infos, rewards, mask = list(map(info_of, experiences)), torch.cat(shaped), _joined(experiences, "action_mask")
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
@@ -94,28 +94,28 @@ class RolloutAdvantages:
             advantages = whiten(self._gather(advantages), self._gather(scorable.int()))
             advantages, sums = self._local(advantages, len(rewards)), per_token.sum(1)
         columns = (column.split([len(part) for part in shaped]) for column in (advantages, returns, sums))
-        for each, info, *parts in zip(experiences, infos, *columns, strict=True):
-            each.advantages, each.returns = (part[:, : info["num_actions"]] for part in parts[:2])
+        for experience, info, *parts in zip(experiences, infos, *columns, strict=True):
+            experience.advantages, experience.returns = (part[:, : info["num_actions"]] for part in parts[:2])
             info["return"] = parts[2]
 
     @torch.no_grad()
     def get_advantages_and_returns(
         self, values: Tokens, rewards: Tokens, action_mask: Tokens | None, gamma: float, lambd: float
     ) -> tuple[Tokens, ...]:
-        """Generalized advantage estimation, see [`~algorithms.advantages.gae`]. Shapes: `values` `(B, A)`."""
+        """Computes generalized advantage estimates, see [`~algorithms.advantages.gae`]. Shapes: `values` `(B, A)`."""
         return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
     def get_cumulative_returns(self, rewards: Tokens, action_mask: Tokens | None, gamma: float) -> Tokens:
         """
-        Discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
+        Computes discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
 
         Shapes: `rewards` `(B, A)`.
         """
         return _padded(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
     def _logps(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
-        """Log-probabilities under policy and reference, and the coefficient, where their divergence is a penalty."""
+        """Returns log-probabilities under policy and reference, and the KL coefficient, or nothing without penalty."""
         if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
             return [], 0.0
         names = ("action_log_probs", "base_action_log_probs")
@@ -124,26 +124,26 @@ class RolloutAdvantages:
     # Ranks
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of all ranks, padded on the right."""
+        """Returns the rows of all ranks, padded on the right."""
         accelerator = self.strategy.accelerator
         return values if accelerator is None else gather_rows(accelerator, values)
 
     def _local(self, values: torch.Tensor, n: int) -> torch.Tensor:
-        """This rank's `n` rows of those of all ranks."""
+        """Returns this rank's `n` rows from the rows of all ranks."""
         accelerator = self.strategy.accelerator
         return values if accelerator is None else local_rows(accelerator, values, n)
 
 
 def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
-    """A field of actions of all samples, padded on the right."""
-    return cat_padded([getattr(each, field) for each in experiences], 0)
+    """Returns a field of actions of all samples, padded on the right."""
+    return cat_padded([getattr(experience, field) for experience in experiences], 0)
 
 
 def _padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
-    """Results of a function of columns and their mask, all ones by default; lists of rows are padded for it."""
+    """Applies a function to columns and their mask, all ones by default; pads lists of rows for the function."""
     first = columns[0]
     if isinstance(first, torch.Tensor):
         return function(*columns, torch.ones_like(first) if mask is None else mask)
     rows = (*columns, [torch.ones_like(row) for row in first] if mask is None else mask)
     results = function(*(pad_sequence(list(column), batch_first=True) for column in rows))
-    return tuple([row[: len(own)] for row, own in zip(column, first, strict=True)] for column in results)
+    return tuple([row[: len(original)] for row, original in zip(column, first, strict=True)] for column in results)

@@ -1,0 +1,53 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Scripts of the launched commands: a module, or a trainer with its arguments."""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+from trl import ModelConfig
+
+from .. import trainers
+from ..trainers.configs import TrainerConfig
+from .arguments import (
+    DistillationScriptArguments,
+    PPOScriptArguments,
+    RLScriptArguments,
+    RunArguments,
+    SFTScriptArguments,
+)
+from .training import run
+
+
+@dataclass(frozen=True)
+class Script:
+    """Script of a trainer, which is imported on first use. `main` takes one instance of each class in `ARGUMENTS`."""
+
+    name: str
+    arguments: type
+    prefix: str  # start of the names of the trainer and its config
+
+    @property
+    def ARGUMENTS(self) -> tuple[type, ...]:
+        return self.arguments, getattr(trainers, f"{self.prefix}Config"), ModelConfig
+
+    def main(self, script_args: RunArguments, training_args: TrainerConfig, model_args: ModelConfig) -> None:
+        """Trains and saves a model."""
+        run(self.name, getattr(trainers, f"{self.prefix}Trainer"), script_args, training_args, model_args)
+
+
+grpo = Script("grpo", RLScriptArguments, "MultimodalGRPO")
+rloo = Script("rloo", RLScriptArguments, "MultimodalRLOO")
+ppo = Script("ppo", PPOScriptArguments, "MultimodalPPO")
+distillation = Script("distillation", DistillationScriptArguments, "MultimodalDistillation")
+sft = Script("sft", SFTScriptArguments, "MultimodalSFT")
+dpo = Script("dpo", RunArguments, "MultimodalDPO")
+kto = Script("kto", RunArguments, "MultimodalKTO")
+reward = Script("reward", RunArguments, "MultimodalReward")
+
+_SCRIPTS = {script.name: script for script in tuple(globals().values()) if isinstance(script, Script)}
+
+
+def script_of(name: str) -> Script | ModuleType:
+    """Returns the script of a command by the name of the command."""
+    return _SCRIPTS.get(name) or importlib.import_module(f".{name}", __package__)

@@ -1,0 +1,45 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Input errors, which a command shows in one line."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from ..credentials import masked
+from ..versions import unfit_packages
+
+
+# Environment variable with the folder into which launched processes write input errors. The command shows one.
+FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
+
+
+def one_line(text: str) -> str:
+    """Returns a message without line breaks."""
+    return re.sub(r"\s*\n\s*", " ", text.strip())
+
+
+# Packages whose errors explain wrong input
+_CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
+
+
+def input_error(error: BaseException) -> str | None:
+    """Returns an input error's message in one line, or `None` for other errors, such as those of a reward function."""
+    if (unfit := unfit_packages(error)) is not None:
+        return unfit
+    if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
+        return None
+    raised, frame = "", error.__traceback__
+    while frame is not None:
+        package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+        raised = raised if package in sys.stdlib_module_names else package
+        frame = frame.tb_next
+    return masked(one_line(str(error))) if raised in _CAREFUL else None
+
+
+def leave(error: BaseException) -> None:
+    """Passes an input error of a launched process to the command that launched it. Raises other errors."""
+    text, folder = input_error(error), os.environ.get(FOLDER)
+    if text is None or folder is None:
+        raise error
+    Path(folder, os.environ.get("RANK", "0")).write_text(text, encoding="utf-8")

@@ -1,0 +1,18 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Entry point of `accelerate launch`, which runs a script by its name with its arguments."""
+
+import importlib
+import sys
+
+from .errors import leave
+
+
+if __name__ == "__main__":
+    try:
+        script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
+        script.main(*importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        leave(error)
+        sys.exit(1)

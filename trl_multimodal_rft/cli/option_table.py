@@ -1,0 +1,87 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The table of the commands' options, made from the config classes."""
+
+import argparse
+import enum
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
+from typing import Any, get_args, get_type_hints
+
+from accelerate.commands.launch import launch_command_parser
+from transformers import TrainingArguments
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+from ..rewards.named import REWARD_NAMES
+from ..rollout.tools import TOOLS
+from .registry import LAUNCHED
+
+
+# Arguments of `accelerate launch` that the command sets
+_NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
+
+
+def collect() -> dict[str, Any]:
+    """Collects the options of all launched commands."""
+    rows: dict[str, dict[str, Any]] = {}
+    for script in LAUNCHED:
+        for option in options(importlib.import_module(f"{__package__}.commands").script_of(script).ARGUMENTS):
+            rows.setdefault(json.dumps(option), {**option, "commands": []})["commands"].append(script)
+    return {
+        "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
+        "rewards": [*REWARD_NAMES],
+        "tools": [*TOOLS],
+        "options": [*rows.values(), *_launch_options()],
+    }
+
+
+def options(classes: Sequence[type]) -> list[dict[str, Any]]:
+    """Returns the options of a script, as [`~trl.TrlParser`] takes them."""
+    hints = {name: hint for entry in classes for name, hint in get_type_hints(entry).items()}
+    groups = {entry.name: _group(cls, entry.name) for cls in classes for entry in fields(cls) if entry.init}
+    actions = {}
+    for action in TrlParser(classes)._actions:
+        actions.setdefault(action.dest, action)  # the action of `--no_...` comes second
+    return [_option(actions[name], group, type(None) in get_args(hints[name])) for name, group in groups.items()]
+
+
+def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, Any]:
+    kind = getattr(action.type, "__name__", "str")
+    kind = "bool" if kind in ("string_to_bool", "str_to_bool") else kind
+    kind = "str" if action.choices is not None or kind == "DebugOption" else kind
+    default = [] if action.default == () else action.default
+    return {
+        "name": action.dest,
+        "group": group,
+        "type": kind if kind in ("str", "int", "float", "bool") else "json",
+        "nargs": action.nargs if action.nargs == "+" else None,
+        "optional": optional,
+        "default": default.value if isinstance(default, enum.Enum) else default,
+        "choices": None if action.choices is None else [*action.choices],
+        "help": (action.help or "").replace("%%", "%"),
+    }
+
+
+def _group(owner: type, name: str) -> str:
+    """Returns the group of a field; in a trainer's config, the package of the last class that defines the field."""
+    if issubclass(owner, TrainingArguments):
+        definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
+        return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)
+    if issubclass(owner, ScriptArguments):
+        return "mixture" if name in {member.name for member in fields(DatasetMixtureConfig)} else "script"
+    return "model" if owner is ModelConfig else "evaluation"
+
+
+def _launch_options() -> list[dict[str, Any]]:
+    """Returns the options of `accelerate launch`. Values other than numbers and booleans stay words."""
+    rows = []
+    for action in launch_command_parser()._actions:
+        if action.dest in _NOT_TAKEN or not action.option_strings:
+            continue
+        name = next(flag[2:] for flag in action.option_strings if flag.startswith("--"))
+        option = _option(action, "launch", False)
+        kind = option["type"] if option["type"] in ("int", "float") else "str"
+        rows.append({**option, "name": name, "type": "bool" if action.nargs == 0 else kind, "commands": []})
+    return rows

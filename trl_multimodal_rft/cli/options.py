@@ -1,0 +1,315 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Parsers of the commands, which import nothing that the commands run."""
+
+import argparse
+import difflib
+import functools
+import importlib.resources
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..paths import local_path
+from ..spelling import did_you_mean
+from .errors import one_line
+
+
+# Titles of groups of options, in the order of `--help`
+GROUPS = {
+    "script": "data, prompts and rewards",
+    "mixture": "several datasets",
+    "evaluation": "evaluation",
+    "model": "model",
+    "multimodal": "trainer, by trl-multimodal-rft",
+    "trl": "trainer, by TRL",
+    "transformers": "transformers.TrainingArguments",
+    "launch": "accelerate launch",
+}
+_ONLY_IN_FULL_HELP = ("transformers", "launch")
+# Options in the first block of `--help`: those that the examples, the first pages or a tenth of the recipes use
+FIRST = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze", "use_peft")
+FIRST += ("lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt", "min_pixels")
+FIRST += ("max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir", "dry_run")
+FIRST += ("batch_size", "num_processes", "max_steps", "num_train_epochs", "per_device_train_batch_size")
+FIRST += ("logging_steps", "save_steps", "gradient_accumulation_steps", "steps_per_generation", "num_generations")
+FIRST += ("num_samples", "pass_at", "max_completion_length", "temperature", "use_vllm", "vllm_mode")
+FIRST += ("vllm_gpu_memory_utilization", "vllm_max_model_length", "max_tool_calling_iterations", "packing")
+FIRST += ("max_tokens_per_microbatch", "gradient_checkpointing", "learning_rate", "value_learning_rate")
+FIRST += ("max_context_media", "freezing_actor_steps", "lr_scheduler_type", "warmup_steps", "weight_decay")
+FIRST += ("max_grad_norm", "beta", "entropy_coef", "epsilon", "epsilon_high", "delta", "loss_type")
+# Options that name a model, a dataset or a folder
+NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
+NAMES += ("dataset_name", "ptx_dataset_name")
+_FOLDERS = ("output_dir", "compare_with", "plot")
+TRACEBACK = "traceback"  # destination of `--debug`
+_LAUNCH = "launch "  # prefix of the destinations of options of `accelerate launch`
+_DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
+_LISTED = 8  # maximum number of choices that `--help` lists before the description
+
+
+Value = bool | int | float | str | list | dict | None
+
+
+def read_config(path: str) -> dict[str, Value]:
+    """Reads a config file into values by option. Scalars stay texts, as on the command line."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
+        names = [_option_name(key.value) for key, _ in node.value]
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"{path}: `{duplicate}` is set twice; remove one.")
+        loader.flatten_mapping(node)
+        values = {
+            _option_name(key.value): (loader.construct_object(value, deep=True), value.value)
+            for key, value in node.value
+        }
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: it isn't YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
+    return {
+        name: text if value is not None and isinstance(text, str) else value for name, (value, text) in values.items()
+    }
+
+
+def _option_name(key: str) -> str:
+    """Returns the option that a key names. Keys may have dashes, as on the command line."""
+    return str(key).replace("-", "_")
+
+
+def packaged(folder: str, name: str) -> str:
+    """Returns the path of a YAML file, or of the file of that name in a folder of this package."""
+    if Path(name).is_file():
+        return name
+    root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
+    files = {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    if name not in files:
+        stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
+        close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
+        same = [f"`{file}`" for file in files if Path(file).name in close]
+        if not same and not hint:
+            local_path(name)  # raises for names that look like paths
+        hint = f" Did you mean {' or '.join(same)}?" if same else hint or f" This package has {', '.join(files)}."
+        raise ValueError(f"There is no file {name!r}.{hint}")
+    return str(files[name])
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command. Errors are one line with the closest option, and `--config` reads options from a file."""
+
+    def __init__(self, prog: str, description: str | None = None, usage: str | None = None, epilog: str | None = None):
+        formatter = functools.partial(_HelpFormatter, max_help_position=32)
+        super().__init__(prog, usage, description, epilog, allow_abbrev=False, formatter_class=formatter)
+        self.optional: set[str] = set()  # options that may be null in a config file
+        self.file = ""  # start of errors while options are read from a file
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {self.file}{one_line(message)}\n")
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str], namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """
+        Parses a command line. An unknown option is reported before a missing one. Names of options may have dashes in
+        place of underscores.
+        """
+        words = [_DASHED.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
+        for name in (word.split("=")[0] for word in words if word.startswith("--")):
+            if name not in self._option_string_actions:
+                names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+                near = did_you_mean(name[2:], names).replace("mean `", "mean `--")
+                self.error(f"there is no option `{name}`.{near}")
+        return super().parse_args(words, namespace or argparse.Namespace())
+
+    def add_options(self, command: str, *names: str, **defaults: Value) -> None:
+        """Adds options of a launched command. `defaults` names further options with other defaults."""
+        options = {option["name"]: option for option in options_of(command)}
+        trainer_group = self.add_argument_group("as in the config of a trainer")
+        for name in (*names, *defaults):
+            default = defaults.get(name, options[name]["default"])
+            _add_option(self if name in FIRST else trainer_group, {**options[name], "default": default}, default)
+
+    def parse_with_config(
+        self, argv: Sequence[str], of_run: Callable[[dict[str, Value]], dict[str, Value]] | None = None
+    ) -> argparse.Namespace:
+        """
+        Parses a command line whose `--config` names a file or a recipe of this package. The command line wins.
+        `of_run` makes options of this command from the keys of a run config.
+        """
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config")
+        finder.error = self.error  # type: ignore[method-assign]
+        name = finder.parse_known_args(argv)[0].config
+        values = argparse.Namespace()
+        if name is not None and not {"-h", "--help", "--help-all", "--help_all"} & {*argv}:
+            path = packaged("recipes", name)
+            keys = read_config(path)
+            if of_run is not None:
+                keys = {key: value for key, value in of_run(keys).items() if f"--{key}" in self._option_string_actions}
+            elif isinstance(env := keys.pop("env", None), dict):
+                os.environ.update({name: str(value) for name, value in env.items()})
+                values.env = env
+            self.file = f"{path}: "
+            self._read(keys, values)
+            self.file = ""
+        parsed = self.parse_args(argv, values)
+        launch = {name: value for name, value in vars(parsed).items() if name.startswith(_LAUNCH)}
+        for name in launch:
+            delattr(parsed, name)
+        if launch:
+            parsed.launch = {name.removeprefix(_LAUNCH): value for name, value in launch.items()}
+        for option in (*NAMES, *_FOLDERS):
+            if (getattr(parsed, option, None) or "").startswith("~"):
+                setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
+        return parsed
+
+    def _read(self, keys: dict[str, Value], values: argparse.Namespace) -> None:
+        """Parses keys of a config file like a command line. Options that it sets are no longer required."""
+        words = []
+        for name, value in keys.items():
+            action = self._option_string_actions.get(f"--{name}")
+            if value is None:
+                if name in self.optional:
+                    setattr(values, name, None)
+                continue
+            if action is not None:
+                action.required = False
+            if action is not None and action.nargs == 0 and isinstance(value, str):
+                words += [f"--{name}"] if _bool(value) else []
+            elif isinstance(value, list) and action is not None and action.nargs == "+":
+                words += [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
+            else:
+                words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        self.parse_args(words, values)
+        for action in required:
+            action.required = True
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help formatter that leaves out trivial defaults."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help and _with_default(action.help, action.default)
+
+
+def _with_default(text: str, default: Value | tuple[str, ...]) -> str:
+    if default in (None, False, argparse.SUPPRESS) or default in ([], (), {}) or "efault" in text:
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+    return f"{text} (default: {shown.replace('%', '%%')})"
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """Returns the options of the launched commands for the installed versions of TRL, transformers and accelerate."""
+    file = importlib.resources.files(__package__ or "").joinpath("options.json")
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    if saved["versions"] == {name: version(name) for name in saved["versions"]}:
+        return saved
+    from .option_table import collect  # imports these packages, which takes seconds
+
+    return json.loads(json.dumps(collect()))
+
+
+def options_of(command: str) -> list[dict[str, Any]]:
+    """Returns the options of a launched command."""
+    return [option for option in table()["options"] if command in option["commands"]]
+
+
+def launched_parser(
+    prog: str, options: Iterable[dict[str, Any]], description: str | None = None, *, shows_all: bool = False
+) -> Parser:
+    """Returns the parser of a launched command."""
+    epilog = (
+        "The first options are those of the examples and recipes. `--help_all` shows the others of "
+        "transformers.TrainingArguments, such as `--eval_strategy` and `--report_to`, and of `accelerate launch`, "
+        "such as `--num_machines`, which the command line and the file of `--config` take, too. `--no_...` turns off "
+        "what is on by default."
+    )
+    parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog)
+    parser.argument_default = argparse.SUPPRESS
+    add = parser.add_argument
+    add("--help_all", action="help", help="show all options and exit")
+    add("--config", help="YAML file with options or built-in recipe; the command line wins")
+    add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
+    options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
+    add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
+    unique: dict[str, dict[str, Any]] = {}  # a config's option wins over one of `accelerate launch` of the same name
+    for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
+        unique.setdefault(option["name"], option)
+    unique.pop("debug", None)  # transformers' option, which isn't the `--debug` above
+    first = [unique.pop(name) for name in FIRST if name in unique]
+    sections = {"": first, **{group: [row for row in unique.values() if row["group"] == group] for group in GROUPS}}
+    for group, rows in sections.items():
+        section = parser.add_argument_group(GROUPS[group]) if group else parser
+        for option in rows:
+            _add_option(section, option if shows_all or group not in _ONLY_IN_FULL_HELP else {**option, "help": None})
+            if option["optional"]:
+                parser.optional.add(option["name"])
+    return parser
+
+
+def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
+    name, kind, choices = option["name"], option["type"], option["choices"]
+    arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
+    text = argparse.SUPPRESS
+    if option["help"] is not None:
+        text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
+    if choices is None:
+        arguments["metavar"] = "TEXT" if kind == "str" else kind.upper()
+    elif len(choices) > _LISTED:
+        arguments["metavar"] = "NAME"
+        text += f" One of {', '.join(choices)}." * (text != argparse.SUPPRESS)
+    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _bool, "json": _json}.get(kind, str)
+    if option["optional"] and kind != "str":
+        convert = _or_none(convert)
+    is_launch = option["group"] == "launch"
+    if is_launch:
+        arguments["dest"] = f"{_LAUNCH}{name}"
+    if is_launch and kind == "bool":
+        group.add_argument(f"--{name}", dest=arguments["dest"], action="store_true", default=default, help=text)
+        return
+    if kind == "bool":
+        arguments |= {"nargs": "?", "const": True}
+        if option["default"] is True:
+            off = {"dest": name, "default": default, "help": argparse.SUPPRESS}
+            group.add_argument(f"--no_{name}", action="store_false", **off)
+    group.add_argument(f"--{name}", type=convert, choices=choices, help=text, **arguments)
+
+
+def _bool(text: str) -> bool:
+    """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
+    values = dict.fromkeys(("yes", "true", "t", "y", "1", "on"), True)
+    values |= dict.fromkeys(("no", "false", "f", "n", "0", "off"), False)
+    if text.lower() not in values:
+        raise ValueError(text)
+    return values[text.lower()]
+
+
+def _json(text: str) -> Value:
+    return json.loads(text)
+
+
+_bool.__name__, _json.__name__ = "bool", "json"  # messages of argparse show these names
+
+
+def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Returns a converter that also reads `none` and `null`, as TRL does."""
+
+    def read(text: str) -> Value:
+        return None if text.lower() in ("none", "null") else convert(text)
+
+    read.__name__ = convert.__name__
+    return read

@@ -1,0 +1,156 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Options of the commands that aren't launched, without importing what the commands run."""
+
+import argparse
+import json
+import os
+
+from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
+from .options import Parser, Value, packaged, read_config
+
+
+# Names of the loaders, by layout
+LAYOUTS = {
+    "avqa": "load_avqa",
+    "audiomcq": "load_audiomcq",
+    "mmau": "load_mmau",
+    "geometry3k": "load_geo3k",
+    "video-r1": "load_video_r1",
+    "easyr1": "load_easyr1",
+    "verl": "load_verl",
+    "deepeyes": "load_deepeyes",
+    "charades-sta": "load_charades_sta",
+    **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
+    "omni-preference": "load_omni_preference",
+    **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
+}
+# By strategy, whether weights, gradients and optimizer state are sharded
+SHARDS = {
+    "single": (False, False, False),
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+    "fsdp2": (True, True, True),
+}
+# Bytes of optimizer state per byte of a weight (True) or per weight (False)
+OPTIMIZERS = {
+    "adamw_torch_fused": (2, True),
+    "adamw_torch": (2, True),
+    "adamw_8bit": (2 + 2 * 4 / 256, False),
+    "paged_adamw_8bit": (0, False),
+    "sgd": (0, False),
+}
+# Options of the trainer's config that `check` and `estimate` take
+_OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs", "trust_remote_code")
+_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
+_OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
+_OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")
+_OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+_OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation")
+_LIMITS = "sources and sizes of media, as in the trainer's config, as JSON"
+_CONFIG = "run config or built-in recipe; keys for other commands are ignored"
+
+
+def chat(parser: Parser) -> None:
+    add = parser.add_argument
+    model = "folder of a trained model or adapter, or name on the Hub"
+    named = parser.add_mutually_exclusive_group(required=True)
+    named.add_argument("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
+    named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the model's option in other commands
+    add("--base", help="model to compare with; default for an adapter: the model it was trained on")
+    add("--system_prompt", help="system message (default: the one in the model card)")
+    switch = "use_audio_in_video"  # a switch without a value, as it would take the model that follows for its value
+    parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
+    add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
+    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
+    add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")
+    add("--port", type=int, help="port to listen on (default: the first free one from 7860)")
+
+
+def check(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--config", help=_CONFIG)
+    add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
+    add("--dataset_split", default="train", help="split to check")
+    add("--model_name_or_path", required=True, help="name on the Hub or folder with config and processor")
+    add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
+    parser.add_options("grpo", *_OF_ROWS, max_completion_length=256, model_revision=None)
+    add("--media_rules", type=json.loads, help=_LIMITS)
+    add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
+    add("--output", help="Markdown file for the report")
+    add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
+
+
+def of_run_check(keys: dict[str, Value]) -> dict[str, Value]:
+    """Returns options of `check` from the keys of a run config."""
+    return keys | ({"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {})
+
+
+def estimate(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--config", help=_CONFIG)
+    add("--model_name_or_path", required=True, help="name on the Hub, folder or config.json")
+    add("--strategy", choices=[*SHARDS], default="single", help="how weights, gradients and optimizer are sharded")
+    add("--gpus", type=int, default=1, help="number of GPUs")
+    add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
+    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO takes the memory of GRPO")
+    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, media included")
+    add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
+    add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
+    add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
+    add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
+    parser.add_options("ppo", *_OF_MEMORY, bf16=True, steps_per_generation=1)
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
+    add("--optim", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="optimizer")
+    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on the training's GPUs or on others")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")
+
+
+def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
+    """Returns options of `estimate` from the keys of a run config."""
+    launch = {**read_config(packaged("accelerate_configs", str(keys.get("accelerate_config", "single_gpu")))), **keys}
+    deepspeed, sizes = launch.get("deepspeed_config"), launch.get("parallelism_config")
+    stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
+    strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
+    names = {
+        "gpus": "num_processes",
+        "completion_tokens": "max_completion_length",
+        "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
+    }
+    options = {option: launch[name] for option, name in names.items() if name in launch}
+    if isinstance(sizes, dict):  # GPUs that hold the same shards count once
+        size = "parallelism_config_dp_shard_size"
+        options["gpus"] = keys.get(size, sizes.get(size, 1))
+    options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
+    if keys.get("packing") not in ("prefix", "padded"):  # `packing` of supervised training is another option
+        options.pop("packing", None)
+    return options
+
+
+def prepare(parser: Parser) -> None:
+    add = parser.add_argument
+    add("layout", choices=[*LAYOUTS], help="layout of the dataset")
+    add("path", help="file or folder, or name of a dataset on the Hub")
+    add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
+    add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
+    add("--media_dir", help="folder with the media files (default: the folder of the file)")
+    template = "prompt template, with {question} and {choices}, {problem}, or {problem} and {options}"
+    add("--template", help=f"{template}; of a judge, {{question}}, {{answer_a}} and {{answer_b}}")
+    add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
+    tasks = (
+        "whole conversations, or prompts with a solution; pairs, labelled answers, or pairs in both orders for a judge"
+    )
+    add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=tasks)
+    add("--prompt_key", help="column of the problem")
+    add("--answer_key", help="column of the answer")
+    add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")
+    add("--nframes", type=int, help="frames per video")
+    add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
+    add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
+    add("--media_rules", type=json.loads, help=_LIMITS)

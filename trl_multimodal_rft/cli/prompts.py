@@ -1,0 +1,115 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Columns of text from templates, such as prompts."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets.features.features import require_decoding
+
+from ..data.rows.columns import TEACHER
+
+
+# Columns that `--system_prompt` changes
+_PROMPTS = ("prompt", f"{TEACHER}prompt")
+
+Prompt = str | list[dict[str, Any]]
+
+# "{{word}}" or "{word}"
+_NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+
+
+def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
+    """Returns a dataset with columns of text that templates make. Media are neither read nor copied."""
+    texts = {name: template for name, template in templates.items() if template is not None}
+    used_columns = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
+    columns, features = dataset.column_names, dataset.features or {}
+    for name, option in used_columns.items():
+        if columns is not None and name not in columns:
+            raise ValueError(
+                f"The dataset has no column {name!r}, only {sorted(columns)}; name those in `--{option}`, and write "
+                f"`{{{{{name}}}}}` for braces around a word."
+            )
+        if require_decoding(features.get(name), ignore_decode_attribute=True):
+            raise ValueError(
+                f"The column {name!r} has media, not text; in `--{option}`, write `<image>`, `<audio>` "
+                "or `<video>` where a medium goes."
+            )
+
+    def filled(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {option: _filled(text, row, number, option) for option, text in texts.items()}
+
+    return _with_columns(dataset, list(used_columns), {option: Value("string") for option in texts}, filled)
+
+
+def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
+    """Puts a system message before the prompts of a dataset, and before a teacher's prompts that have none."""
+    if text is None:
+        return dataset
+    columns, features = dataset.column_names, dataset.features or {}
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(
+            f"The dataset has no column 'prompt' for `--system_prompt`, only {sorted(columns)}; make one with "
+            "`--prompt`."
+        )
+    new_features = {name: features.get(name) for name in _PROMPTS if name == "prompt" or name in (columns or ())}
+    for name, feature in new_features.items():
+        if require_decoding(feature, ignore_decode_attribute=True):
+            raise ValueError(
+                f"The column {name!r} has media among its messages, which `--system_prompt` doesn't support; write "
+                "the system message into the column."
+            )
+        if feature is None or isinstance(feature, Value):
+            new_features[name] = List({"role": Value("string"), "content": Value("string")})
+
+    def after_system(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {name: _with_system(str(text), row[name], number, name) for name in _PROMPTS if name in row}
+
+    return _with_columns(dataset, [*new_features], new_features, after_system)
+
+
+def _with_columns(
+    dataset: Dataset | IterableDataset, reads: list[str], columns: dict[str, Any], make: Callable
+) -> Dataset | IterableDataset:
+    if not columns:
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        stream = dataset.decode(False)
+        features = stream.features and Features({**stream.features, **columns})
+        return stream.map(make, with_indices=True, features=features).decode(True)
+    reads = reads or dataset.column_names[:1]
+    new_columns = dataset.select_columns(reads).map(
+        make,
+        with_indices=True,
+        remove_columns=[name for name in reads if name not in columns],
+        features=Features(columns),
+        desc=", ".join(columns),
+    )
+    unchanged = [name for name in dataset.column_names if name not in columns]
+    return concatenate_datasets([dataset.select_columns(unchanged), new_columns], axis=1) if unchanged else new_columns
+
+
+def _filled(template: str, row: Mapping[str, Any], number: int, option: str) -> str:
+    def value(match: re.Match) -> str:
+        literal, name = match.groups()
+        if literal:
+            return f"{{{literal}}}"
+        if not isinstance(row.get(name), (str, int, float)):
+            raise ValueError(
+                f"row {number}, column {name!r}: it is {type(row.get(name)).__name__}, but `--{option}` takes text "
+                "and numbers; name another column, or add one with the text."
+            )
+        return str(row[name])
+
+    return _NAMES.sub(value, template)
+
+
+def _with_system(text: str, prompt: Prompt | None, number: int, name: str) -> Prompt | None:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if name != "prompt" and (messages is None or messages[0]["role"] == "system"):
+        return messages
+    if not messages or messages[0]["role"] == "system":
+        raise ValueError(f"row {number}, column 'prompt': it has a system message; leave out `--system_prompt`.")
+    blocks = isinstance(messages[0]["content"], list)
+    return [{"role": "system", "content": [{"type": "text", "text": text}] if blocks else text}, *messages]

@@ -1,0 +1,179 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The life of a trainer in a script: build, train, save, publish."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+from transformers.utils import is_matplotlib_available
+from trl import ModelConfig
+
+from ..progress import announce, write
+from ..reporting.console import CompactLogCallback
+from ..reporting.curves import TrainingCurvesCallback
+from ..reporting.hub import repository_name, upload_command
+from ..trainers.checkpoints.files import checkpoints
+from ..trainers.checkpoints.mixin import CheckpointMixin
+from ..trainers.configs import TrainerConfig
+from ..trainers.dpo_config import MultimodalDPOConfig
+from ..trainers.kto_config import MultimodalKTOConfig
+from ..trainers.reward_config import MultimodalRewardConfig
+from .arguments import RFTScriptArguments, RunArguments
+from .inputs import trainer_inputs
+from .run_file import NAME, write_run_file
+
+
+logger = get_logger(__name__)
+
+
+def run(
+    name: str,
+    trainer_class: type[CheckpointMixin],
+    script_args: RunArguments,
+    training_args: TrainerConfig,
+    model_args: ModelConfig,
+) -> None:
+    """Trains, saves and publishes a model, or with `--dry_run` takes one step and saves nothing."""
+    script_args.command = script_args.command or f"trl-multimodal-rft {name}"
+    with script_run(script_args, training_args):
+        announce("loading the dataset")
+        arguments = trainer_inputs(script_args, training_args, model_args)
+        announce("loading the model")
+        trainer = trainer_class(**arguments, callbacks=[*curves(), ScriptCallback(script_args)])
+        if script_args.disable_compact_log:
+            trainer.remove_callback(CompactLogCallback)
+        trainer.train(resume_from_checkpoint=checkpoint_of(training_args))
+        if not script_args.dry_run:
+            trainer.save_model()
+            trainer.create_model_card(dataset_name=script_args.dataset_name)
+            if training_args.push_to_hub:
+                trainer.push_to_hub(dataset_name=script_args.dataset_name)
+                training_args.hub_model_id = trainer.hub_model_id
+        trainer.accelerator.end_training()
+
+
+class ScriptCallback(TrainerCallback):
+    """Callback that writes the user's options to `run.yaml` as training begins, and ends a dry run after one step."""
+
+    def __init__(self, script_args: RunArguments):
+        self.script_args = script_args
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        script_args, script_args.state = self.script_args, state
+        folder, resumed = str(args.output_dir), state.global_step > 0
+        if resumed:
+            option = checkpoint_of(args)
+            checkpoint = Path(folder, f"checkpoint-{state.global_step}") if option is True else option
+            PartialState().print(f"Resumed from {checkpoint}, after step {state.global_step} of {state.max_steps}.")
+        if state.is_world_process_zero and script_args.user_options is not None and not script_args.dry_run:
+            write_run_file(folder, script_args.command, script_args.user_options, resumed)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if self.script_args.dry_run:
+            control.should_log = control.should_training_stop = True
+            control.should_evaluate = control.should_save = False
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if self.script_args.dry_run and state.is_world_process_zero:
+            write(f"Dry run: 1 step of {state.max_steps}; nothing was saved.")
+
+
+@contextmanager
+def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Iterator[None]:
+    """
+    Prepares the options of a script that trains with [`ScriptCallback`] within the context. At its end, or at Ctrl-C,
+    the console shows the next commands. The files of a dry run go to a temporary folder.
+    """
+    if script_args.dry_run:
+        if checkpoint_of(training_args) is True:  # the last checkpoint, in the folder that changes below
+            folders = checkpoints(str(training_args.output_dir))
+            if not folders:
+                raise ValueError(f"There is no checkpoint in {training_args.output_dir!r} to resume from.")
+            training_args.resume_from_checkpoint = str(folders[-1])
+        training_args.save_strategy = SaveStrategy.NO
+        training_args.push_to_hub = training_args.eval_on_start = training_args.load_best_model_at_end = False
+        training_args.report_to = []
+        with TemporaryDirectory() as folder:
+            training_args.output_dir = folder
+            yield
+        return
+    try:
+        yield
+    except KeyboardInterrupt:
+        if script_args.state is None:
+            raise
+        resume = resume_hint(script_args, training_args.output_dir, script_args.state)
+        PartialState().print(f"\nInterrupted after step {script_args.state.global_step}. {resume}")
+        sys.exit(130)
+    if script_args.state is not None and not script_args.disable_compact_log:
+        PartialState().print("\n".join(next_lines(script_args, training_args, script_args.state)))
+
+
+def curves() -> list[TrainerCallback]:
+    """Returns the callback that draws the curves of a run, if matplotlib is installed."""
+    if is_matplotlib_available():
+        return [TrainingCurvesCallback()]
+    logger.warning('No curves are drawn; `pip install "trl-multimodal-rft[plots]"`.')
+    return []
+
+
+def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
+    """Returns the checkpoint to resume from. An option has `true` and `false` as texts."""
+    resume = training_args.resume_from_checkpoint
+    return {"true": True, "false": False}.get(str(resume).lower(), resume)
+
+
+def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> list[str]:
+    """Returns lines with the folder of a trained model and the next commands for it."""
+    folder = str(args.output_dir)
+    model = ["--model_name_or_path", folder]
+    system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
+    data = ["--dataset_name", script_args.dataset_name or "path/to/dataset"]
+    values = {**vars(script_args), "media_dir": args.media_dir}
+    for name in ("dataset_config", "media_dir", "prompt", "reward_funcs", "tools"):
+        if value := values.get(name):
+            data += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
+        data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
+        data += ["--reward_label_column", script_args.reward_label_column]
+    repo = args.hub_model_id or f"USER/{repository_name(folder)}"
+    publish = upload_command(repo, folder, args.hub_private_repo or False)
+    if args.push_to_hub:
+        publish = f"https://huggingface.co/{args.hub_model_id}"
+    ask = ["  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system])]
+    if isinstance(args, MultimodalRewardConfig):  # a reward model scores pairs and writes no text
+        ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
+    elif isinstance(args, MultimodalDPOConfig):  # DPO's rows are pairs without solutions, which the model can judge
+        model, system = ["--pairs", *model], []
+    evaluate = ["  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])]
+    if isinstance(args, MultimodalKTOConfig):  # its rows have neither solutions nor pairs
+        evaluate = []
+    return [
+        f"The model is in {folder}.",
+        *ask,
+        *evaluate,
+        "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
+        "  publish:  " + publish,
+    ]
+
+
+def resume_hint(
+    script_args: RunArguments, folder: str | None, state: TrainerState, prefix: str = "Resume with: "
+) -> str:
+    """Returns the command that resumes a run, with more steps for a finished run."""
+    config = [] if script_args.user_options is None else ["--config", str(Path(str(folder), NAME))]
+    command = f"{script_args.command} {shlex.join(config)}".strip()
+    if not Path(str(folder)).is_dir() or get_last_checkpoint(folder) is None:
+        return f"there is no checkpoint in {folder} (`--save_steps`); start again with: {command}"
+    steps = f" --max_steps {2 * state.max_steps}" if state.global_step == state.max_steps else ""
+    return f"{prefix}{command} --resume_from_checkpoint True{steps}"

@@ -1,0 +1,7 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Tools around a training run that no trainer needs: commands, harnesses, served environments, judges and remote rewards.
+
+The core imports these tools only lazily: as commands, and by the names of rewards. The tools use public names of the
+core.
+"""

@@ -1,0 +1,273 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft chat`: web page to talk to a trained model, and to compare it with its base."""
+
+import argparse
+import ipaddress
+import json
+import re
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import cached_file
+
+from ..credentials import without_credentials
+from ..data.reading.decoding import require_module
+from ..data.reading.refs import MediaRef
+from ..data.reading.rules import BUDGET_NAMES
+from ..data.rows.columns import file_modality, rows_to_messages
+from ..encoding.prompts import placeholder_tokens
+from ..evaluation import EvaluationConfig, evaluate
+from ..families import MODALITIES, input_modalities
+from ..models.pretrained import load_trained
+from ..reporting.curves import FILE_NAME
+from ..reporting.model_card import conversation_of, in_text
+
+
+if TYPE_CHECKING:
+    from gradio import ChatInterface
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+Message = tuple[str, str, list[str]]  # role, text and files of media
+Answerer = Callable[[list[Message], EvaluationConfig], str]
+
+_MOST_UPLOADED = 2**28  # maximum number of bytes of a request
+_STYLE = '[aria-label="Share"] { display: none; }'  # hides a button that uploads media to the Hub
+_KEPT = 3600  # seconds until an upload is deleted
+_LONGEST = 2048  # tokens of a completion that the slider allows, unless the command allows more
+
+
+def answerer(
+    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
+) -> Answerer:
+    """Returns a function that continues a conversation with a model, sampling as evaluations do."""
+    accelerator = Accelerator()
+    placeholders = placeholder_tokens(model, processor)
+
+    def unscored(completions: list[str], **columns: list) -> list[None]:
+        return [None] * len(completions)
+
+    def answer(conversation: list[Message], config: EvaluationConfig) -> str:
+        messages = [
+            {"role": role, "content": _content(text, files, placeholders)} for role, text, files in conversation
+        ]
+        with nullcontext() if adapted else model.disable_adapter():
+            result = evaluate(model, processor, [{"prompt": messages}], unscored, config, accelerator=accelerator)
+        return result.rows[0]["completions"][0]
+
+    return answer
+
+
+def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
+    """Returns the content of a message, with media at the tags in the text or else first, as in rows with columns."""
+    if not files:
+        return text
+    columns = defaultdict(list)
+    for file in files:
+        modality = file_modality(file)
+        if modality is None:
+            raise ValueError(f"{Path(file).name!r} has no ending of an image, a sound or a video; rename the file.")
+        columns[f"{modality}s"].append(file)
+    [row] = rows_to_messages([{"prompt": text, **columns}], placeholders=placeholders)
+    return [
+        {key: value.source if isinstance(value, MediaRef) else value for key, value in block.items()}
+        for block in row["prompt"][0]["content"]
+    ]
+
+
+def example_of(name: str) -> tuple[str, str, list[str]]:
+    """Returns the system prompt and question of a trained model's card, and paths of media in the model's folder."""
+    card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
+    text = Path(card).read_text(encoding="utf-8") if card else ""
+    line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
+    if line is None or "`trl-multimodal-rft`" not in text:
+        return "", "", []
+    # The card's code has variables in place of media
+    messages = json.loads(re.sub(r'"(image|audio)": \1(?=})', r'"\1": null', line[1]))
+    texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
+    content = messages[-1]["content"]
+    files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
+    first = {file_modality(path.name): str(path) for path in reversed(files)}
+    modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()
+    return texts.get("system", ""), texts.get("user", ""), [first[kind] for kind in modalities if kind in first]
+
+
+def page(
+    answerers: dict[str, Answerer],
+    modalities: tuple[str, ...],
+    config: EvaluationConfig,
+    *,
+    system: str = "",
+    example: tuple[str, list[str]] | None = None,
+) -> "ChatInterface":
+    gradio, lock, (name, *other_names) = require_module("gradio", "chat"), Lock(), answerers
+
+    def chat(
+        message: dict[str, Any],
+        history: list[dict[str, Any]],
+        system_prompt: str,
+        temperature: float,
+        max_completion_length: int,
+    ) -> str | list[dict[str, Any]]:
+        if not message["text"].strip():
+            raise gradio.Error("There is no question; write one.", print_exception=False)
+        seed = secrets.randbits(31)
+        sampling = replace(
+            config, temperature=temperature, max_completion_length=int(max_completion_length), seed=seed
+        )
+        start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
+        replies: list[dict[str, Any]] = []
+        for model, answer in answerers.items():
+            # A model doesn't read completions of the other model, which have that model's name as title
+            context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model)]
+            earlier = [(turn["role"], *_parts(turn["content"])) for turn in context]
+            try:
+                with lock:
+                    content = answer([*start, *earlier, ("user", message["text"], message["files"])], sampling)
+            except (ValueError, ImportError) as error:  # media can't be read, or a package is missing
+                raise gradio.Error(shown_error(error), print_exception=False) from error
+            replies.append({"role": "assistant", "content": content, "metadata": {"title": model}})
+        return replies if other_names else replies[0]["content"]
+
+    longest = max(_LONGEST, config.max_completion_length)
+    sources = [*["upload"] * bool(modalities), *["microphone"] * ("audio" in modalities)]
+    interface = gradio.ChatInterface(
+        chat,
+        multimodal=True,
+        description=f"# Ask {in_text(name)}",
+        # Completions are shown as plain text, because Markdown could load remote images
+        chatbot=gradio.Chatbot(render_markdown=False, buttons=["copy"]),
+        textbox=gradio.MultimodalTextbox(
+            file_types=[*modalities], file_count="multiple", sources=sources, placeholder="What do you want to know?"
+        ),
+        additional_inputs=[
+            gradio.Textbox(label="System prompt", value=system),
+            gradio.Slider(0.0, 2.0, config.temperature, label="Temperature", info="0 is greedy decoding"),
+            gradio.Slider(
+                1, longest, config.max_completion_length, step=1, label="Maximum completion length (tokens)"
+            ),
+        ],
+        additional_inputs_accordion="Settings",
+        examples=None if example is None else [[{"text": example[0], "files": example[1]}]],
+        run_examples_on_click=False,
+        analytics_enabled=False,
+        delete_cache=(_KEPT // 6, _KEPT),
+    )
+    interface.title = f"{name} - trl-multimodal-rft"
+    return interface
+
+
+def _parts(content: str | list[Any]) -> tuple[str, list[str]]:
+    """Returns the text and the files of a message, in the format of gradio for programs or for the page."""
+    text, files = "", []
+    for part in [content] if isinstance(content, str) else content:
+        if isinstance(part, str) or "text" in part:
+            text += part if isinstance(part, str) else part["text"]
+        else:
+            files.append(part.get("file", part)["path"])
+    return text, files
+
+
+def shown_error(error: Exception) -> str:
+    """Returns the message of an error without row, credentials and folders, because any visitor may read it."""
+    text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # the only row is the conversation
+    text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(text))
+    text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted paths may have spaces
+    return re.sub(r"(?<![\w.:/*])/(?:[^\s'\"]*/)?", "", text)
+
+
+def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
+    """
+    Returns status and message for a request to refuse, or `None`. A request is refused if it comes from another site,
+    by a script or by a host name that resolves to this server (DNS rebinding), or if it is too large.
+    """
+    address, origin = headers.get("host", ""), headers.get("origin")
+    try:
+        name, is_ours = urlsplit(f"//{address}").hostname or "", origin is None or urlsplit(origin).netloc == address
+        if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
+            ipaddress.ip_address(name)  # somebody else's DNS could resolve another name to this server
+    except ValueError:
+        return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
+    if not is_ours:
+        return 403, "Only the page itself may send requests."
+    if "transfer-encoding" in headers:
+        return 411, "The request needs a Content-Length."
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > _MOST_UPLOADED:
+        return 413, f"More than {_MOST_UPLOADED // 2**20} MiB; shorten the file."
+    return None
+
+
+def guarded(app: "ASGIApp", host: str) -> "ASGIApp":
+    """Returns ASGI middleware that refuses requests by [`refusal`]."""
+    headers_class = require_module("starlette.datastructures", "chat").Headers
+    response_class = require_module("starlette.responses", "chat").PlainTextResponse
+
+    async def respond(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        error = refusal(headers_class(scope=scope), host) if scope["type"] in ("http", "websocket") else None
+        if error is None:
+            await app(scope, receive, send)
+        else:
+            status, reason = error
+            await response_class(reason, status, {"connection": "close"})(scope, receive, send)
+
+    return respond
+
+
+def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]]:
+    options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    model, processor = load_trained(args.model_name_or_path, **options)
+    answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
+    if args.base is not None:
+        answerers[f"base: {_shown_name(args.base)}"] = answerer(*load_trained(args.base, **options))
+    elif is_peft_model(model):
+        name = _shown_name(model.get_base_model().config._name_or_path)
+        answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
+    takes = input_modalities(model.get_base_model() if is_peft_model(model) else model)
+    return answerers, tuple(kind for kind in MODALITIES if kind in takes and isinstance(processor, ProcessorMixin))
+
+
+def _shown_name(name: str) -> str:
+    """Returns the name of a model without its parent folders."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = True) -> None:
+    middleware = require_module("starlette.middleware", "chat").Middleware
+    interface.launch(
+        server_name=args.host,
+        server_port=args.port,
+        share=False,
+        max_file_size=_MOST_UPLOADED,
+        css=_STYLE,
+        app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
+        prevent_thread_lock=True,
+        quiet=True,  # otherwise gradio hints at public links
+    )
+    if waits:
+        print(f"Chat at {interface.local_url}", flush=True)
+        interface.block_thread()
+
+
+def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":
+    require_module("gradio", "chat")  # raises before weights are loaded
+    names = ("max_completion_length", "temperature", *BUDGET_NAMES)
+    config = EvaluationConfig(**{name: getattr(args, name) for name in names})
+    system, text, media = example_of(args.model_name_or_path)
+    answerers, modalities = load(args)
+    files = [file for file in media if file_modality(file) in modalities]
+    system = system if args.system_prompt is None else args.system_prompt
+    interface = page(answerers, modalities, config, system=system, example=(text, files) if text else None)
+    serve(interface, args, waits)
+    return interface

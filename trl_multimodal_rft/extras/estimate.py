@@ -1,0 +1,450 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""`trl-multimodal-rft estimate`: whether a training run fits into the memory of its GPUs."""
+
+import argparse
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..cli.parsers import OPTIMIZERS, SHARDS
+from ..data.reading.decoding import require_module
+from ..data.reading.refs import MediaError
+from ..encoding.prompts import EncodedPrompt
+from ..forward.attention import install_prefix_attention
+from ..forward.decoding import SHORT_PROMPT
+from ..forward.head import add_fused_head
+from ..forward.layout import group_by_prompt
+from ..forward.logprobs import completion_scores, completion_values, prompt_states
+from ..forward.masks import sharing_obstacle
+from ..forward.partition import split_by_tokens
+from ..forward.split_groups import chunk_ends, keeps_states
+from ..generation.transformers import shares_prompts
+from ..models.critic import Critic, ValueHead
+from ..models.modes import checkpoint_activations
+from ..models.parts import count_parts, freeze, freeze_backbone
+from ..models.pretrained import read_config
+from ..models.wrapped import replaced
+from ..reporting.console import parts_lines
+from ..rollout.view_options import LossView, view_option
+from ..trainers.arguments import as_names
+from ..versions import cache_name
+from .fake_run import FakeFloats, Watch, kernels_of_gpus
+from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
+
+
+GIB = 2**30
+# Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the remaining memory
+USABLE = 0.9
+# bitsandbytes stores half a byte per weight, a byte per 64 weights and a float per 64 * 256 weights
+BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass
+class Measured:
+    trained: int  # number of trained weights
+    frozen: int  # number of frozen weights
+    in_4_bits: int  # frozen weights of linear layers
+    tensors: int  # trained tensors
+    modules: dict[str, tuple[int, int]]  # by part, such as the vision tower: all weights and trained weights
+    critic: int  # trained weights of a separate critic
+    frozen_critic: int  # frozen weights of a separate critic
+    layer: int  # weights of the largest layer
+    ends: int  # weights of embeddings and LM head
+    held: int  # bytes in use at the start of the backward pass, without weights and gradients
+    peak: int  # maximum bytes in use, without weights and gradients
+    cache: list[tuple[float, int | None]]  # by layer, bytes of a token's keys and values, and the window
+    sharing: int  # number of completions that share the keys and values of a prompt
+    decoder: int  # weights of the decoder and of the LM head
+    vocabulary: int  # tokens of the LM head
+    prompt_tokens: int  # tokens of a prompt
+    tokens: int  # tokens of the largest forward
+    parts: int  # forwards of a micro-batch
+    operations: float  # floating-point operations of an update, reference included
+
+
+def _is_sharded(args: argparse.Namespace) -> bool:
+    """Returns whether DeepSpeed or FSDP holds the weights; they compute in bfloat16 for any dtype of a checkpoint."""
+    return args.strategy.startswith(("zero", "fsdp"))
+
+
+def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
+    with no_init_weights():
+        model = model_class._from_config(config, dtype=dtype)
+    model.tie_weights()
+    model.train()
+    if args.gradient_checkpointing and model.supports_gradient_checkpointing:
+        # Fake tensors need no random state for dropout
+        checkpoint_activations(model, {"use_reentrant": False, "preserve_rng_state": False})
+    return model
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Measures scores, loss and backward pass of a micro-batch on fake tensors."""
+    config, model_class = read_config(args.model_name_or_path)
+    mode = FakeFloats()
+    with mode:
+        base = _build(args, config, model_class)
+        critic = Critic(_build(args, config, model_class)) if args.trainer == "ppo" and not args.shared_trunk else None
+        head = ValueHead(config.get_text_config().hidden_size) if args.trainer == "ppo" and args.shared_trunk else None
+    packed = args.packing == "prefix" and not sharing_obstacle(base)
+    for item in (base, None if critic is None else critic.model):
+        if packed and item is not None:
+            install_prefix_attention(item)
+    logits_from_model = not add_fused_head(base, outputs=("log_probs", "entropy"))
+    lm_head = base.get_output_embeddings()
+    linear = [item for item in base.modules() if isinstance(item, torch.nn.Linear) and item is not lm_head]
+    in_4_bits = sum(item.weight.numel() for item in linear) if args.use_peft else 0
+    layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
+    layer = max((sum(p.numel() for p in item.parameters()) for item in layers), default=0)
+    ends = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}  # tied weights count once
+    model = base
+    if args.use_peft:
+        peft = require_module("peft", "peft")
+        # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
+        with mode, replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new)):
+            model = peft.get_peft_model(
+                base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
+            )
+            for parameter in model.parameters():
+                if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
+                    parameter.data = parameter.data.to(base.dtype)
+    freeze(model, as_names(args.freeze))
+    if critic is not None:
+        freeze_backbone(critic.model, as_names(args.freeze))
+    prompt, encoders = synthetic_prompt(base, args)
+    group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
+    n_prompts = -(-args.per_device_train_batch_size // group)
+    n_views = 2 if view_option(LossView, "loss_view", args.loss_view).is_trained else 1
+    # Prompts get different positions, because prompts that start alike would share tokens
+    unique = [
+        replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
+    ]
+    completions = range(args.per_device_train_batch_size)
+    prompts = [unique[view * n_prompts + i // group] for view in range(n_views) for i in completions]
+    lengths = [args.completion_tokens] * len(prompts)
+    budget = args.max_tokens_per_microbatch
+    parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
+    part = max(range(len(parts)), key=lambda i: len(parts[i]))
+    largest = [prompts[i] for i in parts[part]]
+    keeps = packed and not _is_sharded(args) and keeps_states(base) and part in chunk_ends(prompts, parts)
+    held, peak, forward, update, of_prompt = _watch(
+        args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoders, keeps
+    )
+    # The prompt of a group that is split into chunks counts once
+    scale = of_prompt / forward * len(unique) + (1 - of_prompt / forward) * len(prompts) / len(largest)
+    n_repeats = (len(parts) > 1) + (args.beta > 0)
+    unique_of_part = group_by_prompt(largest) if packed else largest
+    return Measured(
+        trained=_count(model, trained=True),
+        frozen=_count(model, trained=False),
+        in_4_bits=in_4_bits if args.load_in_4bit else 0,
+        tensors=sum(p.requires_grad for p in model.parameters()),
+        modules=count_parts(model),
+        critic=_count(critic and critic.model, trained=True),
+        frozen_critic=_count(critic and critic.model, trained=False),
+        layer=layer,
+        ends=sum(weight.numel() for weight in ends),
+        held=held,
+        peak=peak,
+        cache=_cache_of_layers(args, mode, base),
+        sharing=min(_completions(args), args.num_generations) if shares_prompts(base) else 1,
+        decoder=sum(
+            item.numel() for item in {*base.get_decoder().parameters(), *([] if lm_head is None else [lm_head.weight])}
+        ),
+        vocabulary=0 if lm_head is None else len(lm_head.weight),
+        prompt_tokens=len(prompt),
+        tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
+        parts=len(parts),
+        operations=scale * (update + n_repeats * forward),
+    )
+
+
+def _count(model: nn.Module | None, trained: bool) -> int:
+    weights = () if model is None else model.parameters()
+    return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
+
+
+def _watch(
+    args: argparse.Namespace,
+    mode: FakeFloats,
+    parts: tuple[nn.Module, Critic | None, ValueHead | None],
+    base: PreTrainedModel,
+    prompts: list[EncodedPrompt],
+    packed: bool,
+    logits_from_model: bool,
+    encoders: EncoderInputs,
+    keeps: bool,
+) -> tuple[int, int, int, int, int]:
+    """
+    Returns bytes at the start of the backward pass and at the peak, and operations of the forward pass, of forward and
+    backward pass, and of the forward pass of a prompt whose states chunks of completions share (`keeps`).
+    """
+    ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    model, critic, head = parts
+    casts = args.bf16 and not _is_sharded(args)
+    with mode, kernels_of_gpus() if args.device == "cuda" else nullcontext():
+        baseline: list[torch.Tensor] = []
+        for module in [part for part in parts if part is not None]:
+            for parameter in module.parameters():
+                if parameter.requires_grad:  # the gradient exists from the second micro-batch on
+                    parameter.grad = torch.empty_like(parameter)
+                    baseline.append(parameter.grad)
+            baseline += [*module.parameters(), *module.buffers()]
+        with Watch(baseline) as watch:
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                states, sums = None, []
+                if keeps:
+                    models = [base] if critic is None else [base, critic.model]
+                    states = prompt_states(models, prompts[0], ids.device)
+                    # Memory for the summed gradients of earlier chunks
+                    sums = [torch.empty_like(part, dtype=torch.float32) for pair in states.values() for part in pair]
+                of_prompt = watch.operations
+                temperature = 1.0 if logits_from_model else None
+                options: dict[str, Any] = {"packed": packed, "states": states}
+                scores = completion_scores(
+                    model, base, prompts, ids, mask, value_head=head, logits_temperature=temperature, **options
+                )
+                loss = scores.logps.mean() + sum(
+                    out.float().mean() for out in encoder_outputs(base, encoders, len(prompts))
+                )
+                if critic is not None:
+                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, **options).mean()
+                if scores.values is not None:
+                    loss = loss + scores.values.mean()
+            held, forward = watch.now, watch.operations
+            loss.backward()
+            del sums
+        return held, watch.peak, forward, watch.operations, of_prompt
+
+
+def _cache_of_layers(
+    args: argparse.Namespace, mode: FakeFloats, model: PreTrainedModel
+) -> list[tuple[float, int | None]]:
+    model.eval()
+    with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
+        ids = torch.zeros(1, 16, dtype=torch.long)
+        cache = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)[cache_name()]
+    return [
+        ((layer.keys.nbytes + layer.values.nbytes) / layer.keys.shape[-2], getattr(layer, "sliding_window", None))
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
+    ]
+
+
+def _cache(measured: Measured, tokens: int) -> float:
+    """Returns the bytes of keys and values of a number of tokens."""
+    return sum(size * min(tokens, window or tokens) for size, window in measured.cache)
+
+
+def _completions(args: argparse.Namespace) -> int:
+    """Returns the number of completions that a GPU samples at once."""
+    return args.per_device_train_batch_size * args.steps_per_generation
+
+
+def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
+    loaded = 4 if args.dtype == "float32" else 2
+    adapter = 2 if args.load_in_4bit else 4
+    trained, frozen = measured.trained, measured.frozen
+    weights, gradients, optimizer = _states(args, trained, frozen, adapter if args.use_peft else loaded, loaded)
+    weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
+    if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
+        optimizer += 4 * measured.tensors  # AdamW has a step counter for each tensor
+    of_critic = _states(args, measured.critic, measured.frozen_critic, loaded, loaded)
+    critic = sum(of_critic)
+    shards_weights = SHARDS[args.strategy][0]
+    reference = 0.0
+    if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
+        number = 2 if args.strategy.startswith("zero") else loaded
+        reference = (trained + frozen) * number / (args.gpus if shards_weights else 1)
+    buffers = gathered = gathered_to_sample = 0.0
+    if args.strategy == "ddp":
+        buffers = gradients
+    elif args.strategy.startswith("zero"):
+        buffers = 2 * min(trained, 5e8)  # `reduce_bucket_size`
+    if args.strategy == "fsdp2":  # two layers and the gradient of one, the embeddings and the head
+        gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
+    elif args.strategy == "zero3":
+        gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
+        # `ds3_gather_for_generation`
+        gathered_to_sample = 2 * (trained + frozen + measured.critic + measured.frozen_critic)
+    prompt = measured.prompt_tokens
+    if measured.sharing > 1 and prompt > SHORT_PROMPT:
+        per_completion = _cache(measured, prompt) / measured.sharing + _cache(measured, args.completion_tokens)
+    else:
+        per_completion = _cache(measured, prompt + args.completion_tokens)
+    cache = _completions(args) * per_completion
+    graph = casts = vllm = 0.0
+    if args.device == "cuda" and not _is_sharded(args):
+        graph = 6.0 * _completions(args) * measured.vocabulary  # logits of a token in bfloat16 and in float32
+        casts = 2.0 * measured.decoder if args.bf16 and args.dtype == "float32" and not args.load_in_4bit else 0.0
+    if args.use_vllm:
+        cache = graph = casts = gathered_to_sample = 0.0
+        vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
+    states = weights + gradients + optimizer + critic + reference + buffers
+    update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
+    if reference and args.strategy == "fsdp2":  # TRL shards the reference as one unit, which scoring gathers
+        update = max(update, states + 2 * (trained + frozen))
+    if args.trainer == "sft":
+        cache = graph = casts = gathered_to_sample = generation = 0.0
+    else:
+        generation = states + gathered_to_sample + cache + graph + vllm
+        if casts > (args.gpu_memory * GIB - generation) / 2:  # larger casts aren't kept
+            casts = 0.0
+        generation += casts
+    host = 0.0
+    if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
+        host = gradients + optimizer + reference + sum(of_critic[1:])
+        if vllm:
+            # The engine receives the weights before they leave the GPU
+            synced = 2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
+            host += weights + of_critic[0]
+            generation = max(states - host + vllm, states - host + weights + synced)
+        else:
+            host += of_critic[0] if args.strategy in ("single", "ddp") else 0.0
+            generation -= host
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "reference": reference,
+        "critic": critic,
+        "buckets": buffers,
+        "gathered weights": gathered,
+        "activations": measured.held,
+        "logits and backward": measured.peak - measured.held,
+        "KV cache": cache,
+        "graph of a token": graph,
+        "cast weights": casts,
+        "gathered to sample": gathered_to_sample,
+        "vLLM": vllm,
+        "update": update,
+        "generation": generation,
+        "peak": max(update, generation),
+        "host": host,
+    }
+
+
+def _states(args: argparse.Namespace, trained: int, frozen: int, width: int, loaded: int) -> tuple[float, ...]:
+    """Returns bytes of weights, gradients and optimizer; a trained weight has `width` bytes, a frozen one `loaded`."""
+    factor, in_bytes = OPTIMIZERS[args.optim]
+    if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
+        width = 4
+    state = factor * (width if in_bytes else 1)
+    sizes = width * trained + loaded * frozen, width * trained, state * trained
+    if args.strategy.startswith("zero"):  # DeepSpeed's optimizer has a float32 copy of the trained weights
+        sizes = 2 * (trained + frozen), 2 * trained, (4 + factor * (4 if in_bytes else 1)) * trained
+    shards = SHARDS[args.strategy]
+    return tuple(size / (args.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
+
+
+def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
+    """Returns the change to try first for a run that doesn't fit."""
+    states = sum(parts[name] for name in ("weights", "gradients", "optimizer", "reference", "critic", "buckets"))
+    samples = parts["generation"] > parts["update"]
+    offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
+    if samples and memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
+        return "`--offload_during_generation`"
+    if samples and parts["vLLM"]:
+        return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
+    if samples and max(parts["KV cache"], parts["gathered to sample"]) > states:
+        if parts["KV cache"] > parts["gathered to sample"]:
+            return "fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
+        return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
+    if not samples and measured.peak > states:
+        if not args.gradient_checkpointing:
+            return "`--gradient_checkpointing`"
+        if args.packing == "padded":
+            return "`--packing prefix`, which forwards each prompt once"
+        n_completions = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
+        if n_completions > 1:
+            part = measured.prompt_tokens + n_completions // 2 * args.completion_tokens
+            return f"`--max_tokens_per_microbatch {part}`"
+        return "a smaller `--per_device_train_batch_size`, or shorter completions"
+    if not samples and parts["vLLM"] and not args.vllm_enable_sleep_mode:
+        return "`--vllm_enable_sleep_mode`"
+    if parts["critic"] > parts["weights"]:
+        return "`--shared_trunk`, which makes the critic a head on the policy"
+    if args.gpus > 1 and args.strategy in ("single", "ddp", "zero1"):
+        return "`--strategy fsdp2`, which shards weights, gradients and optimizer"
+    if not args.use_peft:
+        return "`--use_peft` (LoRA), or more GPUs with `--strategy fsdp2`"
+    return "`--load_in_4bit` (QLoRA)" if not args.load_in_4bit else "a smaller model, or GPUs with more memory"
+
+
+def estimate(args: argparse.Namespace) -> dict:
+    if args.load_in_4bit and not args.use_peft:
+        raise ValueError("`--load_in_4bit` freezes the model; add `--use_peft` to train adapters.")
+    if args.strategy == "single" and args.gpus > 1:
+        raise ValueError(f"`--strategy single` uses one GPU; for {args.gpus}, choose `ddp`, `fsdp2` or another.")
+    measured, note = measured_with_note(args)
+    result = verdict(args, measured)
+    return {**result, "note": note} if note else result
+
+
+def verdict(args: argparse.Namespace, measured: Measured) -> dict:
+    parts = memory(args, measured)
+    result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
+    if not result["fits"]:
+        result["advice"] = advice(args, measured, parts)
+    if parts["vLLM"]:
+        weights = 2 * (measured.trained + measured.frozen) / args.vllm_tensor_parallel_size
+        per_completion = _cache(measured, measured.prompt_tokens + args.completion_tokens)
+        result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / per_completion)
+        if result["vllm_completions"] < 1:
+            result["fits"] = False
+            result["advice"] = (
+                "a larger `--vllm_gpu_memory_utilization`: vLLM's share doesn't hold its weights and a completion"
+            )
+    return result
+
+
+def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
+    """Returns measurements, and a note if these exclude media because the encoders don't run on fake tensors."""
+    try:
+        return measure(args), None
+    except (AttributeError, RuntimeError, TypeError, MediaError) as error:
+        if args.images is not None or args.audio_seconds is not None:
+            raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
+        reason = str(error).splitlines()[0]
+    try:
+        text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
+    except RuntimeError as error:
+        raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
+    return text_only, f"The estimate excludes media encoders: {reason}."
+
+
+def run(args: argparse.Namespace) -> None:
+    result = estimate(args)
+    if args.json:
+        print(json.dumps(result))
+        return
+    measured, parts = result["measured"], result["memory"]
+    print(f"{args.model_name_or_path}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
+    for name, size in parts.items():
+        if name != "host" and size > 0 or name in ("update", "generation"):
+            print(f"  {name:20} {size / GIB:8.1f}")
+    print(
+        f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which "
+        f"{measured['trained'] / 1e9:.2f} B are trained. {args.per_device_train_batch_size} completions of "
+        f"{args.completion_tokens:,} tokens to prompts of {measured['prompt_tokens']:,}; {measured['parts']} "
+        f"forward(s) of up to {measured['tokens']:,} tokens; {measured['operations'] / 1e15:.2f} PFLOP an update."
+    )
+    print(*parts_lines(measured["modules"]), sep="\n")
+    if parts["host"]:
+        print(f"While a GPU samples, {parts['host'] / GIB:.1f} GiB of the above wait in the host's memory.")
+    if "vllm_completions" in result:
+        print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
+    if "note" in result:
+        print(result["note"])
+    usable = f"{USABLE:.0%} of {args.gpu_memory:g} GiB"
+    print(
+        f"Fits into {usable}." if result["fits"] else f"Doesn't fit into {usable}. Change first: {result['advice']}."
+    )

@@ -1,0 +1,110 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Benchmarks of lmms-eval and EvalScope for `evaluate`: a server of the model, and the harness that sends requests."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime
+from pathlib import Path
+
+import requests
+
+from ..cli.arguments import HarnessArguments
+from ..credentials import masked, masked_words
+from ..evaluation import EvaluationResult
+from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_evalscope, read_lmms
+
+
+# The model's name on its server; lmms-eval takes a model with `o1` in its name, such as `grpo1`, for one of OpenAI
+_NAME = "checkpoint"
+_APPLICABLE = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
+
+
+def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> EvaluationResult:
+    """Evaluates a model on `--benchmark <harness>:<task>`; `parts` are the other arguments of `evaluate`."""
+    options = {name: value for part in parts for name, value in vars(part).items()}
+    defaults = {name: value for part in parts for name, value in vars(type(part)()).items()}
+    benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url
+    name, _, task = benchmark.partition(":")
+    if name not in PACKAGES:
+        raise ValueError(f"`--benchmark` is {benchmark!r}; before the colon, write one of {', '.join(PACKAGES)}.")
+    if model is None:
+        raise ValueError("Set `--model_name_or_path`: the model to serve, or the name of the one at `--server_url`.")
+    for option in options.keys() - _APPLICABLE:
+        if options[option] != defaults[option]:
+            raise ValueError(f"`--{option}` doesn't apply to `--benchmark {benchmark}`; see `--harness_args`.")
+    folder = Path(options["output_dir"], f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder.mkdir(parents=True)
+    log = folder / f"{name}.txt"
+    with _serve(model, flags(harness_args.server_args), folder) if url is None else nullcontext(url) as address:
+        address = address.rstrip("/").removesuffix("/v1")
+        command = harness_command(name, task, _NAME if url is None else model, address, folder)
+        command += flags({"limit": options["max_rows"], **harness_args.harness_args})
+        if shutil.which(command[0]) is None:
+            command = ["uvx", "--from", *PACKAGES[name].split(), *command]
+        with _program(command, log, "`pip install uv`, or install the harness.") as harness:
+            code = harness.wait()
+    read = read_lmms if name == "lmms" else read_evalscope
+    rows, figures = ([], {}) if code else read(folder)
+    if not figures:
+        raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
+    settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"]}
+    settings["command"] = masked_words(command)
+    return harness_result(rows, figures, settings)
+
+
+def flags(options: dict) -> list[str]:
+    """Returns options as words of a command line, such as `--a 1 --b` for `{"a": 1, "b": True}`."""
+    words: list[str] = []
+    for name, value in options.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += [] if value is None or value is False else [f"--{name}", *([] if value is True else [text])]
+    return words
+
+
+@contextmanager
+def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
+    """Runs `vllm serve` within the context, which yields its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", _NAME, *words]
+    url, log = f"http://127.0.0.1:{port}", folder / "server.txt"
+    with _program(command, log, "Install vLLM, or set `--server_url`.") as server:
+        try:
+            while server.poll() is None:
+                with suppress(requests.RequestException):
+                    if requests.get(f"{url}/health", timeout=5).ok:
+                        break
+                time.sleep(1)
+            else:
+                raise ValueError(f"`vllm serve` ended: {_last_error(log)}")
+            yield url
+        finally:
+            server.terminate()
+
+
+def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
+    """Starts a program that writes its output to a file."""
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"There is no program `{command[0]}`. {remedy}")
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    # The program has another environment, so it gets the plugin in place of this process's path
+    environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key, "PYTHONPATH": str(PLUGIN)}
+    sys.stderr.write(f"`{' '.join(masked_words(command))}` runs, and prints to {log}\n")
+    with log.open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _last_error(log: Path) -> str:
+    """Returns the last line of a log with an error of Python, or else the last line."""
+    lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
+    errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
+    return f"{masked([*lines[-1:], *errors][-1]).rstrip('.')} (see {log})."

@@ -1,0 +1,275 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Environments on servers of [OpenEnv](https://huggingface.co/docs/openenv), which speak its WebSocket protocol."""
+
+import base64
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, suppress
+from inspect import Parameter, Signature
+from keyword import iskeyword
+from typing import Any
+
+import numpy as np
+import requests
+
+from ..credentials import without_credentials
+from ..data.reading.decoding import require_module
+from ..data.reading.refs import shortened
+from ..rollout.environments import EnvironmentFailure
+
+
+Json = dict[str, Any]  # a JSON object
+Value = str | float | list | Json | None
+Observation = str | list[Json]
+
+_MOST_BYTES = 100 * 2**20  # limit of an observation, the same as that of OpenEnv's client
+TIMEOUT = 60  # seconds of a call of a server
+_TO_ARRIVE = 0.01  # seconds in which the second part of a split answer arrives
+_ERRORS_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # a session goes on after them
+_NOT_FOR_TOOLS = {"url", "media", "rewards", "get_context", "get_reward", "reset"}
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+_DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
+
+
+class Session:
+    """Session of a server, which keeps an environment for this session alone."""
+
+    def __init__(self, url: str):
+        self.url, self._opened = url, ExitStack()
+        self._socket: Any = None
+
+    def ask(self, kind: str, data: Json, opens: bool = False) -> Json:
+        """Returns the server's answer. Unless a request `opens` a session, the one of the last answer must be open."""
+        client = require_module("websockets.sync.client", "environments")
+        errors = require_module("websockets.exceptions", "environments")
+        try:
+            if self._socket is None:
+                if not opens:
+                    raise ConnectionError("the session is over")
+                socket = client.connect(f"ws{self.url.removeprefix('http')}/ws", max_size=_MOST_BYTES)
+                self._socket = self._opened.enter_context(socket)
+            waiting = self._waiting_answer(errors.ConnectionClosed)
+            with suppress(errors.ConnectionClosed):  # the reason of the server can still be read
+                self._socket.send(json.dumps({"type": kind, "data": data}, default=lambda medium: None))
+            answer = json.loads(waiting or self._socket.recv(timeout=TIMEOUT))
+            data = answer["data"]
+            if not isinstance(data, dict) or answer["type"] not in ("observation", "error"):
+                raise TypeError(f"it answered {shortened(answer)}")
+        except (OSError, errors.WebSocketException, ValueError, KeyError, TypeError) as error:
+            self.close()
+            raise EnvironmentFailure(without_credentials(f"{self.url}: {type(error).__name__}: {error}")) from error
+        if answer["type"] == "error" and data["code"] in _ERRORS_OF_ACTIONS:
+            details = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in data.get("errors", ())]
+            raise ValueError("; ".join([data["message"], *details]))
+        if answer["type"] == "error":
+            self.close()
+            raise EnvironmentFailure(without_credentials(f"{self.url}: {data['code']}: {data['message']}"))
+        return data
+
+    def _waiting_answer(self, closed: type[Exception]) -> str | bytes | None:
+        """
+        Returns an error that the server sent before the next request, or `None`. Raises `ConnectionError` for another
+        answer, as every later request would get the answer to the one before.
+        """
+        with suppress(TimeoutError, closed):
+            answer = self._socket.recv(timeout=_TO_ARRIVE)
+            if json.loads(answer)["type"] != "error":
+                raise ConnectionError("it answered one request twice")
+            return answer
+        return None
+
+    def close(self) -> None:
+        self._socket = None
+        self._opened.close()
+
+    __del__ = close  # frees a session of the server, which may have few
+
+
+class ServedEnvironment:
+    """Environment with the tools of a server."""
+
+    _act: Callable[..., Observation]  # gets the server's name of a tool, and the arguments
+
+
+class OpenEnvironment(ServedEnvironment):
+    """Environment in a session of a server. Subclasses have the tools of their server."""
+
+    url: str
+    media: Mapping[str, str]
+
+    def __init__(self):
+        self._session, self._is_done = Session(self.url), False
+        self.rewards: list[float] = []  # one per step of the episode
+
+    def reset(self, **row: Value) -> Observation:
+        """Starts an episode with a row, `null` in place of media; the server takes the columns that it knows."""
+        self.rewards = []
+        with suppress(EnvironmentFailure):  # the server may have closed the session, and opens another
+            return self._shown(self._session.ask("reset", row, opens=True))
+        return self._shown(self._session.ask("reset", row, opens=True))
+
+    def get_reward(self) -> float:
+        """Returns the sum of the rewards of the episode's steps."""
+        return sum(self.rewards)
+
+    def _act(self, tool: str | None, arguments: Json) -> Observation:
+        if self._is_done:
+            raise ValueError("The episode has ended; answer without a call.")
+        call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
+        answer = self._session.ask("step", arguments if tool is None else call)
+        reward = answer.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float | None) or not math.isfinite(reward or 0.0):
+            raise EnvironmentFailure(f"the server gave the reward {reward!r}, which is no finite number")
+        self.rewards.append(float(reward or 0.0))
+        return self._shown(answer)
+
+    def _shown(self, answer: Json) -> Observation:
+        try:
+            content, self._is_done = answer["observation"], bool(answer["done"])
+        except (KeyError, TypeError):
+            raise EnvironmentFailure("the server's answer has no `observation` and `done`") from None
+        if "tool_name" in content:  # the result of an MCP tool
+            if content.get("error"):
+                raise ValueError(content["error"]["message"])
+            content = content["result"]
+            if isinstance(content, dict) and "content" in content:
+                content = content["content"] or content.get("data")  # an empty list has no blocks
+        return observation_of(content, self.media, "The episode has ended." if self._is_done else "")
+
+
+def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnvironment]:
+    """
+    Returns a class of environments that a server of [OpenEnv](https://huggingface.co/docs/openenv) runs, for
+    `environment_factory`. Each environment has a session; a lost session fails its trajectory.
+
+    The class has a tool `step` with the fields of an action, or the MCP tools of a server that has some. In
+    observations, `data:` URIs and content blocks are shown as media, all else as text.
+
+    Args:
+        url (`str`):
+            Address of the server, such as `"http://localhost:8000"`.
+        media (`dict[str, str]`, *optional*):
+            Modality by field, for fields that hold media in base64, or images as lists of pixels, such as
+            `{"screenshot": "image"}`.
+
+    Raises:
+        `ImportError`: Without the extra `environments`.
+        `ValueError`: If the address isn't that of a server of OpenEnv.
+    """
+    require_module("websockets", "environments")
+    url, description = url.rstrip("/"), {}
+    for page in ("metadata", "schema"):
+        try:
+            answer = requests.get(f"{url}/{page}", timeout=TIMEOUT)
+            answer.raise_for_status()
+            description |= answer.json()
+        except (requests.RequestException, ValueError, TypeError) as error:
+            raise ValueError(without_credentials(f"{url}/{page} isn't one of OpenEnv: {error}")) from None
+    action, tools = description["action"], {}
+    if action["properties"].get("type", {}).get("const") != "call_tool":
+        tools["step"] = tool_of("step", action.get("description", "Acts."), action, None)
+    else:
+        with closing(Session(url)) as session:
+            listed = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
+        for remote in listed:
+            name = tool_name(remote["name"], tools)
+            tools[name] = tool_of(name, remote["description"], remote["input_schema"], remote["name"])
+    parts: Json = {"url": url, "media": media or {}, "__doc__": description["description"], **tools}
+    return type(re.sub(r"\W", "_", description["name"]), (OpenEnvironment,), parts)
+
+
+def tool_name(remote: str, tools: Collection[str]) -> str:
+    """Returns a name for a server's tool that is valid in Python and that no method and no other tool has."""
+    name = re.sub(r"\W", "_", remote).lstrip("_")
+    if not name.isidentifier() or iskeyword(name) or hasattr(OpenEnvironment, name) or name in _NOT_FOR_TOOLS:
+        name = f"tool_{name}"
+    while name in tools:
+        name += "_"
+    return name
+
+
+def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
+    """Returns a tool with the signature and docstring of a JSON schema, which calls `_act` with its `remote` name."""
+
+    def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
+        return self._act(remote, {fields.get(key, key): value for key, value in arguments.items()})
+
+    lines, parameters, fields = [" ".join(text.split()), "", "Args:"], [], {}
+    for field, field_schema in schema.get("properties", {}).items():
+        if field == "metadata":  # every action has this field, which isn't for a model
+            continue
+        key = re.sub(r"\W", "_", field)  # a valid name of a parameter in Python
+        key = key if key.isidentifier() and not iskeyword(key) and key != "self" else f"field_{key}"
+        while key in fields:
+            key += "_"
+        fields[key] = field
+        spec = {
+            **field_schema,
+            **next((option for option in field_schema.get("anyOf", ()) if option.get("type") != "null"), {}),
+        }
+        spec |= schema.get("$defs", {}).get(spec.get("$ref", "").rpartition("/")[2], {})
+        choices = f" (choices: {json.dumps(spec['enum'])})" if "enum" in spec else ""
+        lines.append(f"    {key}: {' '.join(field_schema.get('description', key).split())}{choices}")
+        default = Parameter.empty if field in schema.get("required", ()) else spec.get("default")
+        annotation = _TYPES.get(spec.get("type"), str)
+        parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    tool.__name__, tool.__doc__ = name, "\n".join(lines)
+    tool.__annotations__ = {field_schema.name: field_schema.annotation for field_schema in parameters}
+    vars(tool)["__signature__"] = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])
+    return tool
+
+
+def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Observation:
+    """Returns the content blocks of a value, and its other parts as text; a text alone if there are no media."""
+    blocks: list[Json] = []
+    remaining = [part for part in _take_blocks(value, blocks, media) if part not in (None, {})]
+    texts = [part if isinstance(part, str) else json.dumps(part) for part in remaining]
+    blocks += [{"type": "text", "text": part} for part in (*texts, last) if part]
+    return blocks if any(block["type"] != "text" for block in blocks) else "\n".join(block["text"] for block in blocks)
+
+
+def _pixels(value: Value) -> np.ndarray:
+    """Returns an image of nested lists of pixels, from 0 to 255."""
+    with suppress(ValueError, TypeError, OverflowError):  # lists may differ in length, or hold texts
+        pixels = np.asarray(value)
+        has_shape = pixels.ndim in (2, 3) and pixels.size and (pixels.ndim == 2 or pixels.shape[2] in (1, 3, 4))
+        if has_shape and np.array_equal(pixels, pixels.astype(np.uint8)):
+            return pixels.astype(np.uint8)
+    raise EnvironmentFailure(
+        "the server shows an image that isn't rows of pixels, whole numbers from 0 to 255 such as [[[255, 0, 0]]]"
+    )
+
+
+def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> list[Any]:
+    """
+    Appends the content blocks of a value to `blocks`, and returns the value without them, in a list that is empty if
+    nothing remains. Blocks never read a file or URL, as a server might name any.
+    """
+    n, name = len(blocks), value.get("type") if isinstance(value, dict) else None
+    if name == "text" and isinstance(value.get("text"), str):
+        blocks.append({"type": "text", "text": value["text"]})
+        return []
+    if name in ("image", "audio") and isinstance(value.get("data"), str):
+        kind, value = name, value["data"]
+    uri = _DATA_URI.match(value) if isinstance(value, str) else None
+    if (kind := uri.group(1) if uri else kind) is not None and value is not None:
+        is_text = isinstance(value, str)
+        medium = base64.b64decode(value.rpartition(",")[2], validate=True) if is_text else _pixels(value)
+        blocks.append({"type": kind, kind: medium})
+        return []
+    if isinstance(value, list):
+        remaining = [remainder for item in value for remainder in _take_blocks(item, blocks, media)]
+        return [remaining] if remaining or len(blocks) == n else []
+    if not isinstance(value, dict):
+        return [value]
+    fields = {
+        key: remainder
+        for key, item in value.items()
+        for remainder in _take_blocks(item, blocks, media, media.get(key))
+    }
+    fields = {key: item for key, item in fields.items() if item not in (None, {})}
+    if len(blocks) > n and fields.keys() <= {"type"}:  # the shell of a block such as `image_url`
+        return []
+    return [next(iter(fields.values()))] if [*map(type, fields.values())] == [str] else [fields]

@@ -1,0 +1,208 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards from a server, over HTTP."""
+
+import base64
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import requests
+
+from ..credentials import without_credentials
+from ..data.reading.decoding import load_audio, load_image, load_video
+from ..data.reading.files import png, wav
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
+from ..data.reading.refs import MediaRef, iter_refs
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.cells import filled
+from ..data.rows.columns import as_text, rows_to_messages, strip_media
+from ..families import MODALITIES
+from ..rewards.checks import Argument, check_rewards
+from ..rewards.model import rows_of_batch
+
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+# Limits of a response in bytes: per reward, since numbers may have many digits, and for the text around rewards
+_BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
+
+
+@dataclass(eq=False, repr=False)
+class Server:
+    """The base class of reward functions that ask a server, with the address and the limits of requests."""
+
+    url: str
+    _: KW_ONLY
+    concurrency: int = 4
+    timeout: float = 120.0
+    retries: int | None = 5
+    patience: float = 3600.0
+    backoff: float = 1.0
+    name: str = "server"
+    only_waits: ClassVar[bool] = True  # threads may call the function while the policy trains
+
+    def __post_init__(self):
+        self.__name__ = self.name
+
+    @property
+    def _shown(self) -> str:
+        return without_credentials(self.url)
+
+    def _ask_all(self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None) -> list[T]:
+        """Returns the results of `ask` for all parts, called in threads that share a session."""
+        with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
+            if key is not None:
+                session.headers["Authorization"] = f"Bearer {key}"
+            try:
+                return list(pool.map(partial(ask, session), parts))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # the remaining calls would wait for the same server
+                raise
+
+    def _post(
+        self,
+        payload: dict[str, Any],
+        session: requests.Session,
+        max_bytes: int,
+        too_large: str,
+        is_usable: Callable[[Answer], bool],
+    ) -> Answer:
+        """Sends a request until the server answers. Raises `RuntimeError` without an answer, or for a larger one."""
+        try:
+            return ask(
+                "POST",
+                self.url,
+                json=payload,
+                session=session,
+                seconds=self.patience,
+                attempt_seconds=self.timeout,
+                attempts=None if self.retries is None else self.retries + 1,
+                backoff=self.backoff,
+                max_bytes=max_bytes,
+                is_usable=is_usable,
+            )
+        except TooLarge:
+            raise RuntimeError(too_large) from None
+        except (NoAnswer, requests.RequestException) as error:
+            reason = error if isinstance(error, NoAnswer) else type(error).__name__
+            raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
+
+
+@dataclass(eq=False, repr=False)
+class RemoteReward(Server):
+    """
+    A reward function that requests scores from a server, with the signature of TRL's.
+
+    Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
+    concatenated), and, if the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
+    `videos` (lists of lists of PNG frames). The server must return `{"rewards": [...]}`, one number per completion,
+    `null` where the reward doesn't apply.
+
+    Args:
+        url (`str`):
+            URL of the server.
+        label_column (`str`, *optional*, defaults to `"labels"`):
+            Column with the ground truth.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Completions in a request.
+        concurrency (`int`, *optional*, defaults to `4`):
+            Concurrent requests.
+        timeout (`float`, *optional*, defaults to `120.0`):
+            Seconds for the complete response to an attempt.
+        retries (`int`, *optional*, defaults to `5`):
+            Number of retries if the server is busy (408, 425, 429), fails (5xx), closes the connection, responds with
+            an HTML page, or is unreachable; `None` retries until `patience` is over.
+        patience (`float`, *optional*, defaults to `3600.0`):
+            Seconds for all attempts of a request together. The run keeps its state while it waits.
+        backoff (`float`, *optional*, defaults to `1.0`):
+            Seconds before the first retry, doubled for each further one, up to a minute.
+        sampling_rate (`int`, *optional*, defaults to `16000`):
+            Sampling rate of the sent audio, in Hz.
+        name (`str`, *optional*, defaults to `"remote_reward"`):
+            Name in metrics such as `rewards/<name>/mean`.
+
+    Raises:
+        `RuntimeError`: When called, if the server is unreachable, refuses a request, or doesn't return one finite
+            number or `null` per completion. The message names the server.
+    """
+
+    _: KW_ONLY
+    label_column: str = "labels"
+    batch_size: int = 64
+    sampling_rate: int = 16000
+    name: str = "remote_reward"
+
+    def __call__(
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
+    ) -> list[float | None]:
+        """Requests the rewards of completions, with labels and media. Trainers pass the `media_rules` of the run."""
+        payload = self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
+        parts = [
+            {name: values[start : start + self.batch_size] for name, values in payload.items()}
+            for start in range(0, len(prompts), self.batch_size)
+        ]
+        return [reward for part in self._ask_all(self._ask, parts) for reward in part]
+
+    def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
+        n = len(part["completions"])
+        answer = self._post(
+            part,
+            session,
+            max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
+            too_large=f"The response of the reward server {self._shown} is too large for {n} rewards; it must return "
+            "one number for each completion.",
+            is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
+        )
+        text = answer.body[:200].decode(errors="replace")
+        if answer.status != 200:
+            raise RuntimeError(f"The reward server {self._shown} answered {answer.status}: {text!r}.")
+        try:
+            return check_rewards(json.loads(answer.body)["rewards"], n, self.name)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RuntimeError(
+                f"The reward server {self._shown} answered {text!r} for {n} completions; it must return "
+                "{'rewards': [...]} with one finite number, or null, for each."
+            ) from error
+
+    def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
+        messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
+        prompts = [as_text(strip_media(prompt), roles=False) for prompt in messages]
+        texts = [as_text(completion, roles=False) for completion in completions]
+        queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+        payload: dict[str, list] = {"prompts": prompts, "completions": texts, "queries": queries}
+        if any(self.label_column in row for row in rows):
+            payload["labels"] = [filled(row.get(self.label_column)) for row in rows]
+        encode = base64_encoder(self.sampling_rate)
+        for modality in MODALITIES:
+            refs = [[ref for ref in iter_refs(prompt) if ref.modality == modality] for prompt in messages]
+            if any(refs):
+                payload[f"{modality}s"] = [[encode(ref) for ref in refs_of_row] for refs_of_row in refs]
+        return payload
+
+
+def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:
+    """Returns a function that encodes each medium once: images as PNG, audio as WAV, videos as PNG files of frames."""
+    encoded: dict[tuple[int, str, str], str | list[str]] = {}
+
+    def encode(ref: MediaRef) -> str | list[str]:
+        key = (id(ref.source), ref.modality, str(ref.options))
+        if key not in encoded:
+            if ref.modality == "image":
+                encoded[key] = _base64(png(load_image(ref)))
+            elif ref.modality == "video":
+                encoded[key] = [_base64(png(frame)) for frame in load_video(ref)[0]]
+            else:
+                encoded[key] = _base64(wav(load_audio(ref, sampling_rate), sampling_rate))
+        return encoded[key]
+
+    return encode
+
+
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode()

@@ -1,0 +1,114 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A prompt with media and a number of tokens for any model, made by its processor or by its config alone."""
+
+import argparse
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from ..data.reading.refs import MediaRef
+from ..data.reading.rules import MediaRules
+from ..encoding.budgets import budgeted_size
+from ..encoding.processors import Processor, audio_rate, load_processor
+from ..encoding.prompts import EncodedPrompt, encode_prompt
+from ..families import family_of
+
+
+# Inputs of the image encoder for a model without a processor. The prompt's length includes their features.
+EncoderInputs = dict[str, torch.Tensor]
+
+
+def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, prompts: int) -> Iterator[torch.Tensor]:
+    """Yields the outputs of the image encoder for a number of prompts."""
+    if inputs:
+        encode: Any = getattr(model, "get_image_features", None)
+        batch = {
+            name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
+            for name, value in inputs.items()
+        }
+        yield from _tensors(encode(**batch))
+
+
+def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(output, ModelOutput):
+        pooled = getattr(output, "pooler_output", None)
+        output = output["last_hidden_state"] if pooled is None else pooled
+    return [output] if isinstance(output, torch.Tensor) else [tensor for part in output for tensor in _tensors(part)]
+
+
+def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
+    """Returns a prompt with the media and length of the arguments, and inputs of an encoder without processor."""
+    has_vision, has_audio = (kind in model.input_modalities for kind in ("image", "audio"))
+    images = int(has_vision) if args.images is None else args.images
+    seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
+    if images and not has_vision or seconds and not has_audio:
+        raise ValueError(f"{type(model).__name__} takes {' and '.join(model.input_modalities)} alone.")
+    empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
+    prompt, encoders = empty, EncoderInputs()
+    if images or seconds:
+        processor, limits = None, {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
+        with suppress(OSError, ValueError):
+            processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
+        if processor is None:
+            bounds = {name: limit for name, limit in limits.items() if limit is not None}
+            side, _ = budgeted_size(args.image_size, args.image_size, bounds)
+            encoders = _from_config(model, 0 if seconds else images, side)
+        else:
+            prompt = _encoded(model, processor, images, args.image_size, seconds, MediaRules(**limits))
+    return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
+
+
+def _encoded(
+    model: PreTrainedModel, processor: Processor, images: int, size: int, seconds: float, rules: MediaRules
+) -> EncodedPrompt:
+    blocks = []
+    for i in range(images):
+        # Some models need fewer tokens for uniform images
+        pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
+        ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, rules)
+        blocks.append({"type": "image", "image": ref})
+    if seconds:
+        rate = audio_rate(processor) or 0
+        sound = {"array": np.zeros(int(seconds * rate), dtype=np.float32), "sampling_rate": rate}
+        blocks.append({"type": "audio", "audio": MediaRef("audio", sound, {}, "audio", 0)})
+    return encode_prompt([{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}], processor, model)
+
+
+def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
+    """Returns the prompt with text appended up to a minimum length."""
+    n_added = max(length - len(prompt), 0)
+    last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
+    return replace(
+        prompt,
+        input_ids=F.pad(prompt.input_ids, (0, n_added)),
+        token_fields={
+            name: F.pad(value, (0, n_added), value=fill.get(name, 0)) for name, value in prompt.token_fields.items()
+        },
+        position_ids=torch.cat([prompt.position_ids, last + 1 + torch.arange(n_added)], dim=-1),
+        mask_cache={},
+    )
+
+
+def _from_config(model: PreTrainedModel, images: int, size: int) -> EncoderInputs:
+    """Returns inputs of an image encoder by its config. Raises unless images are rows of patches, as in Qwen-VL."""
+    encode: Any = getattr(model, "get_image_features", None)
+    if not images or "image_grid_thw" not in inspect.signature(encode).parameters:
+        raise RuntimeError("its config doesn't say what its encoders take, and there is no processor")
+    vision = model.config.vision_config
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    side = max(round(size / (vision.patch_size * vision.spatial_merge_size)), 1) * vision.spatial_merge_size
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "pixel_values": torch.zeros(images * side * side, width),
+        "image_grid_thw": torch.tensor([[1, side, side]] * images),
+    }

@@ -1,0 +1,155 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Environments of the package [verifiers](https://github.com/PrimeIntellect-ai/verifiers), played by the policy."""
+
+import asyncio
+import itertools
+import json
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..data.reading.decoding import require_module
+from ..rollout.environments import EnvironmentFailure
+from .openenv import TIMEOUT, Json, Observation, ServedEnvironment, Value, observation_of, tool_of
+
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult, ListToolsResult
+    from verifiers.v1 import Agent, HarnessSession, Task, TaskData
+
+
+class VerifiersEnvironment(ServedEnvironment):
+    """Environment of a task. Subclasses have the tools of their taskset."""
+
+    rows: list[Json]
+    tasks: list["Task"]
+    agent: "Agent"  # agent with the harness of `verifiers_environment`
+    shared: Json  # servers of all tasks
+    _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
+
+    def reset(self, task: int, **row: Value) -> None:
+        """Starts the servers of a task, for which the task's tools wait."""
+        if hasattr(self, "_rollout"):  # the last rollout may not have ended with a reward
+            self._urls.cancel()
+            self._run(self._rollout.aclose())
+        self._rollout = self._play(task)
+        self._urls = self._run(anext(self._rollout))
+
+    async def get_reward(self, completion: list[Json]) -> float:
+        """Returns the weighted sum of the task's rewards."""
+        await asyncio.wrap_future(self._urls)
+        return await asyncio.wrap_future(self._run(self._rollout.asend(completion)))
+
+    def _act(self, tool: tuple[str, str], arguments: Json) -> Observation:
+        server, name = tool
+        try:
+            answer = self._run(_ask(self._urls.result()[server], "call_tool", name, arguments)).result()
+        except Exception as error:
+            raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
+        content = observation_of([block.model_dump() for block in answer.content] or None, {})
+        if answer.is_error:
+            raise ValueError(content)
+        return content
+
+    async def _play(self, task: int) -> AsyncGenerator[Any, list[Json]]:
+        """Yields the addresses of a task's servers, receives the completion, and yields its reward."""
+        vf = require_module("verifiers.v1", "verifiers")
+        asked = self.rows[task]["prompt"]
+        async with self.agent.interaction(self.tasks[task], tools=self.shared) as interaction:
+            completion = yield interaction.trace.info["urls"]
+            for i, entry in enumerate([*asked, *_with_ids(completion)]):
+                is_sampled, message = (
+                    entry["role"] == "assistant" and i >= len(asked),
+                    vf.dialects.parse_message(entry),
+                )
+                node = vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=is_sampled)
+                interaction.trace.nodes.append(node)
+        for error in interaction.trace.errors:
+            raise EnvironmentFailure(f"{error.type}: {error.message}")
+        yield interaction.trace.reward
+
+
+def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvironment]:
+    """
+    Returns a class of environments for tasks of [verifiers](https://github.com/PrimeIntellect-ai/verifiers) (`v1`),
+    for `environment_factory`. Its attribute `rows` holds the rows of the dataset.
+
+    Tools are those of the tasks' servers, which run on this machine. Rewards read the texts of the conversation.
+
+    Args:
+        taskset (`str`):
+            Name of an installed taskset.
+        options:
+            Fields of its configuration.
+
+    Raises:
+        `ImportError`: Without the extra `verifiers`.
+        `ValueError`: If the tasks never end, or need more than one agent with tools.
+    """
+    vf = require_module("verifiers.v1", "verifiers")
+    program = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
+
+    class Policy(program):
+        """Harness without a program, as the trainer samples, which records the addresses of a rollout's servers."""
+
+        async def setup(self, runtime):
+            pass
+
+        async def session(self, *arguments: Any, **options: str | None) -> "HarnessSession":
+            session = await super().session(*arguments, **options)
+            session.trace.info["urls"] = session.mcp_urls
+            return session
+
+    config = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"}, model="policy")
+    env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=config))
+    tasks, kind = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
+    hooks = [name for name in dir(kind) if hasattr(getattr(kind, name), "intercept")]
+    hooks += [item for task in tasks[:1] for item in task.hooks("stop")]
+    is_alone = vf.environment_class(taskset) is vf.SingleAgentEnv and all(item.data.prompt for item in tasks)
+    if not tasks or hooks or not is_alone:
+        raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
+    agent, serving, loop = vf.Agent(config), env.shared_tools(), asyncio.new_event_loop()
+    agent.harness = Policy(agent.harness.config)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    run = partial(asyncio.run_coroutine_threadsafe, loop=loop)
+
+    async def start() -> tuple[Json, list[Any]]:
+        shared = await serving.__aenter__()
+        async with agent.interaction(tasks[0].defer_scoring(), tools=shared) as interaction:
+            return shared, [
+                (name, await _ask(url, "list_tools")) for name, url in interaction.trace.info["urls"].items()
+            ]
+
+    shared, tool_lists = run(start()).result()
+    rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
+    parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
+    parts["_serving"] = serving  # the servers end when this object does
+    for server, tool in ((server, tool) for server, answer in tool_lists for tool in answer.tools):
+        name = f"{server}_{tool.name}".removeprefix("_")
+        parts[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
+    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
+
+
+async def _ask(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
+    async with asyncio.timeout(TIMEOUT), require_module("mcp", "verifiers").Client(url) as client:
+        return await getattr(client, method)(*arguments)
+
+
+def _prompt_of(data: "TaskData") -> list[Json]:
+    """Returns the messages of a task's prompt in OpenAI's format."""
+    prompt = data.model_dump(exclude_none=True)["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
+
+
+def _with_ids(completion: list[Json]) -> Iterator[Json]:
+    """Yields messages in OpenAI's format, in which results name their calls."""
+    call_numbers, result_numbers = itertools.count(), itertools.count()
+    for message in completion:
+        functions = [function["function"] for function in message.get("tool_calls") or ()]
+        functions = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+        calls = [{"id": f"call_{next(call_numbers)}", "function": function} for function in functions]
+        ids = {"tool_call_id": f"call_{next(result_numbers)}"} if message["role"] == "tool" else {"tool_calls": calls}
+        yield {**message, **ids}

@@ -1,0 +1,95 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A reward without labels: the answer that most completions of a group give."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from .answers import accuracy_reward, completion_text, normalize_answer
+from .checks import Argument, Completion
+from .choices import choice_reward, extracted_answer, named_choice
+
+
+def majority_reward(
+    completions: Sequence[Completion],
+    group_ids: Sequence[int] | None = None,
+    threshold: float = 0.0,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Argument,
+) -> list[float]:
+    """
+    Rewards a completion whose answer is that of most completions of its group with 1.0, and any other with 0.0, as
+    [TTRL](https://huggingface.co/papers/2504.16084) and [AQA-TTRL](https://huggingface.co/papers/2510.05478) do.
+
+    Answers are those of majority@k: [`~rewards.choices.extracted_answer`] without case, whitespace and punctuation. An
+    answer that is empty, or that names none of a row's `choices`, has no vote. A group whose votes are tied, or whose
+    winner has a smaller share of the completions than `threshold`, has no label: all its rewards are 0.0, so that it
+    has no signal. The metric `sampling/agreement` is the mean share of the winner, and, for rows with a `solution`,
+    `majority/correct_frac` the share of labels that are right.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational.
+        group_ids (`list[int]`):
+            Group of each completion, which the trainers of this package pass where a process has whole groups.
+        threshold (`float`, *optional*, defaults to `0.0`):
+            Smallest share of a group's completions that makes an answer its label, between 0 and 1.
+        log_metric (`Callable`, *optional*):
+            Function that logs a metric, as trainers pass it.
+        **kwargs:
+            Dataset columns, of which `choices` are read, and `solution` for the metric alone.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 for each completion.
+
+    Raises:
+        `ValueError`: If `group_ids` is missing, or `threshold` is out of range.
+
+    Example:
+    ```python
+    >>> majority_reward(["<answer>7</answer>", "7.", "8"], group_ids=[0, 0, 0])
+    [1.0, 1.0, 0.0]
+    ```
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"majority_reward got `threshold={threshold}`, which is a share: set it between 0 and 1.")
+    if group_ids is None:
+        raise ValueError(
+            "majority_reward needs `group_ids`, which trainers pass where no group straddles processes; make "
+            "`per_device_train_batch_size` times `steps_per_generation` a multiple of `num_generations`."
+        )
+    choices = kwargs.get("choices") or [None] * len(completions)
+    answers = [_vote(completion, options) for completion, options in zip(completions, choices, strict=True)]
+    groups: dict[int, list[int]] = defaultdict(list)
+    for position, group in enumerate(group_ids):
+        groups[group].append(position)
+    rewards, shares, labels = [0.0] * len(completions), [], []
+    for positions in groups.values():
+        votes = Counter(answers[position] for position in positions if answers[position])
+        (label, n), (_, n_second) = (*votes.most_common(2), (None, 0), (None, 0))[:2]
+        shares.append(n / len(positions))
+        if n > n_second and shares[-1] >= threshold:
+            for position in positions:
+                rewards[position] = float(answers[position] == label)
+            labels.append(next(position for position in positions if answers[position] == label))
+    if log_metric is not None and shares:
+        log_metric("sampling/agreement", sum(shares) / len(shares))
+        if right := _are_right(completions, kwargs, labels):
+            log_metric("majority/correct_frac", sum(right) / len(right))
+    return rewards
+
+
+def _vote(completion: Completion, choices: Sequence[str] | None) -> str:
+    """Returns the answer of a completion as a key, empty if it has none."""
+    answer = extracted_answer(completion_text(completion), choices)
+    return "" if choices and named_choice(answer, choices) is None else normalize_answer(answer)
+
+
+def _are_right(completions: Sequence[Completion], columns: dict[str, Argument], labels: list[int]) -> list[float]:
+    """Returns 1.0 for each label that its row's solution confirms and 0.0 for others, by a completion that has it."""
+    solutions = columns.get("solution")
+    if not solutions:
+        return []
+    rows = {name: [values[i] for i in labels] for name, values in columns.items() if name in ("solution", "choices")}
+    reward = choice_reward if any(rows.get("choices") or ()) else accuracy_reward
+    right = reward([completions[i] for i in labels], **rows)
+    return [value for value in right if value is not None]

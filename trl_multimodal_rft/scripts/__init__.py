@@ -1,2 +1,0 @@
-# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scripts that `trl-multimodal-rft` launches, by the names of commands."""

@@ -1,0 +1,222 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Folders and files of checkpoints."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, is_peft_model
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
+from trl.distributed import DistributedBackend
+from trl.trainer.callbacks import SyncRefModelCallback
+
+from ...models.critic import policy_alone
+from ...models.pretrained import whole_weights
+from ...models.wrapped import is_unsharded
+from ...rollout.groups import SAVED_CLASSES
+
+
+# Folder of checkpoints that aren't whole yet or are about to be deleted, and in it, of one that is being replaced
+PARTIAL = "_partial_checkpoint"
+_REPLACED = "replaced"
+
+# Words of the `RuntimeError` that `torch.save` raises where it can't write
+_WRITE_ERRORS = ("inline_container", "Parent directory")
+
+
+# Folders
+
+
+def step_of(checkpoint: Path) -> int:
+    step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(step) if step.isdecimal() else 0
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    paths = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
+    return sorted(paths, key=step_of)
+
+
+def surplus_checkpoints(newest: Path, limit: int | None, kept: Collection[Path]) -> list[Path]:
+    """Returns the checkpoints beyond a limit, first those of later steps than the newest, then the oldest."""
+    if limit is None or limit <= 0:
+        return []
+    # Steps tell the order, as a copy changes times of folders. Checkpoints after the newest are of an earlier run
+    paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
+    surplus = max(0, len(paths) - max(limit, len(kept)))
+    return [checkpoint for checkpoint in paths if checkpoint not in kept][:surplus]
+
+
+def replace_folder(written: Path, target: Path) -> None:
+    """Moves `written` to `target`; a folder that was there moves to the parent of `written`."""
+    replaced = written.parent / _REPLACED
+    if target.exists():
+        target.rename(replaced)
+    try:
+        written.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+
+
+@contextmanager
+def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None]:
+    """Names the checkpoint in write errors within the context, and removes `partial` to free the disk."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _WRITE_ERRORS):
+            raise
+        number = getattr(error, "errno", None)
+        if number != errno.ESTALE and not os.path.exists(checkpoint.parent):
+            raise FileNotFoundError(
+                f"{str(checkpoint.parent)!r} was removed while {checkpoint.name} was written to it, with the "
+                "checkpoints in it. Restore it and resume with `resume_from_checkpoint=True`, or start again."
+            ) from error
+        space, remedy = "", "Make the folder writable again, such as by mounting its file system anew,"
+        if number in (None, errno.ENOSPC, errno.EDQUOT):
+            space = f", where {shutil.disk_usage(checkpoint.parent).free / 2**20:,.0f} MB are free"
+            remedy = "Make room, for example with a lower `save_total_limit`,"
+        if partial is not None and not (partial / _REPLACED).exists():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(
+            f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}{space}: {error}. {remedy} and resume "
+            "with `resume_from_checkpoint=True`; the checkpoints before are unchanged."
+        ) from error
+
+
+# State
+
+
+def export_state(states: Any, objects: Iterable[Any]) -> None:
+    """Puts the states of callbacks and of the trainer's control into `states`, which `Trainer` reads to resume."""
+    for source in objects:
+        if isinstance(source, ExportableState):
+            name = type(source).__name__
+            if isinstance(states[name], list):  # several callbacks have this class
+                states[name].append(source.state())
+            else:
+                states[name] = source.state()
+
+
+def save_rollout_state(checkpoint: str | Path, process_index: int, state: dict[str, Any]) -> None:
+    torch.save(state, Path(checkpoint, f"rollout_state_{process_index}.pt"))
+
+
+def load_rollout_state(
+    checkpoint: str | Path, process_index: int, classes: Sequence[type] = SAVED_CLASSES
+) -> dict[str, Any] | None:
+    """
+    Loads onto the CPU the state that [`save_rollout_state`] saved, without running code in the file.
+
+    Returns the state; `None` if the checkpoint has none for this process.
+    """
+    path = Path(checkpoint, f"rollout_state_{process_index}.pt")
+    if not path.exists():
+        return None
+    with torch.serialization.safe_globals([*classes]):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+# Weights
+
+
+def whole_state_dict(
+    accelerator: Accelerator, module: nn.Module, kept: bool, select: Callable[[str], bool] = bool
+) -> dict[str, torch.Tensor] | None:
+    """
+    Gathers sharded weights of a module on the CPU, one by one: those with names that `select` accepts, by default all.
+    All processes have to call this.
+
+    Returns the state dict, empty unless `kept`; `None` if weights aren't sharded, so that the module's own is whole.
+    """
+    if is_unsharded(accelerator):
+        return None
+    gather = DistributedBackend(accelerator).gather_params
+    copies: dict[int, torch.Tensor] = {}  # copies tied weights once
+    state = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not select(name):
+            continue
+        with gather([value]):
+            weight = value.full_tensor() if isinstance(value, DTensor) else value
+            if kept:
+                if id(value) not in copies:
+                    copies[id(value)] = weight.detach().to("cpu", copy=True)
+                state[name] = copies[id(value)]
+    return state
+
+
+def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path, writes: bool) -> None:
+    """Saves a model with whole weights for `from_pretrained`. All processes have to call this."""
+    model = accelerator.unwrap_model(model)
+    state = whole_state_dict(accelerator, model, writes)
+    if writes:
+        model.save_pretrained(folder, state_dict=state)
+
+
+def save_without_weights(
+    accelerator: Accelerator,
+    model: nn.Module,
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    folder: Path,
+    writes: bool,
+) -> None:
+    """
+    Saves config and processor of a model with weights that are saved elsewhere. Adapters, which are small, are saved
+    whole. All processes have to call this.
+    """
+    policy = policy_alone(accelerator.unwrap_model(model))
+    if is_peft_model(policy):
+        adapters = tuple(f".{name}" for name in policy.peft_config)
+        state = whole_state_dict(accelerator, policy, writes, lambda name: any(key in name for key in adapters))
+        if writes:
+            policy.save_pretrained(folder, state_dict=state)
+    elif writes:
+        policy.config.save_pretrained(folder)
+        if policy.can_generate():
+            policy.generation_config.save_pretrained(folder)
+    if writes:
+        processing_class.save_pretrained(folder)
+
+
+@whole_weights()
+def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
+    """Loads the weights in a folder into a model, which may be sharded. All processes have to call this."""
+    if not Path(folder, CONFIG_NAME).exists():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
+    model = accelerator.unwrap_model(model)
+    model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # On other processes, transformers may skip the weights
+        first = accelerator.is_main_process
+        state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        return
+    saved_model = model_class.from_pretrained(folder, dtype=model.dtype)
+    if is_deepspeed_zero3_enabled():  # it has sharded the loaded model, too
+        SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)
+    else:
+        model.load_state_dict(saved_model.state_dict())
+
+
+def local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns this process's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

@@ -1,0 +1,42 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A lock for one run at a time in an output folder."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
+
+
+logger = get_logger(__name__)
+
+# Name of the lock in the output folder; pushes to the Hub leave out names with this prefix
+_FILE = "_run.lock"
+
+
+@contextmanager
+def holding(folder: str | Path) -> Iterator[str | None]:
+    """
+    Locks a folder against other runs within the context. Yields the process that trains in it already, or `None`.
+
+    The kernel releases the lock however this process ends. Logs a warning if the file system has no locks.
+    """
+    path, holder = Path(folder, _FILE), None
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M}")
+    except Timeout:
+        holder = path.read_text() or "another process"
+    except (OSError, NotImplementedError) as error:
+        logger.warning(f"{str(folder)!r} can't be locked, so a second run in it will not be noticed: {error}")
+    try:
+        yield holder
+    finally:
+        if lock.is_locked:
+            path.unlink(missing_ok=True)  # before the release, after which another run may write it anew
+            lock.release()

@@ -1,0 +1,555 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Checkpoints, written whole or not at all, verified before a run resumes from them, and published."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from inspect import get_annotations
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+
+from ...checks.run_checks import Checks
+from ...data.rows.fingerprint import fingerprint
+from ...forward.features import learned_ways, restore_ways
+from ...forward.scores import DeferredParts
+from ...forward.token_budget import backward_by_parts
+from ...models.critic import Critic, ValueHead, policy_alone
+from ...models.parts import freeze, rates_of_parts
+from ...models.quantization import keep_differentiable
+from ...models.wrapped import is_unsharded, unwrapped
+from ...policy import PolicyForward
+from ...reporting.console import PRINTERS, CompactLogCallback, console_of, show_parts
+from ...reporting.curves import TrainingCurvesCallback
+from ...reporting.events import EventPart
+from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
+from ...reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
+from ...rollout.groups import SAVED_CLASSES
+from ...rollout.ranks import any_rank
+from ...rollout.stream import RowStream, named_dataset
+from ..arguments import check_keywords
+from ..finite import check_weights, skip_broken_update
+from ..optimizer import check_rates, other_parts, save_parts, split_by_rate
+from ..signals import EndOnSignal, end_with_launcher
+from .files import (
+    PARTIAL,
+    checkpoints,
+    export_state,
+    load_rollout_state,
+    load_unsharded,
+    naming_write_errors,
+    replace_folder,
+    save_rollout_state,
+    save_without_weights,
+    surplus_checkpoints,
+)
+from .lock import holding
+from .manifest import measure_together, other_run, resume_warnings, verify_checkpoint, write_manifest
+from .shards import check_shards, gathering, load_module, other_layout, save_module, writes_shards
+
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Trainer
+else:
+    Trainer = object
+
+
+logger = get_logger(__name__)
+
+# Folder, in a checkpoint, of a reference that moves with the policy
+_REFERENCE = "ref_model"
+
+
+class CheckpointMixin(Trainer):
+    """
+    Saves, resumes and publishes a run of TRL's trainers.
+
+    A checkpoint exists whole or not at all, also when the run is killed. A resumed run is, bit for bit, the run
+    without interruption. Updates that aren't finite are skipped, and weights that aren't finite are not saved.
+    """
+
+    # A trainer has to set the attributes that have no value here before it calls `_complete_parts`
+    args: Any
+    processing_class: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    ref_model: Any = None
+    train_dataset: Any
+    _policy: PolicyForward
+    checks: Checks
+    reward_func_names: Any = ()
+    _metrics: Any
+    _stream: RowStream
+    _train_loader: Callable[[], DataLoader]
+    _eval_loader: Callable[..., DataLoader]
+    card_notes: CardNotes
+    _name: Any  # these three are TRL's
+    _paper: Any
+    _tag_names: list[str]
+    max_completion_length: Any
+    chat_template_kwargs: Any
+    in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
+    critic: Critic | ValueHead | None = None
+    ema: Any = None  # a `MovingAverage` of the weights
+    push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
+    _resumed_from: str | None = None  # folder of a checkpoint
+    _uploaded: Path | None = None  # the checkpoint that was pushed last
+    _saved_classes: tuple[type, ...] = SAVED_CLASSES  # classes of objects in the state of the rollouts
+    _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
+    _end_on_signal: EndOnSignal | None = None
+    _n_skipped = 0  # number of updates skipped in a row
+    _checked_step: int | None = None  # latest step after which weights were checked for sampling
+
+    def __new__(cls, *args, **kwargs):
+        check_keywords(cls, kwargs)
+        return super().__new__(cls)
+
+    def _complete_parts(self) -> None:
+        """
+        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals. The
+        last one replaces transformers' callback, which doesn't wait for the step to end. Raises a `TypeError` if the
+        trainer lacks an attribute that this class needs.
+        """
+        if missing := [name for name in get_annotations(CheckpointMixin) if not hasattr(self, name)]:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}, which checkpoints and cards need.")
+        keep_differentiable(self.model)
+        self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
+        self.add_callback(SaveBeforePush(self._save_without_repository))
+        if console_of(self.callback_handler.callbacks) is None:
+            self.add_callback(CompactLogCallback())
+        if self.args.enable_jit_checkpoint:
+            self._end_on_signal = EndOnSignal(partial(any_rank, self.accelerator))
+            self.add_callback(self._end_on_signal)
+
+    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
+        return unwrapped(self.accelerator, model)
+
+    def _save_without_repository(self) -> None:
+        if self.hub_model_id is None:
+            self.save_model(_internal_call=True)
+            self.create_model_card()
+
+    # Resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Trains the model. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a
+        checkpoint after the current step. No other run can train in the same `output_dir` meanwhile.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint to resume from; `True` takes the newest complete one in `output_dir`.
+            args:
+                Further arguments of [`~transformers.Trainer.train`].
+            kwargs:
+                Further keyword arguments of [`~transformers.Trainer.train`].
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
+
+        Raises:
+            `ValueError`: If no checkpoint is whole, or a run of another trainer, engine or kind of adapter saved it.
+            `RuntimeError`: If another run trains in `output_dir`.
+        """
+        end_with_launcher()
+        with ExitStack() as stack:
+            holder = stack.enter_context(holding(self.args.output_dir)) if self.is_world_process_zero() else None
+            (holder,) = broadcast_object_list([holder])
+            if holder is not None:
+                raise RuntimeError(
+                    f"`output_dir` {self.args.output_dir!r} is in use by {holder}: two runs would delete each other's "
+                    "checkpoints. Wait until it ends, or set another `output_dir`."
+                )
+            checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+            self._resumed_from = checkpoint
+            obstacle = None
+            if checkpoint and self.args.should_save:
+                obstacle = other_run(checkpoint, self._tag_names[1], is_peft_model(self.model))
+                obstacle = obstacle or other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
+            (obstacle,) = broadcast_object_list([obstacle])
+            if obstacle is not None:
+                raise ValueError(obstacle)
+            if self._end_on_signal is not None:
+                stack.enter_context(self._end_on_signal.listening())
+            stack.push(self._draw_interrupted)
+            stack.callback(self._stream.close)
+            stack.callback(lambda: self.in_flight and self.in_flight.clear())
+            self._invalidate_engine()
+            console = console_of(self.callback_handler.callbacks)
+            if console is not None:
+                console.begin(type(self).__name__)
+                stack.callback(console.end)
+                surplus = [log for log in self.callback_handler.callbacks if isinstance(log, CompactLogCallback)][1:]
+                for printer in (*PRINTERS, *surplus):
+                    self.remove_callback(printer)
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _draw_interrupted(
+        self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Draws the curves of a run that an error or Ctrl-C ends, as `Trainer` then calls no callback."""
+        for callback in self.callback_handler.callbacks if error is not None else ():
+            if isinstance(callback, TrainingCurvesCallback):
+                callback.on_train_end(self.args, self.state, self.control)
+
+    def _invalidate_engine(self) -> None:
+        """Tells the sampling engine, if there is one, that the weights may differ from those of the last step."""
+
+    def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
+        """Returns the checkpoint to resume from, the same on all processes."""
+        folders = [str(resume_from)]
+        if resume_from is True:
+            folders = [str(path) for path in reversed(checkpoints(self.args.output_dir))]
+            (folders,) = broadcast_object_list([folders])
+        reasons = []
+        for folder in folders:
+            problems = list(dict.fromkeys(gather_object(verify_checkpoint(folder) if self.args.should_save else [])))
+            if not problems:
+                for warning in resume_warnings(folder, self._fingerprints()) if self.args.should_save else ():
+                    logger.warning(warning)
+                return folder
+            reasons.append(f"{folder} isn't whole: {'; '.join(problems[:5])}{'; ...' if len(problems) > 5 else ''}.")
+            if resume_from is True:
+                logger.warning(f"Passed over: {reasons[-1]}")
+        if resume_from is True:
+            raise ValueError(" ".join([f"There is no whole checkpoint in {self.args.output_dir!r}.", *reasons]))
+        is_listed = Path(folders[0], "manifest.json").is_file()
+        remedy = ", or delete its manifest.json to resume from what is left" if is_listed else ""
+        raise ValueError(
+            f"{reasons[0]} Resume from another one (`resume_from_checkpoint=True` finds the newest whole one in "
+            f"`output_dir`){remedy}."
+        )
+
+    def _fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Returns fingerprints of the training datasets, by the names of their arguments."""
+        return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
+
+    def get_train_dataloader(self):
+        return self._train_loader()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        return self._eval_loader(dataset, is_new=dataset is eval_dataset)
+
+    def create_optimizer(self, model=None):
+        is_new = self.optimizer is None
+        freeze(self.model, self.args.freeze)  # loading or enabling an adapter makes all of it trainable
+        optimizer = super().create_optimizer(model)
+        check_rates(optimizer, self.lr_scheduler, self.args)
+        self._group_parameters(is_new)
+        if is_new and (self.args.freeze or self.args.learning_rates):
+            if self.is_world_process_zero() and console_of(self.callback_handler.callbacks) is None:
+                show_parts(self.model, rates_of_parts(self.model, self.args))
+        return optimizer
+
+    def _group_parameters(self, is_new: bool) -> None:
+        """Splits an optimizer's parameter groups by `learning_rates`, if the trainer made the optimizer."""
+        if is_new and self.args.learning_rates:
+            split_by_rate(self.model, self.optimizer, self.args)
+
+    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
+        epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+        if self.state.global_step >= max_steps:
+            # A run resumed after its last step would go on towards the end of the epoch, and stop one step too late
+            return n_epochs, 0
+        return epochs_trained, steps_trained
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self._reload_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        self._invalidate_engine()
+        if not self._reload_weights(str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _reload_weights(self, folder: str | Path) -> bool:
+        """
+        Loads unsharded weights by `from_pretrained`, and returns whether it did. `Trainer` would load a state dict
+        and, for many multimodal models, restore nothing and only warn, since `save_pretrained` has renamed the keys
+        (huggingface/transformers#43701); `from_pretrained` knows the new names.
+        """
+        if not is_unsharded(self.accelerator):
+            return False
+        self._load_parts(Path(folder))
+        policy = policy_alone(self.accelerator.unwrap_model(self.model))
+        if is_peft_model(policy):
+            return False
+        load_unsharded(self.accelerator, policy, folder)
+        return True
+
+    def _load_parts(self, folder: Path) -> None:
+        """Loads the files of [`_save_parts`] if weights aren't sharded; else the engine restores them."""
+
+    def _load_state(self, folder: Path) -> None:
+        if self._reference_moves:
+            if not (folder / _REFERENCE).is_dir():
+                raise ValueError(
+                    f"{folder} has no folder {_REFERENCE!r} with a reference that follows the policy, so that "
+                    "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
+                    "with it and without `save_only_model`, or set `sync_ref_model=False`."
+                )
+            load_module(self.accelerator, self.ref_model, folder / _REFERENCE)
+        if self.ema is not None:
+            self.ema.follow(self.model)
+            self.ema.load(folder, self.accelerator)
+        # A rank that the previous run didn't have restores the state that all ranks share from rank 0's file
+        indices, classes = (self.accelerator.process_index, 0), self._saved_classes
+        state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
+        if state is None:
+            logger.warning(f"{folder} has no state of the rollouts; the run continues with new completions.")
+        else:
+            self._load_rollout_state(state)
+
+    @property
+    def _reference_moves(self) -> bool:
+        return getattr(self.args, "sync_ref_model", False)
+
+    # State of the rollouts
+
+    def _rollout_state(self) -> dict[str, Any]:
+        """Returns the state from which this process continues as if it hadn't stopped."""
+        return {
+            "metrics": dict(self._metrics["train"]),
+            **self.checks.state_dict(),
+            "checked": self._checked_settings(),
+            "n_skipped": self._n_skipped,
+            "rows": self._stream.state_dict(),
+            "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
+        }
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        self._metrics["train"].update(state["metrics"])
+        if state["checked"] == self._checked_settings():  # else the self-check runs anew
+            self.checks.load_state_dict(state)
+        self._n_skipped = state["n_skipped"]
+        self._stream.load_state_dict(state["rows"])
+        for name, model in self._forwarded_models().items():
+            restore_ways(model, state.get("ways", {}).get(name, ()))
+
+    def _forwarded_models(self) -> dict[str, PreTrainedModel]:
+        """Returns the policy, its reference or teacher, and a critic that is a whole model, by attribute name."""
+        models = {"model": self.model, "ref_model": self.ref_model, "critic": getattr(self.critic, "model", None)}
+        return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
+
+    def _checked_settings(self) -> dict[str, Any]:
+        """Returns the settings under which the measurements of the self-check are valid."""
+        model = self._policy.unwrapped(self.model)
+        return {
+            "packing": self.args.packing,
+            "precision": [self.accelerator.mixed_precision, str(model.dtype)],
+            "attention": model.config.get_text_config(decoder=True)._attn_implementation,
+        }
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Saves the model and its processor, with whole weights on every engine; in a checkpoint of shards, the weights
+        come with the optimizer's state. All processes have to call this.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder. Defaults to the `output_dir` of the config.
+
+        Raises:
+            `FloatingPointError`: If weights aren't finite. The folder then stays as it is.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
+        check_weights(self.model, self.accelerator, self.state.global_step, consequence)
+        args, in_checkpoint = self.args, output_dir is not None and _internal_call
+        # `from_pretrained` can't read shards, and `Trainer` saves them with the optimizer's shards
+        is_whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not is_whole:
+            save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
+            return
+        with gathering(self.accelerator):
+            self._save_parts(folder, in_checkpoint)
+            super().save_model(output_dir, _internal_call)
+
+    def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
+        """Saves files of the model in addition to the policy's. All ranks have to call this."""
+
+    def _save_checkpoint(self, model, trial):
+        """
+        Writes a checkpoint to a temporary folder and moves it to its place when it is whole, then removes surplus
+        checkpoints by way of that folder. TRL's and transformers' methods would write in place, and publish
+        checkpoints that aren't whole yet.
+        """
+        args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        target = Path(self._get_output_dir(trial), name)
+        temporary_folder = target.parent / PARTIAL
+        if args.should_save and not Path(args.output_dir).exists():
+            logger.warning(
+                f"`output_dir` {args.output_dir!r} was removed during the run, with the checkpoints in it; {name} is "
+                "saved to a new folder."
+            )
+        if args.should_save and temporary_folder.exists():  # from a run that was killed while it saved
+            shutil.rmtree(temporary_folder)
+        self.accelerator.wait_for_everyone()
+        if trial is None:
+            self.store_flos()
+        self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
+        with naming_write_errors(target, temporary_folder if args.should_save else None):
+            self._write_checkpoint(temporary_folder / name, target)
+            if args.should_save:
+                replace_folder(temporary_folder / name, target)
+                kept = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
+                for checkpoint in surplus_checkpoints(target, args.save_total_limit, kept):
+                    if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
+                        checkpoint.rename(temporary_folder / checkpoint.name)
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes leftovers
+        self.accelerator.wait_for_everyone()
+        if args.push_to_hub:
+            self._publish_checkpoint(target)
+
+    def _write_checkpoint(self, folder: Path, target: Path) -> None:
+        """Writes the files of a checkpoint: those of transformers and TRL, the state that they omit, a manifest."""
+        args, state = self.args, self.state
+        self.save_model(str(folder), _internal_call=True)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(target)
+        if not args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+            self._save_state(folder)
+            if args.should_save:
+                save_parts(folder, args)
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            export_state(state.stateful_callbacks, [*self.callback_handler.callbacks, self.control])
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
+                entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+                (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
+        shards, process = writes_shards(self.accelerator), self.accelerator.process_index
+        if shards and process == 0:
+            check_shards(folder)
+        measurements = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        if args.should_save:
+            write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
+
+    def _save_state(self, folder: Path) -> None:
+        """Saves state to resume from beyond optimizer, schedule and random states. All processes have to call this."""
+        save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
+        if self._reference_moves:
+            save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
+        if self.ema is not None:
+            self.ema.save(folder, self.accelerator, self.args.should_save)
+
+    # Publishing
+
+    def _publish_checkpoint(self, folder: Path) -> None:
+        """Has transformers push a whole checkpoint, unless a push is in progress and `hub_always_push` isn't set."""
+        args = self.args
+        if args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
+            return
+        if is_running(self.push_in_progress):
+            if not args.hub_always_push:
+                return
+            self._finish_current_push()  # the files that it uploads change now
+        for name in self._folders_of_model:
+            if (folder / name).is_dir():
+                shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
+        self._push_from_checkpoint(str(folder))
+        self._uploaded = folder
+        warn_of_failures(self.push_in_progress.jobs, folder)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """
+        Writes a model card with the data and the settings of the training, and with an example of inference on media.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model.
+            dataset_name (`str`, *optional*):
+                Name of the dataset.
+            tags (`str` or `list[str]`, *optional*):
+                Tags in addition to the package's.
+        """
+        tags = {tags} if isinstance(tags, str) else set(tags or ())
+        super().create_model_card(model_name, dataset_name, sorted(tags | self.card_notes.modalities))
+        if self.is_world_process_zero():
+            model = self.accelerator.unwrap_model(self.model)
+            repository = self.hub_model_id or self.args.output_dir
+            run = CardRun(
+                self.args,
+                self.state,
+                model,
+                self.processing_class,
+                self.card_notes,
+                self._name,
+                self._paper,
+                repository,
+                self.max_completion_length,
+                self.chat_template_kwargs,
+                self._training_lines(),
+                self._published_folders(type(self._unwrapped(model)).__name__, repository),
+                self.checks.self_check,
+            )
+            write_card(run, model_name, dataset_name)
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        return [*training_lines(self.args.to_dict()), ("Rewards", ", ".join(map(in_code, self.reward_func_names)))]
+
+    def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+        return []
+
+    # Updates
+
+    def _backward_by_parts(
+        self, model: nn.Module, loss: torch.Tensor, parts: DeferredParts, divisor: int
+    ) -> torch.Tensor:
+        """Runs the backward passes of a micro-batch's parts but the last, and returns the loss for that one."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["token_budget/parts"].append(float(len(parts.parts)))
+        metrics["token_budget/extra_time"].append(parts.seconds)
+        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Skips an update whose gradient isn't finite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        facts = self.state.global_step, self._n_skipped, self.args.max_skipped_updates
+        skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *facts)
+        self._metrics["train"]["skipped_updates"].append(float(skipped))
+        return norm
+
+    def _check_policy(self) -> None:
+        """Raises if weights to sample from aren't finite, once per update. All processes have to call this."""
+        if self._checked_step != self.state.global_step:
+            check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
+            self._checked_step = self.state.global_step
+
+
+class _RestoreState(TrainerCallback):
+    """Callback that restores the state that transformers doesn't, after optimizer and schedule."""
+
+    def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
+        self.checkpoint, self.load = checkpoint, load
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: EventPart,
+    ):
+        if (folder := self.checkpoint()) is not None:
+            # Before transformers 5.17, `Trainer` doesn't set the epoch of a loader that skips batches
+            train_dataloader.batch_sampler.set_epoch(int(state.epoch))
+            self.load(Path(folder))

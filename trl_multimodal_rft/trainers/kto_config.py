@@ -1,0 +1,71 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the KTO trainer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trl import KTOConfig
+
+from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
+from .multimodal_config import MediaArguments
+
+
+# Options of TRL that this trainer can't follow: the values that ask for nothing, and the reason
+_NOT_HERE = {
+    **NOT_WHEN_READING,
+    "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),
+    "label_smoothing_factor": ((0.0,), "the loss has no labels to smooth"),
+}
+_LOSSES = ("kto", "apo_zero_unpaired")
+
+
+@help_from_docstring
+@dataclass
+class MultimodalKTOConfig(MediaArguments, KTOConfig):
+    r"""
+    Configuration class for the [`MultimodalKTOTrainer`].
+
+    Holds every argument of [`~trl.KTOConfig`] and of [`MediaArguments`]. Of TRL's, those about the preparation of
+    datasets and about padding have no use here, and raise.
+
+    Parameters:
+        remove_unused_columns (`bool`, *optional*, defaults to `False`):
+            Whether columns that the trainer doesn't know are taken from the rows.
+        max_length (`int`, *optional*):
+            Most tokens of a prompt and a completion, which is cut. A row whose prompt leaves no token of it is
+            dropped. `None` takes rows as they are.
+        packing (`str`, *optional*, defaults to `"prefix"`):
+            `"prefix"` forwards a prompt and its media once for its completion and that of the KL estimate, and falls
+            back to `"padded"`, a row per completion, with a message, where the model can't. Loss and gradient are the
+            same.
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to measure, on the first batch and before the first update, that padded and packed rows have the
+            log-probabilities of the model's own forward of each prompt and completion, and that these depend on its
+            media.
+        media_contribution_steps (`int`, *optional*, defaults to `10`):
+            Number of optimizer steps between measurements of the metric `media/contribution`: how far the
+            log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
+            images and videos grey. Each takes two forwards of two completions. Evaluations measure it once. 0 measures
+            nothing.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    remove_unused_columns: bool | None = False
+    max_length: Annotated[int | None, "[2, inf]"] = None
+    packing: Literal["prefix", "padded"] = "prefix"
+    self_check: bool = True
+    media_contribution_steps: Annotated[int, "[0, inf]"] = 10
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_unused(self, _NOT_HERE, "KTO")
+        if self.loss_type not in _LOSSES:
+            raise ValueError(f"`loss_type` is {self.loss_type!r}; KTO has {' and '.join(map(repr, _LOSSES))}.")
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; "
+                "drop one of them."
+            )

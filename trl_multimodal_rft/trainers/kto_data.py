@@ -1,0 +1,175 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows of completions that are labelled as good or bad: the columns of a dataset, and the collator that encodes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset, concatenate_datasets
+from trl.data_utils import extract_prompt, unpair_preference_dataset
+
+from ..data.rows.cells import filled, finite_number, truth_value
+from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.row import Row
+from ..data.rows.unread import lists_columns, other_layout
+from ..encoding.join import padded
+from ..encoding.prompts import check_ids
+from ..encoding.supervised import PreferencePair
+from .preference_data import PreferenceCollator
+from .sft_data import lacking
+
+
+logger = get_logger(__name__)
+
+# Log-probabilities of the reference, and the row of the completion in the KL estimate, that the second depends on
+REFERENCE = ("ref_logps", "ref_KL_logps")
+KL_ROW = "KL_row"
+COLUMNS = ("prompt", "completion", "label", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE, KL_ROW)
+_UNPAIRED_AT_ONCE = 1000  # rows whose chosen completions come before the rejected ones, as in TRL
+
+
+@dataclass(eq=False)
+class LabelledCompletion(PreferencePair):
+    """A prompt with its own completion (`chosen`) and that of another row (`rejected`), for the KL estimate."""
+
+    def example(self, row: Row) -> tuple[Sequence, list[int], list[int], None]:
+        """Returns messages of the row's prompt, and ids of the prompt and of its completion."""
+        return row["prompt"], self.input_ids.tolist(), self.chosen, None
+
+
+@dataclass
+class LabelledCollator(PreferenceCollator):
+    """
+    Encodes a prompt once, with its media, for its own completion and for that of the row before it in the micro-batch,
+    the pairs of TRL's estimate of the KL divergence.
+    """
+
+    calculate_kl: bool = True
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        A micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: `sequences` ([`LabelledCompletion`]), length `B`; `prompts`, `completion_ids` and
+            `completion_mask`, `(2 * B, C)`, and `lengths`, of all rows' own completions, then of those of the KL
+            estimate (`(B, C)` if the loss has none); `label`, `(B,)`; `KL_row`, `(B,)`, the row of the latter
+            completion; `attention_mask`, `(1, tokens)`, which counts the tokens of rows with their own completions;
+            the reference's log-probabilities, `(B,)`, if rows have them; `plain` and `encode_view`, see
+            [`~trainers.preference_data.PreferenceCollator`].
+        """
+        whole, stored = self._encoded(rows), self._stored(rows)
+        pairs = [replace(pair, rejected=self._cut(pair, whole[i - 1].rejected)) for i, pair in enumerate(whole)]
+        completions = [pair.chosen for pair in pairs]
+        completions += [pair.rejected for pair in pairs] if self.calculate_kl else []
+        ids, mask = padded([torch.tensor(tokens, dtype=torch.long) for tokens in completions])
+        n_tokens = sum(len(pair) + len(pair.chosen) for pair in pairs)
+        return {
+            "sequences": pairs,
+            "prompts": pairs * (2 if self.calculate_kl else 1),
+            "completion_ids": ids,
+            "completion_mask": mask,
+            "lengths": list(map(len, completions)),
+            "attention_mask": mask.new_ones(1, n_tokens),
+            "plain": lambda load, i: self._plain(stored[i], load()),
+            "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
+            **self._columns(stored),
+        }
+
+    def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """Labels, and the reference's log-probabilities, if rows have them for the completions of this micro-batch."""
+        labels = [truth_value(row.get("label"), "label", row.row_index) for row in rows]
+        others = torch.tensor([rows[i - 1].row_index for i in range(len(rows))])
+        columns = {"label": torch.tensor(labels), KL_ROW: others}
+        for name in REFERENCE[: 2 if self.calculate_kl else 1]:
+            values = [finite_number(row.get(name), name, row.row_index) for row in rows]
+            if None not in values:
+                columns[name] = torch.tensor(values)
+        if REFERENCE[1] in columns:
+            for row, other in zip(rows, others.tolist(), strict=True):
+                if row.get(KL_ROW) != other:
+                    raise ValueError(
+                        f"row {row.row_index} has `ref_KL_logps` of the completion of row {row.get(KL_ROW)}, and is "
+                        f"in a micro-batch with that of row {other}; score the reference with the same batch size and "
+                        "order, or drop the column."
+                    )
+        return columns
+
+    def encode(self, row: Row) -> LabelledCompletion:
+        """
+        A row whose completion ends at `max_length`, the prompt included; `rejected` is the whole completion, for the
+        KL estimate of another row.
+        """
+        for name in ("completion", "label"):
+            if filled(row.get(name)) is None:
+                raise ValueError(f"row {row.row_index}, column '{name}': is empty; fill it, or leave the row out.")
+        prompt, tokens = self._encoder_of(row).encode_completion(row)
+        check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
+        self._check_room(prompt, row)
+        return LabelledCompletion(**vars(prompt), chosen=self._cut(prompt, tokens), rejected=tokens)
+
+    def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+        if isinstance(dataset, Dataset) and not lists_columns(dataset):
+            return dataset  # a transform gives others
+        columns, _ = self._columns_of(dataset, name)
+        if {"chosen", "rejected"} <= columns and "completion" not in columns:
+            dataset = unpaired(dataset, columns)
+            columns = columns - {"chosen", "rejected"} | {"prompt", "completion", "label"}
+        if not {"prompt", "completion", "label"} <= columns:
+            needed = "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
+            raise lacking(name, columns, needed, other_layout(dataset.features or dict.fromkeys(columns)))
+        return dataset
+
+
+def unpaired(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset | IterableDataset:
+    """
+    Returns a dataset of pairs as labelled completions, in TRL's order, without decoding media.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with `chosen` and `rejected`, and with or without `prompt`.
+        columns (`set[str]`):
+            Names of its columns.
+
+    Returns:
+        Rows with `prompt`, `completion` and `label`, and the other columns of their pairs.
+    """
+    if not isinstance(dataset, Dataset):
+        dataset = dataset if "prompt" in columns else dataset.map(extract_prompt)
+        return unpair_preference_dataset(dataset)
+    if "prompt" not in columns:
+        texts = dataset.select_columns(["chosen", "rejected"]).map(extract_prompt)
+        dataset = concatenate_datasets([dataset.remove_columns(["chosen", "rejected"]), texts], axis=1)
+    n, names = len(dataset), ("chosen", "rejected")
+    sides = [
+        dataset.remove_columns(other).rename_column(name, "completion").add_column("label", [name == "chosen"] * n)
+        for name, other in (names, names[::-1])
+    ]
+    starts = range(0, n, _UNPAIRED_AT_ONCE)
+    blocks = [np.arange(start, min(start + _UNPAIRED_AT_ONCE, n)) for start in starts]
+    order = np.concatenate([rows for block in blocks for rows in (block, block + n)])
+    return concatenate_datasets(sides).select(order)
+
+
+def warn_of_balance(labels: Sequence[bool], desirable_weight: float, undesirable_weight: float) -> None:
+    """
+    Warns if weights don't make up for unequal numbers of labels, by equation 8 of
+    [KTO](https://huggingface.co/papers/2402.01306).
+    """
+    n_good = max(sum(labels), 1)
+    n_bad = max(len(labels) - n_good, 1)
+    if n_good == n_bad or 1 <= desirable_weight * n_good / (undesirable_weight * n_bad) <= 1.33:
+        return
+    good = [round(factor * n_bad * undesirable_weight / n_good, 2) for factor in (1, 1.33)]
+    bad = [round(n_good * desirable_weight / n_bad / factor, 2) for factor in (1.33, 1)]
+    logger.warning(
+        f"{n_good} completions are desirable and {n_bad} aren't, which the weights of their losses don't make up for: "
+        f"set `desirable_weight` in {good}, or `undesirable_weight` in {bad}."
+    )

@@ -1,0 +1,183 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Kahneman-Tversky optimization with media, from completions that are labelled as good or bad."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.nn.functional import pad
+from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
+from trl import KTOTrainer
+
+from ..data.rows.cells import truth_value
+from ..data.rows.unread import lists_columns
+from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.scores import Scores
+from ..models.parts import same_weights_trained
+from ..models.wrapped import replaced, unwrapped
+from ..reporting.model_card import common_lines
+from .kto_config import MultimodalKTOConfig
+from .kto_data import COLUMNS, KL_ROW, REFERENCE, LabelledCollator, warn_of_balance
+from .preferences import PreferenceTrainer
+from .reading import Batch, NumItems, load_for_reading
+from .setup import resolve_config
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+
+
+class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
+    """
+    Trainer for Kahneman-Tversky Optimization (KTO) of models that see and hear, see
+    [KTO](https://huggingface.co/papers/2402.01306).
+
+    [`~trl.KTOTrainer`] with audio, video and images in prompts: losses, metrics and options are TRL's. A prompt and
+    its media are encoded once, and forwarded once for its completion and for the other completion of the KL estimate,
+    that of the row before it in the micro-batch.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as for [`~trl.KTOTrainer`].
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference model. If `None`, it is loaded from the path that the model was loaded from; with PEFT, it is
+            the model without its adapter.
+        args ([`MultimodalKTOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with `prompt`, `completion`, text or messages, and `label`, whether the completion is desirable;
+            or with pairs (`prompt`, `chosen`, `rejected`), which give two rows each. Media columns are those that
+            [`MultimodalGRPOTrainer`] takes, whose media are for the prompt.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        compute_metrics (`Callable`, *optional*):
+            See [`~trl.KTOTrainer`]: its predictions are logits of the rows, from a further forward, and its labels
+            their tokens.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model.
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own, or `ref_model` no model.
+        `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
+            parallelism), if a micro-batch of the `"kto"` loss has one row, or if a dataset lacks columns.
+    """
+
+    _tag_names = ["trl", "kto", "trl-multimodal-rft"]
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: PreTrainedModel | None = None,
+        args: MultimodalKTOConfig | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+    ):
+        args = resolve_config(MultimodalKTOConfig, args, model)
+        arguments = arguments_of(locals())
+        loaded = load_for_reading(arguments, {"train_dataset": train_dataset, "eval_dataset": eval_dataset})
+        calculate_kl = args.loss_type == "kto"
+        collator = LabelledCollator(
+            unwrapped(None, loaded.model), loaded.processing_class, args, calculate_kl=calculate_kl
+        )
+        datasets = {
+            "train_dataset": collator.prepare(train_dataset, "train"),
+            "eval_dataset": collator.prepare(eval_dataset, "eval"),
+        }
+        self._check_labels(datasets["train_dataset"], args)
+        arguments |= {**datasets, "data_collator": collator}
+        row = {"prompt": ["-"] * 2, "completion": ["-"] * 2, "label": [True, False]}
+        self._construct(super().__init__, arguments, loaded, row)
+        self._start_reading(
+            datasets,
+            columns=COLUMNS if args.remove_unused_columns else None,
+            packs=args.packing == "prefix",
+            outputs=("log_probs", "entropy", "mean_logits"),
+            load_processor=loaded.load_processor,
+        )
+        self._reference = REFERENCE if calculate_kl else REFERENCE[:1]
+        self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
+        if args.precompute_ref_log_probs:
+            # The KL estimate depends on the micro-batch, which is to be that of the training
+            with replaced(args, per_device_eval_batch_size=args.per_device_train_batch_size):
+                self._precompute_reference()
+        self._complete_parts()
+
+    def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:
+        """Raises at a label that is no truth value, and warns of unequal numbers of them."""
+        if isinstance(dataset, Dataset) and lists_columns(dataset):
+            labels = [truth_value(cell, "label", i) for i, cell in enumerate(dataset["label"])]
+            warn_of_balance(labels, args.desirable_weight, args.undesirable_weight)
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """
+        Computes the reference's log-probabilities of a micro-batch.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The reference, or the policy with PEFT, whose adapter is off meanwhile.
+            inputs (`dict`):
+                Micro-batch of the collator.
+
+        Returns:
+            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, and of those of the KL estimate, `(B,)`
+            (`None` if the loss has none).
+        """
+        n, logps = len(inputs["sequences"]), []
+
+        def score(
+            **kwargs: torch.Tensor,
+        ) -> SimpleNamespace:  # TRL asks for the completions, then for those of the estimate
+            logps[:] = logps[1:] or self._score(model, inputs).logps.split(n)
+            return SimpleNamespace(log_probs=logps[0])
+
+        with same_weights_trained(self._unwrapped(self.model)):
+            return super().compute_ref_log_probs(score, _as_rows(inputs))
+
+    def _reference_of(self, inputs: Batch) -> dict[str, torch.Tensor]:
+        columns = super()._reference_of(inputs)
+        return {**columns, KL_ROW: inputs[KL_ROW]} if self.calculate_KL else columns
+
+    def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
+        self._measure_contribution(model, inputs)
+        inputs, n = self._with_logps_of_reference(inputs), len(inputs["sequences"])
+        scores = self._score(model, inputs, self.aux_loss_enabled)
+        rows = scores.rows(slice(n))
+        outputs = SimpleNamespace(
+            log_probs=rows.logps, entropy=rows.entropies, mean_logits=rows.mean_logits, aux_loss=rows.aux_loss
+        )
+        of_estimate = [SimpleNamespace(log_probs=scores.logps[n:].detach())] if self.calculate_KL else []
+        return self._loss_of_trl(_as_rows(inputs), *of_estimate, outputs), scores
+
+    def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
+        return super()._sequences(pair, model)[:1]
+
+    # Card
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        weights = f"{self.desirable_weight} desirable, {self.undesirable_weight} undesirable"
+        lines = [("Loss", f"`{self.loss_type}`"), ("Weights", weights), ("`beta`", f"`{self.beta}`")]
+        return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
+
+
+def _as_rows(inputs: Batch) -> Batch:
+    """Returns a micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score."""
+    ids, mask = pad(inputs["completion_ids"], (1, 0)), pad(inputs["completion_mask"], (1, 0))
+    n = len(inputs["sequences"])
+    rows = {"input_ids": ids[:n], "completion_mask": mask[:n]}
+    if len(ids) > n:
+        rows |= {"KL_input_ids": ids[n:], "KL_completion_mask": mask[n:], "KL_attention_mask": mask[n:]}
+    return rows | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE) if name in inputs}

@@ -1,0 +1,166 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The base of trainers that compare completions with a reference model: DPO and KTO."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, ProcessorMixin
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from ..checks.measure import Measure
+from ..checks.media_contribution import is_due, media_contribution
+from ..data.rows.unread import lists_columns
+from ..encoding.processors import tokenizer_of
+from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.scores import Scores
+from ..models.modes import evaluation_mode
+from ..models.wrapped import is_unsharded, replaced
+from .loading import IN_CONSTRUCTOR, Loaded, load_reference, loading_in_trl
+from .preference_data import completions_to_score
+from .reading import Batch, CompletionTrainer
+from .signatures import Processor, Rows
+
+
+class PreferenceTrainer(CompletionTrainer):
+    """
+    Base of trainers whose loss compares log-probabilities of completions with those of a reference model. TRL's loss
+    reads the latter from a micro-batch, under the names in `_reference`.
+    """
+
+    compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]
+    _reference: tuple[str, ...]  # columns of the reference's log-probabilities
+    _keeps_outputs = True
+    _measured_step = -1
+
+    def _construct(
+        self, construct: Callable[..., None], arguments: dict[str, Any], loaded: Loaded, stand_in: dict[str, list]
+    ) -> None:
+        """Runs TRL's constructor on a stand-in for the rows, which it would tokenize."""
+        args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
+        self._starts_as_reference = arguments["ref_model"] is None
+        if self._starts_as_reference:
+            arguments["ref_model"] = load_reference(
+                loaded.model, args, arguments["peft_config"], arguments["quantization_config"]
+            )
+        with (
+            loading_in_trl(loaded.by_name),
+            # TRL's constructor would score padded rows, and have DDP look for parameters without a gradient
+            replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **IN_CONSTRUCTOR),
+        ):
+            arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
+            if datasets["train_dataset"] is not None:  # else TRL raises
+                arguments["train_dataset"] = _without_rows(
+                    datasets["train_dataset"], loaded.processing_class, stand_in
+                )
+            if datasets["eval_dataset"] is not None:
+                arguments["eval_dataset"] = _without_rows(None, loaded.processing_class, stand_in)
+            construct(**arguments)
+        self.train_dataset, self.eval_dataset = datasets.values()
+        self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
+
+    # Reference
+
+    def _precompute_reference(self) -> None:
+        """Adds columns with the reference's log-probabilities to the datasets, after which none is in memory."""
+        if self.ref_model is None and not is_unsharded(self.accelerator):
+            raise ValueError(
+                "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only "
+                "when training begins; drop the option."
+            )
+        self.train_dataset = self._with_reference(self.train_dataset)
+        if isinstance(self.eval_dataset, dict):
+            self.eval_dataset = {name: self._with_reference(rows) for name, rows in self.eval_dataset.items()}
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._with_reference(self.eval_dataset)
+        self.ref_model = None
+
+    def _reference_of(self, inputs: Batch) -> dict[str, torch.Tensor]:
+        """Returns the columns of the reference for the rows of a micro-batch."""
+        logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        return dict(zip(self._reference, logps, strict=False))
+
+    def _with_reference(self, dataset: Rows) -> Dataset:
+        if not isinstance(dataset, Dataset):
+            raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
+        batches: list[dict[str, torch.Tensor]] = []
+        with evaluation_mode(self.model):
+            for batch in self.get_eval_dataloader(dataset):
+                columns = self._reference_of(self._prepare_inputs(batch))
+                batches.append({name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns})
+        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        for name in batches[0]:
+            known = torch.cat([columns[name] for columns in batches])
+            if len(known) != len(scored):
+                raise ValueError(
+                    f"The reference scored {len(known)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
+                    "don't set `dataloader_drop_last`."
+                )
+            missing = torch.nan if known.is_floating_point() else -1
+            values = torch.full((len(dataset),), missing, dtype=known.dtype)
+            values[scored] = known
+            dataset = dataset.add_column(name, values.tolist())
+        if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let it keep "
+                "the columns that it gets, or use `map` in its place."
+            )
+        return dataset
+
+    def _with_logps_of_reference(self, inputs: Batch) -> Batch:
+        """Returns a micro-batch with the reference's log-probabilities, of its rows or computed now."""
+        if all(name in inputs for name in self._reference):
+            return inputs
+        is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
+        if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
+                "after an update, or that was another model; pass it as `eval_dataset` to the trainer."
+            )
+        return inputs | self._reference_of(inputs)
+
+    # Update
+
+    def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
+        """Scores of all completions of a micro-batch, in the order of `completion_ids`."""
+        completions, packed = completions_to_score(self._policy, inputs, self.args)
+        return self._policy.score(model, *completions, packed=packed, compute_aux_loss=compute_aux_loss)
+
+    def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
+        """Returns the rows of a pair as TRL's own forward has them."""
+        return pair.sequences(model)
+
+    def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
+        measure, pairs = Measure(self._policy, model, engine_positions=False), inputs["sequences"]
+        sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
+        rows = [row for side in sides for row in side]
+        ids, pad_id = [row.input_ids for row in rows], tokenizer_of(self.processing_class).pad_token_id
+        inputs["input_ids"] = pad_sequence(ids, True, pad_id).to(scores.logps.device)  # labels of `prediction_step`
+        return SequenceClassifierOutput(logits=pad_sequence([measure.row_logits(row)[0] for row in rows], True))
+
+    def _measure_contribution(self, model: nn.Module, inputs: Batch) -> None:
+        """
+        Logs how far media move the log-probabilities of some completions: with the first micro-batch of an update
+        where that is due, and with the first one of an evaluation that has media.
+        """
+        step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
+        metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
+        is_first = step != self._measured_step if training else "media/contribution" not in metrics
+        if not every or not is_first or (training and not is_due(every, step, 1)):
+            return
+        self._measured_step = step if training else self._measured_step
+        ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
+        completions = inputs["sequences"], ids, mask
+        for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
+            metrics[name].append(value)
+
+
+def _without_rows(dataset: Rows, processing_class: Processor, stand_in: dict[str, list]) -> Dataset | IterableDataset:
+    """Returns rows for TRL's constructor, which tokenizes them, or, with media, leaves them as they are."""
+    media = {"image": [None] * len(stand_in["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
+    rows = Dataset.from_dict(stand_in | media)
+    return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
