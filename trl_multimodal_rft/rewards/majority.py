@@ -2,7 +2,8 @@
 """A reward without labels: the answer that most completions of a group give."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from .answers import accuracy_reward, completion_text, normalize_answer
 from .checks import Argument, Completion
@@ -57,7 +58,8 @@ def majority_reward(
             "majority_reward needs `group_ids`, which trainers pass where no group straddles processes; make "
             "`per_device_train_batch_size` times `steps_per_generation` a multiple of `num_generations`."
         )
-    choices = kwargs.get("choices") or [None] * len(completions)
+    columns: Mapping[str, Any] = kwargs
+    choices = columns.get("choices") or [None] * len(completions)
     answers = [_vote(completion, options) for completion, options in zip(completions, choices, strict=True)]
     groups: dict[int, list[int]] = defaultdict(list)
     for position, group in enumerate(group_ids):
@@ -73,7 +75,7 @@ def majority_reward(
             labels.append(next(position for position in positions if answers[position] == label))
     if log_metric is not None and shares:
         log_metric("sampling/agreement", sum(shares) / len(shares))
-        if right := _are_right(completions, kwargs, labels):
+        if right := _are_right(completions, columns, labels):
             log_metric("majority/correct_frac", sum(right) / len(right))
     return rewards
 
@@ -84,7 +86,7 @@ def _vote(completion: Completion, choices: Sequence[str] | None) -> str:
     return "" if choices and named_choice(answer, choices) is None else normalize_answer(answer)
 
 
-def _are_right(completions: Sequence[Completion], columns: dict[str, Argument], labels: list[int]) -> list[float]:
+def _are_right(completions: Sequence[Completion], columns: Mapping[str, Any], labels: list[int]) -> list[float]:
     """Returns 1.0 for each label that its row's solution confirms and 0.0 for others, by a completion that has it."""
     solutions = columns.get("solution")
     if not solutions:
