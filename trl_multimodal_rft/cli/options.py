@@ -8,6 +8,9 @@ import importlib.resources
 import json
 import os
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -106,9 +109,19 @@ def packaged(folder: str, name: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parser of a command. Errors are one line with the closest option, and `--config` reads options from a file."""
 
-    def __init__(self, prog: str, description: str | None = None, usage: str | None = None, epilog: str | None = None):
+    def __init__(
+        self,
+        prog: str,
+        description: str | None = None,
+        usage: str | None = None,
+        epilog: str | None = None,
+        *,
+        add_help: bool = True,
+    ):
         formatter = functools.partial(_HelpFormatter, max_help_position=32)
-        super().__init__(prog, usage, description, epilog, allow_abbrev=False, formatter_class=formatter)
+        about = {"prog": prog, "usage": usage, "description": description, "epilog": epilog, "add_help": add_help}
+        super().__init__(**about, allow_abbrev=False, formatter_class=formatter)
+        self.table: list[dict[str, Any]] = []  # options of a launched command
         self.optional: set[str] = set()  # options that may be null in a config file
         self.file = ""  # start of errors while options are read from a file
 
@@ -204,6 +217,52 @@ class _HelpFormatter(argparse.HelpFormatter):
         return action.help and _with_default(action.help, action.default)
 
 
+class _Help(argparse.Action):
+    """Action that shows the options of examples and recipes, one line each, or all options that match a word."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if isinstance(parser, Parser):
+            sys.stdout.write(_matching_options(parser, str(values)) if values else _first_options(parser))
+        parser.exit()
+
+
+def _first_options(parser: Parser) -> str:
+    """Returns the options of examples and recipes in groups, one line each."""
+    width = shutil.get_terminal_size().columns - 37
+    lines, n_first = [f"usage: {parser.usage}", "", str(parser.description)], 0
+    for group, title in GROUPS.items():
+        rows = [option for option in parser.table if option["group"] == group and option["name"] in FIRST]
+        lines += ["", f"{title}:"] if rows else []
+        n_first += len(rows)
+        for option in rows:
+            sentence = " ".join(option["help"].split()).replace("`", "").partition(". ")[0].rstrip(".")
+            default = "" if option["default"] in (None, False) else f" ({option['default']})"
+            summary = textwrap.shorten(sentence + default, max(width, 20), placeholder=" ...")
+            lines.append(f"  --{option['name']:30} {summary}")
+    n_others = len(parser.table) - n_first
+    lines += ["", f"`--help WORD` explains options, such as `--help lora`; `--help_all` shows {n_others} more."]
+    return "\n".join([*lines, "`--config FILE` reads options from a file or a recipe, `--no_...` turns one off.", ""])
+
+
+def _matching_options(parser: Parser, word: str) -> str:
+    """Returns the help of the options that have a word in their names, or else in their descriptions."""
+    word = word.lstrip("-").lower()
+    options = [option for option in parser.table if word in option["name"].lower()]
+    options = options or [option for option in parser.table if word in option["help"].lower()]
+    if not options:
+        parser.error(f"no option has {word!r}.{did_you_mean(word, [option['name'] for option in parser.table])}")
+    shown = Parser(parser.prog, usage=argparse.SUPPRESS, add_help=False)
+    for option in options:
+        _add_option(shown, option)
+    return shown.format_help()
+
+
 def _with_default(text: str, default: Value | tuple[str, ...]) -> str:
     if default in (None, False, argparse.SUPPRESS) or default in ([], (), {}) or "efault" in text:
         return text
@@ -238,9 +297,10 @@ def launched_parser(
         "such as `--num_machines`, which the command line and the file of `--config` take, too. `--no_...` turns off "
         "what is on by default."
     )
-    parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog)
+    parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog, add_help=False)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
+    add("-h", "--help", nargs="?", const="", metavar="WORD", action=_Help, help="show options, or those with a word")
     add("--help_all", action="help", help="show all options and exit")
     add("--config", help="YAML file with options or built-in recipe; the command line wins")
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
@@ -250,6 +310,7 @@ def launched_parser(
     for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
         unique.setdefault(option["name"], option)
     unique.pop("debug", None)  # transformers' option, which isn't the `--debug` above
+    parser.table = [*unique.values()]
     first = [unique.pop(name) for name in FIRST if name in unique]
     sections = {"": first, **{group: [row for row in unique.values() if row["group"] == group] for group in GROUPS}}
     for group, rows in sections.items():
