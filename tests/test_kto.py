@@ -193,6 +193,18 @@ def ours(folder, rows, objects=None, **options):
     return make_trainer(MultimodalKTOTrainer, "qwen2_5_vl", rows, folder, reward=None, objects=objects, **options)
 
 
+def test_a_model_by_its_name_has_its_reference(tmp_path, caplog):
+    model, processor = load("qwen2_5_vl")
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    objects = {"model": str(tmp_path / "model"), "processing_class": None}
+    trainer = ours(tmp_path / "out", image_rows(), objects=objects, max_steps=1)
+    assert trainer.ref_model is not None
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/chosen"] == pytest.approx(0, abs=1e-6)
+    assert "instantiated" not in caplog.text
+
+
 def with_label(value):
     rows = image_rows().to_list()
     return Dataset.from_list([{**row, "label": value if i == 2 else int(row["label"])} for i, row in enumerate(rows)])

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
-from ..data.rows.cells import filled, finite_number, truth_value
+from ..data.rows.cells import Cell, filled, finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
@@ -29,6 +29,13 @@ REFERENCE = ("ref_logps", "ref_KL_logps")
 KL_ROW = "KL_row"
 COLUMNS = ("prompt", "completion", "label", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE, KL_ROW)
 _UNPAIRED_AT_ONCE = 1000  # rows whose chosen completions come before the rejected ones, as in TRL
+
+
+def label_of(cell: Cell, row: int) -> bool:
+    """Returns the label in a cell. Raises a `ValueError` for all but truth values, 0 and 1."""
+    if filled(cell) is None:
+        raise ValueError(f"row {row}, column 'label': is empty; fill it, or leave the row out.")
+    return truth_value(cell, "label", row)
 
 
 @dataclass(eq=False)
@@ -85,7 +92,7 @@ class LabelledCollator(PreferenceCollator):
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Labels, and the reference's log-probabilities, if rows have them for the completions of this micro-batch."""
-        labels = [truth_value(row.get("label"), "label", row.row_index) for row in rows]
+        labels = [label_of(row.get("label"), row.row_index) for row in rows]
         others = torch.tensor([rows[i - 1].row_index for i in range(len(rows))])
         columns = {"label": torch.tensor(labels), KL_ROW: others}
         for name in REFERENCE[: 2 if self.calculate_kl else 1]:
@@ -107,9 +114,7 @@ class LabelledCollator(PreferenceCollator):
         A row whose completion ends at `max_length`, the prompt included; `rejected` is the whole completion, for the
         KL estimate of another row.
         """
-        for name in ("completion", "label"):
-            if filled(row.get(name)) is None:
-                raise ValueError(f"row {row.row_index}, column '{name}': is empty; fill it, or leave the row out.")
+        label_of(row.get("label"), row.row_index)
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
         self._check_room(prompt, row)

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
-from ..data.rows.cells import truth_value
 from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import Scores
@@ -20,7 +19,7 @@ from ..models.parts import same_weights_trained
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
 from .kto_config import MultimodalKTOConfig
-from .kto_data import COLUMNS, KL_ROW, REFERENCE, LabelledCollator, warn_of_balance
+from .kto_data import COLUMNS, KL_ROW, REFERENCE, LabelledCollator, label_of, warn_of_balance
 from .preferences import PreferenceTrainer
 from .reading import Batch, NumItems, load_for_reading
 from .setup import resolve_config
@@ -117,9 +116,9 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self._complete_parts()
 
     def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:
-        """Raises at a label that is no truth value, and warns of unequal numbers of them."""
+        """Raises at a label that is empty or no truth value, and warns of unequal numbers of them."""
         if isinstance(dataset, Dataset) and lists_columns(dataset):
-            labels = [truth_value(cell, "label", i) for i, cell in enumerate(dataset["label"])]
+            labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
             warn_of_balance(labels, args.desirable_weight, args.undesirable_weight)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

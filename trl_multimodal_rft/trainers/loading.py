@@ -81,9 +81,7 @@ def loading_in_trl(by_name: bool):
     def keep(record: logging.LogRecord):
         return not (by_name and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [
-        logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation", "reward")
-    ]
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("trl.trainer.")]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
