@@ -38,7 +38,8 @@ class Case(NamedTuple):
     """A prompt of one rank, which all ranks check."""
 
     prompt: EncodedPrompt
-    plain: dict[str, torch.Tensor]  # outputs of the processor as loaded; empty if the prompt isn't compared with them
+    # Outputs of the processor that `AutoProcessor.from_pretrained` loads; empty if the prompt isn't compared with them
+    plain: dict[str, torch.Tensor]
 
 
 def outputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
@@ -83,9 +84,9 @@ class Measure:
         self.tolerance = tolerance_of(self.dtype)
         self.fallbacks = replace(policy.fallbacks)
         self.model_type = self.model.config.model_type
-        self.has_engine = engine_positions
+        self.has_engine = engine_positions  # whether an engine computed the positions of prompts
         self.failure = ""
-        self.largest_logit = 0.0  # of the truth, on this rank
+        self.largest_logit = 0.0  # absolute, in the forwards that scores are compared with, on this rank
 
     # The policy
 
@@ -145,13 +146,13 @@ class Measure:
         return self.logps_of(self._logits(whole, n_new + 1)[:, -n_new - 1 : -1], ids)
 
     def _logits(self, inputs: dict[str, torch.Tensor], last: int) -> torch.Tensor:
-        """Returns the logits of at least the `last` tokens."""
+        """Returns the logits of the last tokens, as many as the number `last` or more."""
         kept = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
             return self.prepared(**inputs, **kept, use_cache=False).logits
 
     def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
-        """Returns log-probabilities `(1, P - 1)` of a row's tokens after the first; those before `last` may be 0."""
+        """Returns log-probabilities `(1, P - 1)` of a row from its second token; all but the final `last` may be 0."""
         inputs = self.model_inputs(outputs_of(row), row)
         logits = self._logits(inputs, min(last + 1, len(row)))[:, :-1]
         logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
@@ -171,7 +172,7 @@ class Measure:
         """Returns log-probabilities `(B, N)` of ids, padded with 0 if the logits stop earlier than the ids."""
         ids_of_logits = ids[:, : logits.size(1), None]
         logits = logits.float() / self.policy.temperature
-        # The largest logits and the logits of the ids matter; others may be masked by the lowest number of the dtype
+        # `largest_logit` counts top logits and those of ids, as models mask others by the lowest number of the dtype
         ends = torch.cat([logits.amax(-1, keepdim=True), logits.gather(-1, ids_of_logits)], dim=-1)
         self.largest_logit = max(self.largest_logit, ends.abs().max().item() * self.policy.temperature)
         logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
@@ -184,10 +185,11 @@ class Measure:
     ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
         """
         Returns prompts to measure, donors of other media by modality, and partners for a common forward, the same on
-        all ranks. `plain` returns the processor's outputs, as loaded, for a prompt of this rank with media, by index.
+        all ranks. `plain(i)` returns the outputs for this rank's prompt `i`, if it has media, of the processor as
+        `AutoProcessor.from_pretrained` loads it.
         """
 
-        # Text isn't processed again, as only the run's template knows the tools of a prompt
+        # Prompts of text aren't processed again, as `plain` may not know the tools that the run wrote into them
         def reread(i: int) -> dict[str, torch.Tensor]:
             return plain(i) if prompts[i].media else outputs_of(prompts[i])
 
@@ -261,7 +263,7 @@ class Measure:
     ) -> tuple[float, bool]:
         """
         Returns the largest difference over all ranks, and whether rounding explains the differences on every rank.
-        `noise` returns the noise of the log-probabilities `b`, see [`noise`].
+        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`].
         """
         largest = self.difference(a, b, mask)
         if largest <= self.tolerance:
@@ -291,9 +293,9 @@ class Measure:
         Sets the first fallbacks under which scores are exact by [`compare`]; with `isolates`, tries fallbacks that
         separate prompts, too. Raises a `RuntimeError` if scores are exact under no fallback.
         """
-        scores, differences, before = None, list[float](), self.fallbacks.logits_from_model
+        scores, differences, was_from_model = None, list[float](), self.fallbacks.logits_from_model
         splits = self.splits() if isolates else self.splits()[:1]
-        for from_model, isolate in itertools.product(sorted({before, True}), splits):
+        for from_model, isolate in itertools.product(sorted({was_from_model, True}), splits):
             self.fallbacks.logits_from_model, self.fallbacks.isolate = from_model, isolate
             scores = self.attempt("scoring padded rows", lambda: score(False))
             difference, is_exact = self.compare(scores, truth, mask, noise)
@@ -304,7 +306,7 @@ class Measure:
             problem = f"scores of padded rows{label} differ by {differences[-1]:.0e} from the model's forward"
             raise self.inexact(problem if scores is not None else f"scoring padded rows fails ({self.failure})")
         if len(differences) > 1:
-            needs_logits = from_model and not before
+            needs_logits = from_model and not was_from_model
             fallback = (
                 "the model's own logits, which need more memory" if needs_logits else f"one forward per {isolate}"
             )
@@ -360,7 +362,7 @@ class Measure:
             setattr(self.fallbacks, name, value)
 
     def splits(self) -> list[Literal["media", "prompt"] | None]:
-        """Returns the current value of the fallback `isolate`, and the values that separate more prompts."""
+        """Returns the value of `isolate` and those after it, which split forwards further: by media, by prompt."""
         splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
         return splits[splits.index(self.fallbacks.isolate) :]
 

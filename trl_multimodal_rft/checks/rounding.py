@@ -7,15 +7,17 @@ of 0.125 in bfloat16, and each kernel leaves its own noise in hidden states. So 
 repeated while token embeddings and the inputs of encoders are each rounded up or down at random, which changes all
 roundings that follow. A token's noise is the standard deviation of the difference of two repeats.
 
-The repeats run the truth itself, such as the model's own forward on one prompt, so they hold no padding, packing or
-other prompts. Wrong media or positions shift all repeats alike, and dropout draws the same numbers in each repeat. So
-no defect that the self-check looks for increases the noise behind which the defect could hide.
+The repeats run the computation that scores are compared with, such as the model's own forward on one prompt, so they
+hold no padding, packing or other prompts. Wrong media or positions shift all repeats alike, and dropout draws the same
+numbers in each repeat. So no defect that the self-check looks for increases the noise behind which the defect could
+hide.
 
-A token's limit is the constant, or two steps of the largest logit if they are more, plus several times the token's
-noise. Two steps, since logits near the middle of two steps are rounded away from each other too rarely for the repeats
-to show it. A comparison fails if one token is off by twice its limit, if two tokens are off by more than their limits,
-or if the root mean square over all tokens exceeds the constant plus half as many times the noise. A single token may
-be an outlier, for instance near the border between two experts.
+A token's limit is the constant, or two steps of the largest logit if they are more, plus `NOISE_FACTOR` times the
+token's noise. Two steps, since two computations may round a logit that is midway between two numbers to different
+ones, but too rarely for the repeats to show it. A comparison fails if one token is off by twice its limit, if two
+tokens are off by more than their limits, or if the root mean square over all tokens exceeds the constant (or the two
+steps) plus half of `NOISE_FACTOR` times that of the noise. A single token may be an outlier, for instance near the
+border between two experts.
 """
 
 import math
@@ -32,8 +34,8 @@ from ..models.towers import find_towers
 # Number of forwards that measure the noise
 _REPEATS = 10
 
-# With this factor, rounding alone fails fewer than 1 of 10,000 checks, even if completions are equal, so that their
-# tokens have equal noise
+# With this factor, rounding alone fails fewer than 1 of 10,000 checks, even if completions are the same, whose tokens
+# are off by the same amounts, so that an outlier counts twice
 NOISE_FACTOR = 4
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Parsers of the commands, which import nothing that the commands run."""
+"""Parsers of the commands. So that `--help` is quick, this module imports no code that the commands run."""
 
 import argparse
 import difflib
@@ -33,7 +33,7 @@ GROUPS = {
     "launch": "accelerate launch",
 }
 _ONLY_IN_FULL_HELP = ("transformers", "launch")
-# Options in the first block of `--help`: those that the examples, the first pages or a tenth of the recipes use
+# Options in the first block of `--help`: those of an example, a README, `first_run.md` or a tenth of the recipes
 FIRST = ("model_name_or_path", "teacher_model_name_or_path", "value_model_name_or_path", "dtype", "freeze", "use_peft")
 FIRST += ("lora_r", "lora_alpha", "lora_target_modules", "dataset_name", "media_dir", "prompt", "min_pixels")
 FIRST += ("max_pixels", "benchmark", "group_by", "reward_funcs", "reward_weights", "output_dir", "dry_run")
@@ -90,7 +90,7 @@ def _option_name(key: str) -> str:
 
 
 def packaged(folder: str, name: str) -> str:
-    """Returns the path of a YAML file, or of the file of that name in a folder of this package."""
+    """Returns `name` if it is a file's path, or else the path of the YAML file `name` in a folder of this package."""
     if Path(name).is_file():
         return name
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
@@ -98,10 +98,10 @@ def packaged(folder: str, name: str) -> str:
     if name not in files:
         stem, stems, hint = Path(name).stem, [Path(file).name for file in files], did_you_mean(name, files)
         close = difflib.get_close_matches(stem, stems, 1, cutoff=1.0 if hint else 0.8)
-        same = [f"`{file}`" for file in files if Path(file).name in close]
-        if not same and not hint:
+        alike = [f"`{file}`" for file in files if Path(file).name in close]
+        if not alike and not hint:
             local_path(name)  # raises for names that look like paths
-        hint = f" Did you mean {' or '.join(same)}?" if same else hint or f" This package has {', '.join(files)}."
+        hint = f" Did you mean {' or '.join(alike)}?" if alike else hint or f" This package has {', '.join(files)}."
         raise ValueError(f"There is no file {name!r}.{hint}")
     return str(files[name])
 
@@ -144,7 +144,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
-        """Adds options of a launched command. `defaults` names further options with other defaults."""
+        """Adds options of another, launched command: `names` as they are there, and `defaults` with other defaults."""
         options = {option["name"]: option for option in options_of(command)}
         trainer_group = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
@@ -156,25 +156,27 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """
         Parses a command line whose `--config` names a file or a recipe of this package. The command line wins.
-        `of_run` makes options of this command from the keys of a run config.
+        `of_run` turns the entries of a training run's config into options; those that this command lacks are dropped.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
         finder.error = self.error  # type: ignore[method-assign]
         name = finder.parse_known_args(argv)[0].config
-        values = argparse.Namespace()
+        namespace = argparse.Namespace()
         if name is not None and not {"-h", "--help", "--help-all", "--help_all"} & {*argv}:
             path = packaged("recipes", name)
-            keys = read_config(path)
+            entries = read_config(path)
             if of_run is not None:
-                keys = {key: value for key, value in of_run(keys).items() if f"--{key}" in self._option_string_actions}
-            elif isinstance(env := keys.pop("env", None), dict):
+                entries = {
+                    key: value for key, value in of_run(entries).items() if f"--{key}" in self._option_string_actions
+                }
+            elif isinstance(env := entries.pop("env", None), dict):
                 os.environ.update({name: str(value) for name, value in env.items()})
-                values.env = env
+                namespace.env = env
             self.file = f"{path}: "
-            self._read(keys, values)
+            self._read(entries, namespace)
             self.file = ""
-        parsed = self.parse_args(argv, values)
+        parsed = self.parse_args(argv, namespace)
         launch = {name: value for name, value in vars(parsed).items() if name.startswith(_LAUNCH)}
         for name in launch:
             delattr(parsed, name)
@@ -186,7 +188,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _read(self, keys: dict[str, Value], values: argparse.Namespace) -> None:
-        """Parses keys of a config file like a command line. Options that it sets are no longer required."""
+        """Parses a config file's entries, `keys`, like a command line. Options that it sets are no longer required."""
         words = []
         for name, value in keys.items():
             action = self._option_string_actions.get(f"--{name}")
@@ -306,7 +308,7 @@ def launched_parser(
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(row for row in table()["options"] if row["group"] == "launch")]
     add("--debug", action="store_true", dest=TRACEBACK, help="show the traceback of an error")
-    unique: dict[str, dict[str, Any]] = {}  # a config's option wins over one of `accelerate launch` of the same name
+    unique: dict[str, dict[str, Any]] = {}  # by name; the command's own options win over those of `accelerate launch`
     for option in sorted(options, key=lambda option: [*GROUPS].index(option["group"])):
         unique.setdefault(option["name"], option)
     unique.pop("debug", None)  # transformers' option, which isn't the `--debug` above

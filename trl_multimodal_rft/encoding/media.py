@@ -45,10 +45,11 @@ logger = logging.get_logger(__name__)
 # Options of qwen-vl-utils that work for all models
 _BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
 
-# Options of a block that select the frames of its video, the ones of these that only qwen-vl-utils has, and options
-# that set the size of frames
+# Options of a block that select the frames of its video
 _FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
+# Those that only qwen-vl-utils samples by; with other models, `max_frames` thins out the frames that were sampled
 _QWEN_ONLY = {"min_frames", "max_frames"}
+# Options of a block that set the size of frames
 _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
 
 # Settings that a video processor doesn't pass to `sample_frames`
@@ -73,8 +74,8 @@ def decode_media(
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
     budgeted = [with_budgets(ref) for ref in refs]
-    # A call of the processor resizes all images or none
-    resized = {
+    # Modalities that are resized here, as a call of the processor resizes all media of a modality or none
+    resized_here = {
         ref.modality
         for ref in budgeted
         if family.has_qwen_vl_utils
@@ -86,17 +87,17 @@ def decode_media(
     for modality in dict.fromkeys(ref.modality for ref in of_other_row):
         refs_of_modality = [ref for ref in of_other_row if ref.modality == modality]
         other_media[modality] = itertools.cycle(
-            [_decode(ref, processor, "truncate", resized)[0] for ref in refs_of_modality]
+            [_decode(ref, processor, "truncate", resized_here)[0] for ref in refs_of_modality]
         )
     sounds: list[np.ndarray | None] = []
     for i, (original, ref) in enumerate(zip(refs, budgeted, strict=True)):
-        unused = [] if ref.modality in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
+        unused = [] if ref.modality in resized_here else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
         if unused:
             logger.warning_once(
                 f"{type(processor).__name__} ignores {', '.join(unused)} of blocks; set them in the configuration of "
                 "its processor."
             )
-        medium, metadata = _decode(ref, processor, audio_overlong, resized)
+        medium, metadata = _decode(ref, processor, audio_overlong, resized_here)
         if view is not None and view.applies_to(ref.modality):
             medium = view(medium, i, next(other_media[ref.modality]))
         if ref.modality == "audio" and family.takes_base64_audio:
@@ -125,9 +126,9 @@ def decode_media(
                     "don't allow; add a silent sound track, or remove the row"
                 )
         kwargs[SOUNDS] = sounds
-    for modality in resized:
+    for modality in resized_here:
         kwargs.setdefault(f"{modality}s_kwargs", {})["do_resize"] = False
-    for modality in {ref.modality for ref in budgeted} - {"audio", *resized}:
+    for modality in {ref.modality for ref in budgeted} - {"audio", *resized_here}:
         most = max(ref.options.get("max_pixels", math.inf) for ref in budgeted if ref.modality == modality)
         terms = size_arguments(getattr(processor, f"{modality}_processor", None), most)
         if terms:
@@ -217,7 +218,7 @@ def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict
 def _resized_frames(
     video_processor: "Qwen2VLVideoProcessor", limits: SizeDict | dict[str, int], frames: np.ndarray, count: int
 ) -> np.ndarray:
-    """Returns some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all `count` frames."""
+    """Resizes some frames `(N, H, W, 3)` of a video to the size that the processor gives to all its `count` frames."""
     if not video_processor.do_resize:
         return frames
     whole = video_processor.resize(
@@ -245,7 +246,10 @@ def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2
 
 
 def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], count: int = 1) -> dict[str, float]:
-    """Returns limits of one of `count` images or frames that `size` bounds; an option can move the opposite limit."""
+    """
+    Returns the limits of one image or frame, if `size` bounds the pixels of `count` of them together. The lower limit
+    is at most the option `max_pixels`, and the upper limit at least the option `min_pixels`.
+    """
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
         "max_pixels": max(size["longest_edge"] / count, options.get("min_pixels", 0)),
@@ -271,7 +275,7 @@ def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequenc
         return None
     video_processor = processor.video_processor
     names = video_processor.valid_kwargs.__annotations__.keys() - _NOT_FOR_SAMPLING
-    # The processor's call passes these settings to `sample_frames`, which may ignore them otherwise
+    # The processor's call passes its settings to `sample_frames`, too, which may not look them up in the processor
     settings = {name: getattr(video_processor, name, None) for name in names}
     return partial(video_processor.sample_frames, **{**settings, **sampling})
 

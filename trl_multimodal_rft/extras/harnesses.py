@@ -14,10 +14,10 @@ from ..data.rows.columns import as_text, strip_media
 from ..evaluation.result import SCORE, EvaluationResult, estimate
 
 
-# For `uvx`, with exact versions, since files change. lmms-eval imports a module that filelock 4.3 lacks.
+# Packages for `uvx`. Versions are exact, since formats of results change. lmms-eval imports what filelock 4.3 lacks.
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
-_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # begins a text that lmms-eval scores as a completion
+_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # begins what lmms-eval scores as the completion of a failed request
 # Entries with the score of a row, where a task of lmms-eval stores a dictionary
 _ENTRIES = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
@@ -35,7 +35,7 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
 
 
 def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """Returns scored rows and lmms-eval's figures. Raises `ValueError` for a failed request, else scored as wrong."""
+    """Reads lmms-eval's scored rows and figures. Raises `ValueError` for failed requests, which it scores as wrong."""
     if (path := next(folder.rglob("*_results.json"), None)) is None:
         return [], {}
     results, rows, figures = json.loads(path.read_text(encoding="utf-8")), [], {}
@@ -64,7 +64,7 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
 
 
 def read_evalscope(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """Returns scored rows and EvalScope's main figure. Raises `ValueError` for an unscored row, else counted as 0."""
+    """Reads EvalScope's scored rows and main figure. Raises `ValueError` for unscored rows, which it counts as 0."""
     if (path := next(folder.glob("reports/*/*.json"), None)) is None:
         return [], {}
     report = json.loads(path.read_text(encoding="utf-8"))

@@ -42,8 +42,8 @@ _PROJECTORS = {
 
 def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """
-    Yields name, part and parameter of each weight of an unwrapped model, tied ones once. A part is one of `PARTS`, or
-    that of PPO's critic.
+    Yields name, part and parameter of each weight, tied ones once, of a model that no engine has wrapped. A part is
+    one of `PARTS`, or that of PPO's critic.
 
     Names are those in the model that an adapter wraps. An adapter's weights belong to the part that they change.
     """
@@ -177,7 +177,7 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
 
 
 def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:
-    """Freezes the parts of a critic's backbone, which has no LM head, that [`freeze`] freezes in the policy."""
+    """Freezes parts of a critic's backbone as [`freeze`] does; a key may match nothing, as there is no LM head."""
     _freeze(model, {*_chosen(model, keys or ())})
 
 
@@ -190,8 +190,8 @@ def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
 @contextmanager
 def same_weights_trained(model: nn.Module) -> Iterator[None]:
     """
-    Restores which weights are trained after the context, as an adapter that is switched on again trains all its
-    weights.
+    Restores each parameter's `requires_grad` at the end of the context, as switching an adapter on again makes all its
+    weights trainable.
     """
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

@@ -26,13 +26,13 @@ Samples = tuple[list[list[int]], list[list[float | None]] | None]
 
 class Sampler:
     """
-    Sampler of a completion for each prompt. A subclass is passed to a trainer as `sampler`, in place of transformers
-    and vLLM; its log-probabilities, if it returns any, are checked and corrected like an engine's.
+    Sampler of a completion for each prompt. An instance of a subclass is passed to a trainer as `sampler`, in place of
+    transformers and vLLM; its log-probabilities, if it returns any, are checked and corrected like an engine's.
     """
 
     max_length: int | None = None  # most tokens of a prompt and its completion; `None`: the model's limit
     is_collective: bool = False  # whether all ranks must call it equally often
-    samples_policy: bool = False  # whether the policy itself samples, so that its scores are those of sampling
+    samples_policy: bool = False  # whether the policy itself samples, with the same log-probabilities as in training
     is_engine: bool = False  # whether it takes decoded media and computes positions itself, as vLLM does
     dtype: torch.dtype | None = None  # dtype of its computations; `None`: the policy's
 
@@ -174,7 +174,7 @@ class VLLMSampler(Sampler):
 
     @property
     def is_collective(self) -> bool:
-        """`True` if ranks share an engine, or the errors of a server."""
+        """`True` if ranks share an engine, or a server, whose errors all ranks raise together."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(
@@ -191,7 +191,7 @@ class VLLMSampler(Sampler):
         if config is not None:
             sampling = sampling_parameters(config)
             if config.do_sample:
-                sampling["seed"] = torch.randint(2**31, ()).item()  # the engine's random numbers are for training
+                sampling["seed"] = torch.randint(2**31, ()).item()  # leaves the engine's random numbers to training
         with self.explain():
             self.load_weights(step)
             _, ids, logps, _ = self.engine.generate(

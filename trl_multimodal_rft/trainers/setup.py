@@ -141,7 +141,10 @@ def warn_of_unread(
     extent: Literal["all", "first"] = "all",
     supervised: bool = False,
 ) -> None:
-    """Warns of media in datasets that nothing reads, or raises an error, see [`check_columns`]."""
+    """
+    Warns of media in datasets that nothing reads, or raises an error, see [`check_columns`]. `datasets` are by the
+    trainer's arguments, `takes` are the model's modalities, and with `extent="first"` only first rows are given.
+    """
     for argument, value in datasets.items():
         reads = ("completion", "messages") if supervised else args.teacher_columns
         ignored, needs = (
@@ -174,7 +177,7 @@ def modalities(model: Any, args) -> Collection[str]:
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
-    """Returns whether one of the datasets streams or has unknown columns, see [`lists_columns`]."""
+    """Returns whether some rows are checked only once training reads them: of a stream, or of unknown columns."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(part, IterableDataset) or not lists_columns(part) for part in datasets if part is not None)
 
@@ -191,9 +194,10 @@ def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
 
 def check_launch(args: TrainerConfig, model: Any) -> None:
     """
-    Raises an error for launches that Accelerate or `Trainer` would silently misinterpret: processes launched together
-    as separate runs, one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed
-    configs that step with gradients that aren't finite.
+    Raises an error for launches that Accelerate or `Trainer` would silently misinterpret: several processes, each of
+    which would train alone, one process where several were meant, several GPUs in one process, and tensor, context or
+    sequence parallelism, whose ranks share rows. Also raises one for DeepSpeed configs that step with gradients that
+    aren't finite.
     """
     check_one_run(
         args.world_size,
@@ -201,7 +205,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # The environment of `accelerate launch` for a single process, which has no address; several processes have one
+    # `accelerate launch` started this process alone; it sets `MASTER_ADDR` only if several processes were asked for
     alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
@@ -277,7 +281,7 @@ def warn_of_truncation(args: SamplingConfig) -> None:
 
 
 def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
-    """Raises `ValueError` if a head is to be cast whose weights TRL's code, made for text models, doesn't find."""
+    """Raises `ValueError` if `cast_lm_head_to_fp32` is set and TRL's code for text models doesn't find the head."""
     tied = getattr(model.config, "tie_word_embeddings", None)
     has_weights = hasattr(model, "lm_head") and tied is not None
     if tied:

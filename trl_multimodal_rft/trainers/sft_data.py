@@ -29,7 +29,7 @@ from .setup import check_takes_media
 
 logger = get_logger(__name__)
 
-# Names that can't be variables of a row: arguments of `apply_chat_template`, except data (`documents`), and `messages`
+# Names that can't be variables of a row: `messages`, and arguments of `apply_chat_template` but `documents` (data)
 _TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
 _ARGUMENTS = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
 
@@ -64,8 +64,8 @@ class SupervisedCollator:
 
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
-            aren't learned; and `plain`, a function of `load` and `i` that returns the outputs for row `i` of the
-            processor that `load()` returns.
+            aren't learned; and `plain(load, i)`, which returns what the processor that `load()` returns makes of row
+            `i`.
         """
         sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
@@ -225,7 +225,8 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
             f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
             "only completions are learned."
         )
-    has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)  # other rows are dropped as they are read
+    # Rows of streams and of datasets with a transform are dropped when they are read
+    has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)
     if not has_columns or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
         return dataset
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)

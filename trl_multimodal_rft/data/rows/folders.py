@@ -43,7 +43,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
             Allowed sources and sizes of media.
 
     Raises:
-        `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
+        `ValueError`: If the folder isn't empty, or if a split is empty or has a transform.
         [`~data.reading.refs.MediaError`]: If a medium can't be read. The message names the row and the column.
 
     Example:
