@@ -42,9 +42,9 @@ def media_contribution(
     $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
 
     in nats, where $m$ are the media of one modality in the prompt, and $\tilde{m}$ silence or grey of the same
-    duration and size. A policy that ignores media has 0. Forwards of the same shape score $m$ and $\tilde{m}$. All
-    ranks must call this function. `mask` `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a
-    completion under a view.
+    duration and size. A policy that ignores media has 0: both forwards have the same shape, so that rounding makes no
+    difference. All ranks must call this function. `mask` `(B, C)` is 1 on tokens that count, and `encode` encodes the
+    prompt of a completion under a view.
     """
     prompts, ids, completion_mask = completions
     # Index of a completion, a modality of its prompt, and the prompt without media of this modality
@@ -78,10 +78,10 @@ def media_contribution(
 
 
 def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
-    """Returns pairs of a completion's index and a modality of its prompt, for one completion of a few prompts."""
+    """Returns pairs of a completion's index and a modality, for one completion of each of up to `_PROMPTS` prompts."""
     chosen: list[tuple[int, str]] = []
     for rows in group_by_prompt(prompts).values():
-        # Prompts of several parts hold media of tools
+        # Leaves out prompts of several parts, which hold media of tools, as `encode` makes the first part alone
         plain = [row for row in rows if mask[row].any() and len(prompts[row].parts) == 1]
         chosen += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
         if len({row for row, _ in chosen}) == _PROMPTS:

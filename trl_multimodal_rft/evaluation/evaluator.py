@@ -162,8 +162,8 @@ def _complete(
     branches: Branches | None,
 ) -> list[list[int]]:
     """Samples completions on this rank, independently of the other ranks."""
-    ready = functools.partial(unwrap_model_for_generation, model, accelerator)
-    output = forward.sample(model, prompts, config, config.pad_token_id, generating=ready, branches=branches)
+    generating = functools.partial(unwrap_model_for_generation, model, accelerator)
+    output = forward.sample(model, prompts, config, config.pad_token_id, generating=generating, branches=branches)
     return trim_after_eos(output, config.eos_token_id)
 
 

@@ -22,13 +22,14 @@ _ATEN = torch.ops.aten
 
 class FakeFloats(TorchDispatchMode):
     """
-    Mode in which floating-point tensors are fake and integers are real.
+    Mode that makes new floating-point tensors, and what is computed from them, fake. Integers, real floats such as
+    pixels, and small floats that are computed from integers stay real.
 
-    Models read ids, grids and masks to count the features of an image, and read quotients of lengths. Under
-    `FakeTensorMode` alone, such models don't run.
+    Models read ids, grids and masks to count the features of an image, and read floats that they compute from lengths.
+    Under `FakeTensorMode` alone, such models don't run.
     """
 
-    LENGTHS = 1024  # maximum size of floating-point tensors that stay real, such as lengths of media
+    LENGTHS = 1024  # floats computed from integers, such as lengths of media, stay real up to this size
 
     def __init__(self):
         super().__init__()
@@ -48,8 +49,8 @@ class FakeFloats(TorchDispatchMode):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
                 return func(*args, **kwargs)
-        if not tensors and func is not _ATEN.linspace.default:  # models read its values as rates
-            with self.fake:  # a large result is a floating-point tensor
+        if not tensors and func is not _ATEN.linspace.default:  # models read its values, as rates of layers
+            with self.fake:  # allocates nothing; results that aren't floats are small, and made again for real
                 result = func(*args, **kwargs)
             if _is_hidden(result):
                 return result
@@ -58,6 +59,7 @@ class FakeFloats(TorchDispatchMode):
         return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
 
     def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor in place of a large one of floats."""
         return self.fake.from_tensor(tensor) if _is_hidden(tensor) and tensor.numel() > self.LENGTHS else tensor
 
     @staticmethod
@@ -78,6 +80,7 @@ def _tensors(*values: PyTree) -> list[torch.Tensor]:
 
 
 def _is_hidden(result: PyTree) -> bool:
+    """Returns whether a result, real or fake, is a tensor of several floats, which may become fake."""
     return isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 1
 
 
@@ -94,7 +97,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.operations = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
-        # Torch counts only operators of GPUs, and registers some of them on first use
+        # Counters that torch lacks, such as those of the CPU's operators. Torch's are looked up when an operator runs,
+        # as torch registers some of them on first use.
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val, **__: sdpa_flop_count(
                 q.shape, *_of_all_heads(q, k, v)
@@ -132,7 +136,7 @@ class Watch(TorchDispatchMode):
 
 
 def _of_all_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns shapes of states with the number of the query's heads, because torch before 2.13 counts no others."""
+    """Returns shapes of keys and values with as many heads as the query; torch before 2.13 takes no fewer heads."""
     return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
 
 
@@ -140,7 +144,7 @@ def _of_all_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int,
 def kernels_of_gpus() -> Iterator[None]:
     """
     Lets fake tensors on the CPU use the kernels of a GPU within the context: variable-length attention, and an LM head
-    that scores labels alone, with in-place tiles of logits.
+    that computes logits of labelled tokens alone, tile by tile and in place.
     """
 
     def add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> None:
     for way in _ways(args):
         fit = None
         for size in _sizes(args):
-            numbers = _numbers_at_once(args, size)
-            options = {**way, "per_device_train_batch_size": size, "gradient_accumulation_steps": numbers[0]}
+            step_counts = _numbers_at_once(args, size)
+            options = {**way, "per_device_train_batch_size": size, "gradient_accumulation_steps": step_counts[0]}
             measured, _ = measured_with_note(argparse.Namespace(**{**vars(args), **options}))
-            for number in numbers:  # the first number that fits is the largest
-                options = {**options, "steps_per_generation": number}
+            for steps in step_counts:  # the first that fits is the largest
+                options = {**options, "steps_per_generation": steps}
                 result = verdict(argparse.Namespace(**{**vars(args), **options}), measured)
                 peak = result["memory"]["peak"]
                 smallest = min(smallest, peak)
@@ -76,7 +76,7 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _numbers_at_once(args: argparse.Namespace, size: int) -> list[int]:
-    """Returns numbers of micro-batches to sample at once in whole groups, from all of an update down."""
+    """Returns values of `steps_per_generation` that sample whole groups, from all micro-batches of an update down."""
     completions, group = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
     steps = max(1, -(-_PER_UPDATE[args.trainer] // completions))
     steps = -(-steps * completions // group) * group // completions

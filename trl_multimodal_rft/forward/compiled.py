@@ -24,9 +24,9 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 # Arguments of `torch.compile`
 Options = dict[str, Any]
 
-# With nested graph breaks, a graph that ends in a nested call includes the calling functions, which else would get a
-# graph each. Floats of a layer, such as epsilons, are constants. The limit counts the graphs of all layers, of scores
-# and losses, and of prompts and single tokens.
+# With nested graph breaks, a graph that ends within a called function includes its callers, which else would get a
+# graph each. Floats of a layer, such as epsilons, are constants. The limit counts all graphs of a function: for layers
+# that differ, without and with gradients (scores and losses), and for prompts and single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
@@ -44,7 +44,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Called with one line when the first layer of a class runs, if its graphs end at further operations.
+            Called with one line when a class's first layer runs, if its graphs also end at operations beyond these.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -149,8 +149,8 @@ def completions_in(
 ) -> list[ServerSample]:
     """
     Returns the `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary`. No token
-    may be one of the `placeholders` of media, and none but the last one of `ends`. Raises a `ValueError` of one line
-    for any other answer.
+    may be one of the `placeholders` of media, and only the last one may be in `ends`, which end a text. Raises a
+    `ValueError` of one line for any other answer.
     """
     try:
         content = json.loads(body)
@@ -173,9 +173,9 @@ def completions_in(
 def _sample_in(
     choice: dict[str, Any], most: int, vocabulary: int, placeholders: Collection[int], ends: Collection[int]
 ) -> ServerSample:
-    end, ids = choice.get("finish_reason"), choice.get("token_ids")
-    if end not in _ENDS:
-        raise ValueError(f"ended by {end!r}")
+    reason, ids = choice.get("finish_reason"), choice.get("token_ids")
+    if reason not in _ENDS:
+        raise ValueError(f"ended by {reason!r}")
     if not isinstance(ids, list) or not 1 <= len(ids) <= most:
         raise ValueError(f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {most} are possible")
     for value in ids:

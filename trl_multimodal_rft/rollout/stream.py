@@ -41,7 +41,7 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 _DROPPED = "Rows of which `max_length` leaves nothing to learn are dropped, and counted in `media/skipped`."
 _NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
-# Number of a stream's rows of which `max_rows` of `on_media_error` is a share
+# Rows that a stream counts as having where `max_rows` is a share, and in the search for its first readable row
 _STREAM_LENGTH = 1000
 
 
@@ -54,8 +54,8 @@ class EncodedRow:
     stored: Row  # the same columns, with media as they are stored
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
-    prompt: EncodedPrompt | None = None  # `None` without media, as the format of text depends on its batch
-    teachers: EncodedPrompt | None = None  # prompt that a teacher reads instead, `None` without media
+    prompt: EncodedPrompt | None = None  # `None` without media: its batch encodes text, and decides the format
+    teachers: EncodedPrompt | None = None  # a teacher's own prompt; `None` also without media
 
 
 class _Read(NamedTuple):
@@ -65,7 +65,7 @@ class _Read(NamedTuple):
     prompt: Any = None
     decoded: Any = ()  # media of the prompt
     messages: Any = None  # messages of the prompt, made from this row alone
-    teachers: Any = None  # the prompt of a teacher
+    teachers: Any = None  # a teacher's own prompt
     teachers_decoded: Any = ()
 
 
@@ -88,7 +88,8 @@ def unreadable_rows(option: str) -> UnreadableRows:
 
 class RowStream:
     """
-    Stream of a trainer's rows with their encoded prompts. In training, other rows replace rows that can't be read.
+    Reader of a trainer's rows, of a dataset or a stream (an `IterableDataset`), and their encoded prompts. In
+    training, other rows replace rows that can't be read.
 
     `encode` encodes the prompt of one row; it is `None` if environments or `rollout_func` make prompts. `messages`
     converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes a teacher's prompt of
@@ -110,9 +111,9 @@ class RowStream:
         state: Callable[[], TrainerState],
     ):
         self.skipped: dict[int, str] = {}  # training rows that can't be read or learned from, and why
-        self._lost: dict[int, str] = {}  # such rows of a stream before the first row that can replace them
+        self._lost: dict[int, str] = {}  # such rows at the start of a stream, until a batch records them
         skips = unreadable_rows(args.on_media_error).action == "skip"
-        self._skips = MediaError if skips else OverlongRow if drops else ()
+        self._skips = MediaError if skips else OverlongRow if drops else ()  # errors of rows that are skipped
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
         self._encode_teachers = encode_teachers
@@ -125,7 +126,7 @@ class RowStream:
         self.sampler: DifficultySampler | None = None  # sampler of training rows
         self._pool: PrefetchPool | None = None
         self._n_prefetch = 0  # number of batches to prefetch
-        self._has_prompts = False  # whether any row had media; else workers have nothing to encode
+        self._has_prompts = False  # whether any row had a prompt with media, which workers encode
         self._coming: list[int] = []  # row indices of the next batches
         self._coming_extra: list[int] = []
         # Rows that can't be read, for each dataset that was evaluated
@@ -177,7 +178,7 @@ class RowStream:
         self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, get_skipped)
         if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # other systems can't fork
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
-            # References to media stay in the process that made them
+            # Workers return no messages, as a pickled `MediaRef` becomes a text; `_placed` makes them again
             self._pool = PrefetchPool(
                 lambda number: self._encoded(rows[number])._replace(messages=None),
                 n_workers,
@@ -217,7 +218,7 @@ class RowStream:
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
     def left_out(self, dataset: Dataset) -> dict[int, str]:
-        """Returns the rows that the last loader of a dataset to evaluate leaves out, with their errors."""
+        """Returns the indices of rows that loaders of a dataset to evaluate leave out, with their errors."""
         return self._unreadable.get(dataset, {})
 
     def draw(self, n: int) -> RowBatch:
@@ -246,7 +247,7 @@ class RowStream:
         )
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
-        """Fixes the rows of batches to those of a checkpoint, as rows may have been replaced since it was made."""
+        """Gives batches the row indices of a checkpoint; others might come now that more rows are skipped."""
         self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
@@ -284,8 +285,8 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, lost = self._skips if training else (), dict[int, str]()
-        read: dict[int, _Read] = {}  # by the batch index at which a group begins
+        skipped_errors, lost = self._skips if training else (), dict[int, str]()
+        read: dict[int, _Read] = {}  # by the position in the batch at which a group begins
         while True:
             failed: dict[int, str] = {}
             if training:
@@ -296,14 +297,14 @@ class RowStream:
                     continue
                 try:
                     read[i] = self._take(key, rows, training)
-                except skips as error:
+                except skipped_errors as error:
                     failed[_number(key)] = str(error)
-            if skips:
+            if skipped_errors:
                 failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
                 lost |= failed
             if not failed:
                 break
-        if skips:
+        if skipped_errors:
             self._metrics["train"]["media/skipped"].append(float(len(lost)))
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
@@ -335,9 +336,9 @@ class RowStream:
         else:
             (messages,) = self._messages([row])
             prompt = self._encode(row, messages)
-        teachers = None if self._encode_teachers is None else self._encode_teachers(row)
-        decoded = (getattr(encoded, "decoded", ()) for encoded in (prompt, teachers))
-        return _Read(row, prompt, next(decoded), messages, teachers, next(decoded))
+        teacher_prompt = None if self._encode_teachers is None else self._encode_teachers(row)
+        decoded = (getattr(encoded, "decoded", ()) for encoded in (prompt, teacher_prompt))
+        return _Read(row, prompt, next(decoded), messages, teacher_prompt, next(decoded))
 
     def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
         columns = restore_rows([item.row for item in read], self._args.rules)
@@ -347,15 +348,16 @@ class RowStream:
         ]
 
     def _placed(self, read: "list[_Read]") -> list[Any]:
-        """Returns the messages of rows in one format, which depends on whether any row has media."""
+        """Returns the messages of rows in one format, with blocks if any row has media."""
         messages = [item.messages for item in read]
         formats = {(item.prompt is None, type(item.messages)) for item in read}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
+        # Converts messages without media, and those that a worker left out, with a row whose media decide the format
         indices = [i for i, item in enumerate(read) if item.prompt is None or item.messages is None]
-        reference = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
-        placed = self._messages([*reference, *(read[i].row for i in indices)])[len(reference) :]
-        for i, item in zip(indices, placed, strict=True):
+        with_media = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
+        converted = self._messages([*with_media, *(read[i].row for i in indices)])[len(with_media) :]
+        for i, item in zip(indices, converted, strict=True):
             messages[i] = item
         return messages
 
@@ -364,11 +366,11 @@ class RowStream:
     def _replacement(self, key: Any, lost: Collection[int]) -> Any:
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
-        # Not `self.skipped`, as a stream's row numbers may be those of other rows in another epoch
+        # Not `self.skipped`, as a stream may give the number of a skipped row to another row in the next epoch
         return self._last_row if key.row_index in lost else key
 
     def _from_first(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yields a stream's rows of an epoch, from the first row on that can take the place of skipped ones."""
+        """Yields the rows of an epoch of a stream from its first readable row on; earlier ones go to `_lost`."""
         for row in islice(rows, _STREAM_LENGTH if self._skips else 0):
             try:
                 self._encoded(row)
@@ -482,7 +484,7 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], 
 
 
 def other_row(row: int, skipped: Mapping[int, str], n_rows: int, seed: int) -> int:
-    """Returns the replacement of a row, the same on all ranks that skip the same rows."""
+    """Returns a row's index, or its replacement's if it is skipped, the same on all ranks that skip the same rows."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:

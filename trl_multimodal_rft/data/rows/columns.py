@@ -70,7 +70,7 @@ _TEXT_HINTS = ("annotations", "cache_control", "logprobs", "meta", "_meta")
 
 # Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
-# Of these keys, the content, and labels of the speaker and of the answered call, which a template may leave out
+# Not among `further_keys`: content, and labels of the speaker and the answered call, which a template may leave out
 _LABELS = ("role", "content", "name", "tool_call_id", "id")
 
 # Types of blocks whose strings are text, even if they name a file
@@ -126,8 +126,8 @@ def rows_to_messages(
         rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         prefix (`str`, *optional*, defaults to `""`):
-            Prefix of columns that, in rows that have them, take the place of the prompt, or of all columns of their
-            modality, such as `"teacher_images"` of `"image"`.
+            Prefix of columns that rows may have in place of others: with `"teacher_"`, `"teacher_prompt"` replaces
+            `"prompt"`, and `"teacher_images"` replaces `"image"` and `"images"`.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
@@ -180,7 +180,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Returns whether the messages of a prompt hold media, as in the prompts that reward functions get."""
+    """Returns whether a prompt, as reward functions get it, holds media, and not only placeholders."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -336,7 +336,10 @@ class _RowReader:
     def put_media(
         self, messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, tags: list[str]
     ) -> list[dict[str, Any]]:
-        """Returns copies of the messages in column `name`, with the media of other columns put into them."""
+        """
+        Returns copies of the messages in column `name`, with the media of other columns put into them. `tags` are the
+        modalities whose tags in text, such as `<image>`, may be placeholders.
+        """
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
         placeholders = _placeholders(messages)
         tags = [modality for modality in tags if media[modality] and not placeholders[modality]]
@@ -443,7 +446,8 @@ class _RowReader:
             raise self.error(path, f"the block has {actual}; write {{'type': 'text', 'text': '...'}}, or a media type")
         modality = block_modality(name)
         sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
-        # Of the remaining keys, only text and options are read, so that other keys must hold no media
+        # Of the remaining keys, only text and options are read, so that others must hold no media. The `words` are now
+        # the keys whose strings are text, even if they look like a file's name.
         words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
         stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
         if stray is not None or (modality is not None and name != modality and block and not sources):

@@ -46,7 +46,7 @@ _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(deco
 
 # End of Omni-Preference's prompts: the question and two candidates
 _CANDIDATES = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
-_STEPS = {"A": 1, "B": -1, "equal": 1}  # through the candidates, from the better one
+_STEPS = {"A": 1, "B": -1, "equal": 1}  # step of the slice that puts the better candidate first
 
 # Function of a row and its index that returns columns: first the messages, whose texts mark the places of media
 _Convert = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -368,8 +368,8 @@ def load_preferences(
 
     A row has `question`, `chosen`, `rejected` and `image`. https://huggingface.co/datasets/openbmb/RLAIF-V-Dataset
     stores images in its rows; in https://huggingface.co/datasets/OpenGVLab/MMPR-v1.2, `image` is a path, a list of
-    paths, or missing. MMPR's `meta.json` names the files of its parts, and the share or repeats of each part; paths
-    start from `media_dir`, which is the folder that contains MMPR's.
+    paths, or missing. MMPR's `meta.json` names the files of its parts, and the share or repeats of each part; paths,
+    such as `MMPR-v1.2/images`, start from `media_dir`, the parent of MMPR's own folder.
 
     See [`load_conversations`] for the other arguments and the errors.
 
@@ -532,7 +532,7 @@ def _convert(
     with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, index: row,
     read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
-    """Returns a dataset of the columns that `convert` returns, media, and other columns that aren't `used`."""
+    """Returns the columns that `convert` returns, media, and others that aren't `used`; if it is `None`, no others."""
     rows, media = _read(path, split, media_dir, with_media, read)
     converted = [convert(row, index) for index, row in enumerate(rows)]
     columns = {name: [row[name] for row in converted] for name in converted[0]}
@@ -558,7 +558,10 @@ def _convert(
 def _read(
     path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset]]:
-    """Returns rows, whose media columns hold entries of the file or a text per stored medium, and columns of media."""
+    """
+    Returns rows, and a dataset of each column of media. In rows, these columns hold the entries of the file, or the
+    text `"stored"` for each medium that is stored in a dataset.
+    """
     file = json_file(path, "*.json*")
     source = file or Path(path).expanduser()
     folder = Path(media_dir) if media_dir is not None else source.parent if source.is_file() else source
