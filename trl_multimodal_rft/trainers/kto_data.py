@@ -152,7 +152,7 @@ def unpaired(dataset: Dataset | IterableDataset, columns: set[str]) -> Dataset |
     if "prompt" not in columns:
         texts = dataset.select_columns(["chosen", "rejected"]).map(extract_prompt)
         dataset = concatenate_datasets([dataset.remove_columns(["chosen", "rejected"]), texts], axis=1)
-    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # of the pair, which TRL replaces
+    dataset = dataset.remove_columns("label") if "label" in columns else dataset  # of the pair
     n, names = len(dataset), ("chosen", "rejected")
     sides = [
         dataset.remove_columns(other).rename_column(name, "completion").add_column("label", [name == "chosen"] * n)
