@@ -143,10 +143,18 @@ def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
     assert max(trainer.differences) < 1e-5
 
 
-def n_tokens(server) -> float:
-    """Returns how many tokens the server has sampled."""
+def metric(server, name) -> float:
     lines = requests.get(f"{server}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}"))
+
+
+def wait_for_tokens(server, n_requests, answer):
+    """Waits until all requests run and each has sampled tokens, or the answer is there."""
+    while metric(server, "num_requests_running") < n_requests and not answer.done():
+        time.sleep(0.01)
+    first = metric(server, "generation_tokens_total")
+    while metric(server, "generation_tokens_total") < first + 4 * n_requests and not answer.done():
+        time.sleep(0.01)
 
 
 def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monkeypatch):
@@ -159,13 +167,11 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     trainer_draw(trainer)
     [(prompts, _, _)] = trainer.sampler.calls
     asked = [each._replace(most=200).for_server() for each in drawn]
-    before = n_tokens(server)
     with ThreadPoolExecutor(1) as pool:
         options = {**engine.sampling, "stop_token_ids": []}
         given = {"timeout": 60.0, "vocabulary": 10**6}
         answer = pool.submit(at_once, lambda each: server_completions(server, None, each, options, **given), asked)
-        while n_tokens(server) < before + 200 and not answer.done():
-            time.sleep(0.01)
+        wait_for_tokens(server, len(asked), answer)
         client._post(f"{server}/pause?mode=keep")
         old, new = copy.deepcopy(trainer.model), trainer.model
         with torch.no_grad():
