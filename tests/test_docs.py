@@ -350,6 +350,8 @@ def test_metrics_are_explained():
     assert not [pattern for pattern in patterns(found) if not is_explained(pattern)]
     # The other names are transformers'
     found |= {*re.findall(r"""f?"(\w[^"]*)": """, own), *re.findall(r"""logged\["(\w+)"\]""", own)}
+    of_rewards = "".join(path.read_text() for path in (ROOT / "trl_multimodal_rft" / "rewards").glob("*.py"))
+    found |= {*re.findall(r"""log_metric\("([^"]+)""", of_rewards)}
     unknown = {name for name in METRICS if not any(re.fullmatch(pattern, name) for pattern in patterns(found))}
     unknown -= {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
     assert not [name for name in unknown if not name.startswith("train_")]
