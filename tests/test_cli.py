@@ -82,13 +82,19 @@ def test_help_imports_nothing_heavy(tmp_path):
         ["--help"],
         ["--version"],
         *([name, "--help"] for name in COMMANDS),
+        ["grpo", "--help=num-generations"],
         ["grpo", "--help", "lora"],
         ["grpo", "--help-all"],
     ]
     found = runs(lines, tmp_path)
     for words, (code, out, err, heavy) in zip(lines, found, strict=True):
         assert (code, err, heavy) == (0, "", []), words
-        assert words[0].startswith("-") or words[-1] == "lora" or f"trl-multimodal-rft {words[0]}" in out
+        assert (
+            words[0].startswith("-")
+            or words[-1] == "lora"
+            or "=" in words[-1]
+            or f"trl-multimodal-rft {words[0]}" in out
+        )
     top, version, *_, full = [out for _, out, _, _ in found]
     assert all(command in top for command in COMMANDS)
     assert version == f"trl-multimodal-rft {trl_multimodal_rft.__version__}\n"
@@ -100,6 +106,7 @@ def test_help_imports_nothing_heavy(tmp_path):
     assert "--dataset_name" in short and "(default: train)" in full
     for (name, *_), (_, out, _, _) in zip(lines[:-1], found, strict=False):
         assert name not in cli.LAUNCHED or len(out.splitlines()) <= 80, name
+    assert found[-3][1].lstrip().startswith("options:\n  --num_generations INT")
     lora = found[-2][1]
     assert "--lora_modules_to_save TEXT [TEXT ...]" in lora and "--beta" not in lora
 

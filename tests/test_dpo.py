@@ -16,8 +16,9 @@ from helpers.marks import slow_but
 from helpers.trainer_utils import (
     PLAIN,
     assert_equal,
+    assert_update_is_gradient,
+    counted_calls,
     make_trainer,
-    relative_difference,
     run,
     shifted,
     sound,
@@ -297,22 +298,14 @@ def test_updates_are_those_of_the_papers(options, tmp_path):
         assert log["media/contribution"] == pytest.approx(moved.mean().item(), rel=1e-4) and moved.mean() > 1e-3
     expected.mean().backward()
     assert log["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
-    update = {name: (before[name] - p.detach()) / 0.1 for name, p in trainer.model.named_parameters()}
-    update = {name: value for name, value in update.items() if value.any()}
-    gradient = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
-    assert update.keys() == gradient.keys() and len(gradient) > 10
-    assert relative_difference(gradient, update) < 1e-5  # the head scores in float32
+    assert_update_is_gradient(before, trainer.model, plain, learning_rate=0.1)
 
 
 # Runs
 
 
 def test_the_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
-    encoded, forwarded = [], []
-    encode = supervised.encode_prompt
-    monkeypatch.setattr(
-        supervised, "encode_prompt", lambda *args, **kwargs: encoded.append(1) or encode(*args, **kwargs)
-    )
+    encoded, forwarded = counted_calls(monkeypatch, supervised, "encode_prompt"), []
     result = run_ours(image_pairs(4), tmp_path, max_steps=1, self_check=False, precompute_ref_log_probs=True)
     result.model.get_decoder().register_forward_hook(
         lambda module, args, kwargs, output: forwarded.append(kwargs["inputs_embeds"].shape[:2]), with_kwargs=True

@@ -13,9 +13,10 @@ from helpers.marks import slow_but
 from helpers.trainer_utils import (
     PLAIN,
     assert_equal,
+    assert_update_is_gradient,
+    counted_calls,
     load,
     make_trainer,
-    relative_difference,
     run,
     shifted,
     sound,
@@ -163,22 +164,14 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
     assert log["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     assert log["kl"] == pytest.approx(kl.item(), rel=1e-4) and kl > 0
     losses.mean().backward()
-    update = {name: (before[name] - p.detach()) / 0.1 for name, p in trainer.model.named_parameters()}
-    update = {name: value for name, value in update.items() if value.any()}
-    gradient = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
-    assert update.keys() == gradient.keys() and len(gradient) > 10
-    assert relative_difference(gradient, update) < 1e-5  # the head scores in float32
+    assert_update_is_gradient(before, trainer.model, plain, learning_rate=0.1)
 
 
 # Rows
 
 
 def test_a_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
-    encoded, forwarded = [], []
-    encode = supervised.encode_prompt
-    monkeypatch.setattr(
-        supervised, "encode_prompt", lambda *args, **kwargs: encoded.append(1) or encode(*args, **kwargs)
-    )
+    encoded, forwarded = counted_calls(monkeypatch, supervised, "encode_prompt"), []
     trainer = ours(
         tmp_path, image_rows().select(range(4)), max_steps=1, self_check=False, precompute_ref_log_probs=True
     )

@@ -453,6 +453,22 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     return norm({name: a[name] - b[name] for name in a}) / norm(a)
 
 
+def assert_update_is_gradient(before: dict[str, torch.Tensor], model, plain, learning_rate: float) -> None:
+    """Asserts that a model made one update of SGD by the gradient of a plain model, whose head scores in float32."""
+    update = {name: (before[name] - p.detach()) / learning_rate for name, p in model.named_parameters()}
+    update = {name: value for name, value in update.items() if value.any()}
+    gradient = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
+    assert update.keys() == gradient.keys() and len(gradient) > 10
+    assert relative_difference(gradient, update) < 1e-5
+
+
+def counted_calls(monkeypatch, module, name: str) -> list[int]:
+    """Returns a list that gets an entry for each call of a module's function."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs))
+    return calls
+
+
 def logged(result: Run, name: str) -> list[float]:
     """Returns the values of a metric, in the order of the steps."""
     return [entry[name] for entry in result.history if name in entry]

@@ -51,6 +51,7 @@ _FOLDERS = ("output_dir", "compare_with", "plot")
 TRACEBACK = "traceback"  # destination of `--debug`
 _LAUNCH = "launch "  # prefix of the destinations of options of `accelerate launch`
 _DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
+_HELP = {"-h", "--help", "--help-all", "--help_all"}
 _LISTED = 8  # maximum number of choices that `--help` lists before the description
 
 
@@ -163,7 +164,7 @@ class Parser(argparse.ArgumentParser):
         finder.error = self.error  # type: ignore[method-assign]
         name = finder.parse_known_args(argv)[0].config
         namespace = argparse.Namespace()
-        if name is not None and not {"-h", "--help", "--help-all", "--help_all"} & {*argv}:
+        if name is not None and not _HELP & {word.partition("=")[0] for word in argv}:
             path = packaged("recipes", name)
             entries = read_config(path)
             if of_run is not None:
@@ -255,7 +256,7 @@ def _first_options(parser: Parser) -> str:
 def _matching_options(parser: Parser, word: str) -> str:
     """Returns the help of the options that have a word in their names, or else in their descriptions."""
     word = word.lstrip("-").lower()
-    options = [option for option in parser.table if word in option["name"].lower()]
+    options = [option for option in parser.table if _option_name(word) in option["name"].lower()]
     options = options or [option for option in parser.table if word in option["help"].lower()]
     if not options:
         parser.error(f"no option has {word!r}.{did_you_mean(word, [option['name'] for option in parser.table])}")

@@ -155,13 +155,12 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
         ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
     elif isinstance(args, MultimodalDPOConfig):  # DPO's rows are pairs without solutions, which the model can judge
         model, system = ["--pairs", *model], []
-    evaluate = ["  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])]
-    if isinstance(args, MultimodalKTOConfig):  # its rows have neither solutions nor pairs
-        evaluate = []
+    evaluate = "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])
+    has_answers = not isinstance(args, MultimodalKTOConfig)  # KTO's rows have neither solutions nor pairs
     return [
         f"The model is in {folder}.",
         *ask,
-        *evaluate,
+        *([evaluate] if has_answers else []),
         "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
         "  publish:  " + publish,
     ]

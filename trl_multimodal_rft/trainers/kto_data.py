@@ -114,7 +114,6 @@ class LabelledCollator(PreferenceCollator):
         A row whose completion ends at `max_length`, the prompt included; `rejected` is the whole completion, for the
         KL estimate of another row.
         """
-        label_of(row.get("label"), row.row_index)
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
         self._check_room(prompt, row)
