@@ -99,6 +99,21 @@ def test_equals_trl_with_text(is_paired, precompute):
     assert_equal(theirs, ours)
 
 
+@pytest.mark.parametrize("precompute", [False, True])
+def test_larger_batches_of_an_evaluation_equal_trl(precompute):
+    """The KL estimate has the pairs of micro-batches of the training, also where the sizes share no factor."""
+    rows = labelled(text_pairs())
+    options = {"eval_strategy": "steps", "eval_steps": 1, "precompute_ref_log_probs": precompute, "max_steps": 1}
+    options |= {"per_device_train_batch_size": 2, "objects": {"eval_dataset": rows.select(range(7))}}
+    whole = [
+        trained(trainer, rows, per_device_eval_batch_size=8, **options)
+        for trainer in (KTOTrainer, MultimodalKTOTrainer)
+    ]
+    assert_equal(*whole)
+    other = trained(MultimodalKTOTrainer, rows, per_device_eval_batch_size=3, **options)
+    assert len(other.history) == len(whole[1].history)
+
+
 def test_pairs_are_unpaired_as_by_trl():
     rows = concatenate_datasets([text_pairs(8)] * 150)  # more than TRL reads at once
     assert unpaired(rows, set(rows.column_names)).to_list() == unpair_preference_dataset(rows).to_list()

@@ -2,15 +2,19 @@
 """Each recipe parses like on the command line, prepares its dataset, and trains a tiny model."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import datasets
 import PIL.Image
 import pytest
+import reproduced
 import soundfile
 import yaml
 from datasets import Dataset, Image, List
@@ -252,7 +256,7 @@ def test_page_names_no_other():
 
 # Owners of the sources' own repositories
 OWNERS = {"HarryHsing/EchoInk", "hiyouga", "huaixuheqing", "inclusionAI", "ModalMinds", "NUS-TRAIL", "NVIDIA-NeMo"}
-OWNERS |= {"OpenGVLab", "RLHF-V", "tmfk418", "verl-project", "xiaomi-research"}
+OWNERS |= {"OpenGVLab", "RLHF-V", "THUDM", "tmfk418", "verl-project", "xiaomi-research"}
 
 
 def test_comments_say_where_values_are_from():
@@ -383,3 +387,53 @@ def test_trains(name, tmp_path, monkeypatch, request):
     for each in routed | set(recipe.get("reward_funcs", ())):
         name = each.partition("(")[0].replace("JudgeReward", "judge_reward")
         assert any(f"rewards/{name}/mean" in entry for entry in trainer.state.log_history)
+
+
+def test_table_of_seeds(tmp_path):
+    """Accuracies with their intervals, the mean over seeds, and a curve of all seeds."""
+    parts = {"before": 0.25, "seed-0/after": 0.5, "seed-1/after": 0.75}
+    for part, accuracy in parts.items():
+        (tmp_path / part).mkdir(parents=True)
+        metrics = {"accuracy": accuracy, "accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1, "rows": 8.0}
+        (tmp_path / part / "metrics.json").write_text(json.dumps({"metrics": metrics}))
+    for seed, step in ((0, 9), (0, 10), (1, 10)):
+        state = {
+            "log_history": [{"step": 1, "reward": 0.5}, {"step": step, "reward": 1.0}, {"step": step, "loss": 0.0}]
+        }
+        path = tmp_path / f"seed-{seed}" / f"checkpoint-{step}" / "trainer_state.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(state))
+    assert reproduced.rewards_of(tmp_path / "seed-0") == {1: 0.5, 10: 1.0}
+    reproduced.write_results(tmp_path)
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert lines[2:] == [
+        "| before | 25.0% | 15.0% to 35.0% |",
+        "| after, seed-0 | 50.0% | 40.0% to 60.0% |",
+        "| after, seed-1 | 75.0% | 65.0% to 85.0% |",
+        "| after, mean | 62.5% | ± 17.7% over seeds |",
+        "",
+        "Rows: 8",
+    ]
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_reproduces_a_curve(tmp_path):
+    """The script trains and evaluates a small model; a second call repeats neither."""
+    prepared(RECIPES["qwen3_vl_2b/geometry3k_grpo"], tmp_path)
+    model, small = saved("qwen3_vl"), {**SMALL, "max_steps": 1, "save_strategy": "steps", "num_processes": 1}
+    train = " ".join(f"--{name} {value}" for name, value in small.items())
+    environment = {**os.environ, "SEEDS": "0", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    environment |= {"TRAIN": f"{train} --model_name_or_path {model} --accelerate_config cpu"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    script, folder = ROOT / "examples" / "reproduce.sh", tmp_path / "results"
+    words = ["bash", str(script), "qwen3_vl_2b/geometry3k_grpo", str(folder), "--max_completion_length", "8"]
+    words += ["--dtype", "float32", "--accelerate_config", "cpu"]
+    tables = []
+    for _ in range(2):
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+        tables.append(done.stdout)
+    written = (folder / "results.md").read_text()
+    assert "| after, seed-0 | " in written and "Rows: 4" in written
+    assert tables[0].endswith(written) and tables[1] == written

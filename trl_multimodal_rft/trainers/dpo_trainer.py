@@ -109,7 +109,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         # TRL's loss reads the reference's log-probabilities from its inputs
         self.precompute_ref_logps = True
         if args.precompute_ref_log_probs:
-            self._precompute_reference()
+            self._precompute_reference(args.per_device_eval_batch_size)
         self._complete_parts()
 
     # Reference

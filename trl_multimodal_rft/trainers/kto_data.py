@@ -51,7 +51,7 @@ class LabelledCompletion(PreferencePair):
 class LabelledCollator(PreferenceCollator):
     """
     Encodes a prompt once, with its media, for its own completion and for that of the row before it in the micro-batch,
-    the pairs of TRL's estimate of the KL divergence.
+    the pairs of TRL's estimate of the KL divergence. A larger batch of an evaluation has the pairs of micro-batches.
     """
 
     calculate_kl: bool = True
@@ -73,7 +73,8 @@ class LabelledCollator(PreferenceCollator):
             [`~trainers.preference_data.PreferenceCollator`].
         """
         whole, stored = self._encoded(rows), self._stored(rows)
-        pairs = [replace(pair, rejected=self._cut(pair, whole[i - 1].rejected)) for i, pair in enumerate(whole)]
+        others = zip(whole, self._of_estimate(len(whole)), strict=True)
+        pairs = [replace(pair, rejected=self._cut(pair, whole[i].rejected)) for pair, i in others]
         completions = [pair.chosen for pair in pairs]
         completions += [pair.rejected for pair in pairs] if self.calculate_kl else []
         ids, mask = padded([torch.tensor(tokens, dtype=torch.long) for tokens in completions])
@@ -93,7 +94,7 @@ class LabelledCollator(PreferenceCollator):
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Labels, and the reference's log-probabilities, if rows have them for the completions of this micro-batch."""
         labels = [label_of(row.get("label"), row.row_index) for row in rows]
-        others = torch.tensor([rows[i - 1].row_index for i in range(len(rows))])
+        others = torch.tensor([rows[i].row_index for i in self._of_estimate(len(rows))])
         columns = {"label": torch.tensor(labels), KL_ROW: others}
         for name in REFERENCE[: 2 if self.calculate_kl else 1]:
             values = [finite_number(row.get(name), name, row.row_index) for row in rows]
@@ -108,6 +109,12 @@ class LabelledCollator(PreferenceCollator):
                         "order, or drop the column."
                     )
         return columns
+
+    def _of_estimate(self, n: int) -> list[int]:
+        """Returns the index of the completion in the KL estimate for each row of a batch."""
+        size = self.args.per_device_train_batch_size
+        starts = [i - i % size for i in range(n)]
+        return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(starts)]
 
     def encode(self, row: Row) -> LabelledCompletion:
         """

@@ -16,7 +16,7 @@ from ..data.rows.unread import lists_columns
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
-from ..models.wrapped import replaced, unwrapped
+from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines
 from .kto_config import MultimodalKTOConfig
 from .kto_data import COLUMNS, KL_ROW, REFERENCE, LabelledCollator, label_of, warn_of_balance
@@ -111,8 +111,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
         if args.precompute_ref_log_probs:
             # The KL estimate depends on the micro-batch, which is to be that of the training
-            with replaced(args, per_device_eval_batch_size=args.per_device_train_batch_size):
-                self._precompute_reference()
+            self._precompute_reference(args.per_device_train_batch_size)
         self._complete_parts()
 
     def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:

@@ -65,14 +65,18 @@ class PreferenceTrainer(CompletionTrainer):
 
     # Reference
 
-    def _precompute_reference(self) -> None:
-        """Adds columns with the reference's log-probabilities to the datasets, after which none is in memory."""
+    def _precompute_reference(self, batch_size: int) -> None:
+        """
+        Adds columns with the reference's log-probabilities to the datasets, the training one in batches of a size, and
+        drops the reference.
+        """
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
                 "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only "
                 "when training begins; drop the option."
             )
-        self.train_dataset = self._with_reference(self.train_dataset)
+        with replaced(self.args, per_device_eval_batch_size=batch_size):
+            self.train_dataset = self._with_reference(self.train_dataset)
         if isinstance(self.eval_dataset, dict):
             self.eval_dataset = {name: self._with_reference(rows) for name, rows in self.eval_dataset.items()}
         elif self.eval_dataset is not None:
