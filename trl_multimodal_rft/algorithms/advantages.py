@@ -275,6 +275,51 @@ def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     return group_norm(rewards, group_ids, scale="none")
 
 
+@estimator("online_dpo", needs="group", kl_in_reward=True)
+def online_dpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    mask: torch.Tensor,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+    loss: Literal["sigmoid", "ipo"] = "sigmoid",
+) -> torch.Tensor:
+    r"""
+    Online DPO's weight of the best completion of a group by reward, and its negative for the worst one:
+    $G \beta \sigma(-\beta \Delta)$ for $G$ completions in the group, where $\Delta$ is the difference of the pair's
+    $\log \pi - \log \pi_\mathrm{ref}$, see [Online AI Feedback](https://huggingface.co/papers/2402.04792). With
+    `loss="ipo"` ([IPO](https://huggingface.co/papers/2310.12036)), the weight is $G (1 / \beta - 2 \Delta)$.
+
+    A policy loss that sums the tokens of a completion (`"luspo"`) has the gradient of DPO's loss in the first update
+    on a batch. Other completions, and groups with equal rewards, have the weight 0.
+
+    See [`estimate_advantages`] for the other arguments; `kl_coef` is $\beta$, above 0.
+
+    Args:
+        loss (`str`, *optional*, defaults to `"sigmoid"`):
+            Loss of a pair: `"sigmoid"` or `"ipo"`.
+    """
+    assert old_logps is not None and ref_logps is not None  # as the KL divergence is in the reward
+    _, groups = group_ids.unique(return_inverse=True)
+    scorable = (~rewards.isnan()).nonzero().flatten()
+    by_reward = scorable[rewards[scorable].argsort(stable=True)]
+    rows = by_reward[groups[by_reward].argsort(stable=True)]  # by group, and by reward within a group
+    ends = groups[rows].bincount().cumsum(0)
+    starts = ends - groups[rows].bincount()
+    worst, best = rows[starts[ends > starts]], rows[ends[ends > starts] - 1]
+    is_pair = rewards[best] > rewards[worst]
+    worst, best = worst[is_pair], best[is_pair]
+    log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)
+    margins = log_ratios[best] - log_ratios[worst]
+    weights = kl_coef * (-kl_coef * margins).sigmoid() if loss == "sigmoid" else 1 / kl_coef - 2 * margins
+    advantages = torch.zeros_like(rewards)
+    advantages[best] = (groups.bincount()[groups[best]] * weights).to(rewards)
+    advantages[worst] = -advantages[best]
+    return advantages
+
+
 @estimator("turn_norm", needs="group", per_token=True, reads="steps")
 def turn_norm(
     rewards: torch.Tensor,
@@ -461,7 +506,7 @@ def estimate_advantages(
             Log-probabilities under the reference, shape `(N, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):
             Coefficient of the k1 penalty in the reward: per token for estimators that are per token, else of the whole
-            completion.
+            completion. [`online_dpo`] takes it as a coefficient of its own.
         scale (`str`, *optional*, defaults to `"group"`):
             [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
             nothing (`"none"`).
@@ -490,11 +535,11 @@ def estimate_advantages(
         chosen = None
     if chosen is None or chosen.needs == "critic" or (chosen.reads and steps is None):
         raise ValueError(f"`advantage_estimator={name!r}` can't be computed from rewards alone.")
-    if kl_coef and not chosen.per_token:
+    names = inspect.signature(chosen.function).parameters
+    if kl_coef and not chosen.per_token and "kl_coef" not in names:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
     options = {**tensors, "kl_coef": kl_coef, "scale": scale, "steps": steps}
-    names = inspect.signature(chosen.function).parameters
     return chosen.function(**{name: value for name, value in options.items() if name in names}, **chosen.settings)
 
 

@@ -40,13 +40,14 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
             How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
-            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, or for rewards along a
-            completion `"turn_norm"`, `"ps_grpo"` or `"gigpo"`, see [`~algorithms.advantages.ESTIMATORS`], with
-            settings after the name, such as `"cpgd(weight='std')"`. Or a function, which is called on every process
-            with the whole batch as keyword arguments, `rewards` of shape `(N,)`, `rewards_per_func` `(N, F)`,
-            `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (the last one `None` if `beta` is 0), and
-            returns advantages of shape `(N,)` or `(N, T)`. Rewards are `NaN` where a completion can't be scored. A
-            function can't be set on the command line; a checkpoint holds its name only.
+            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"`, `"dr_grpo"` or `"online_dpo"` (with
+            `loss_type="luspo"` and `beta`), or for rewards along a completion `"turn_norm"`, `"ps_grpo"` or `"gigpo"`,
+            see [`~algorithms.advantages.ESTIMATORS`], with settings after the name, such as `"cpgd(weight='std')"`.
+            Or a function, which is called on every process with the whole batch as keyword arguments, `rewards` of
+            shape `(N,)`, `rewards_per_func` `(N, F)`, `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)`
+            (the last one `None` if `beta` is 0), and returns advantages of shape `(N,)` or `(N, T)`. Rewards are `NaN`
+            where a completion can't be scored. A function can't be set on the command line; a checkpoint holds its
+            name only.
 
         > Parameters that control the rewards
 
@@ -279,6 +280,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             raise ValueError(
                 f"`renormalize` of `entropy_source` has no effect with `loss_type={self.loss_type!r}`, whose "
                 "geometric mean is over the tokens that are trained on anyway; remove it."
+            )
+        if self.estimator.name == "online_dpo" and (loss.mode != "seq-mean-token-sum" or not self.kl_in_reward):
+            raise ValueError(
+                f"`advantage_estimator={self.advantage_estimator!r}` is DPO with `beta` above 0, the default "
+                "`kl_estimator`, and a loss that sums the tokens of a completion: set `beta=0.1`, "
+                "`loss_type='luspo'` and `importance_sampling_level='sequence'`."
             )
         if loss.name == "cpgd" and self.epsilon >= 1:
             raise ValueError(
