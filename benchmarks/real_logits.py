@@ -35,6 +35,7 @@ from trl_multimodal_rft.checks.measure import Measure, outputs_of
 from trl_multimodal_rft.checks.rounding import tolerance_of
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.policy import PolicyForward
@@ -91,7 +92,9 @@ class Rounding:
         )
         torch.manual_seed(self.args.seed + batch.start)
         prompts = [self.prompts[i] for i in batch for _ in range(G)]
-        ids = self.policy.sample(self.model, prompts, config, tokenizer.pad_token_id)[:, -self.args.tokens :]
+        ids = sample_completions(self.policy, self.model, prompts, config, tokenizer.pad_token_id)[
+            :, -self.args.tokens :
+        ]
         mask = up_to_first_end(ids, [tokenizer.eos_token_id]).long()
         return list(zip(ids.split(G), mask.split(G), strict=True))
 

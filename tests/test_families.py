@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.policy import Fallbacks
@@ -142,7 +143,7 @@ def test_by_name(name, tmp_path):
 
     config = trainer.generation_config
     config.update(do_sample=False, max_new_tokens=5, top_k=None, top_p=None, temperature=None)
-    sampled = policy.sample(model, repeated, config, trainer._tokenizer.pad_token_id)
+    sampled = sample_completions(policy, model, repeated, config, trainer._tokenizer.pad_token_id)
     for i, each in enumerate(inputs):
         ids = plain.generate(**each, generation_config=config)[:, each["input_ids"].size(1) :]
         assert torch.equal(sampled[G * i : G * (i + 1), : ids.size(1)], ids.expand(G, -1))

@@ -25,6 +25,7 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding import join as encoding
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import cast_features
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.encoders import _on_host
 from trl_multimodal_rft.forward.head import add_fused_head
@@ -110,8 +111,8 @@ def test_a_window_that_only_the_config_knows():
         plain.append(output[0, inputs["input_ids"].size(1) :].tolist())
     for shared_prefill in (True, False):
         fallbacks = Fallbacks(isolate="media", shared_prefill=shared_prefill)
-        sampled = PolicyForward(fallbacks=fallbacks).sample(
-            model, prompts, config, 0, generating=partial(nullcontext, model)
+        sampled = sample_completions(
+            PolicyForward(fallbacks=fallbacks), model, prompts, config, 0, generating=partial(nullcontext, model)
         )
         assert sampled.tolist() == plain
 

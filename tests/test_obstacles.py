@@ -17,6 +17,7 @@ from helpers.trainer_utils import length_and_sum
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
@@ -85,7 +86,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         for prompt in prompts
     ]
     twice = [prompt for prompt in prompts for _ in range(2)]
-    sampled = PolicyForward(fallbacks=Fallbacks(isolate=isolate)).sample(model, twice, config, 0)
+    sampled = sample_completions(PolicyForward(fallbacks=Fallbacks(isolate=isolate)), model, twice, config, 0)
     assert torch.equal(sampled, torch.stack([row for row in plain for _ in range(2)]))
 
 

@@ -28,13 +28,13 @@ from test_generation import config
 
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.engines.transformers import generate_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import trees
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import _is_causal, linear_masks, trees_of
-from trl_multimodal_rft.generation.transformers import generate_completions
 from trl_multimodal_rft.policy import PolicyForward
 
 

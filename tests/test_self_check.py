@@ -35,9 +35,9 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, policy
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.checks.targets import Traits, choose
 from trl_multimodal_rft.encoding import media as encoding
+from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.forward.masks import linear_masks
-from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 from trl_multimodal_rft.versions import cache_name

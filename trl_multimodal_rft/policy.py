@@ -1,29 +1,25 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Forwards of prompts and completions through a policy, its reference and its critic."""
+"""Scores of prompts and completions by a policy, its reference and its critic."""
 
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from trl.models import unwrap_model_for_generation
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.models.utils import _ForwardRedirection
 
-from .encoding.processors import tokenizer_of
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.contexts import by_context, context_rows
 from .forward.divergence import Target
-from .forward.inputs import encode_once
 from .forward.layout import CompletionBatch, States, split_samples
 from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
@@ -32,10 +28,7 @@ from .forward.processes import Processes, unreached_parameters
 from .forward.scores import DeferredParts, Scores, load_balancing_loss
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
-from .generation.graphs import TokenStep, step_on
-from .generation.transformers import Branches, generate_completions, without_router_logits
 from .models.critic import Critic, ValueHead
-from .models.parts import same_adapters
 from .models.wrapped import is_unsharded, unwrapped
 
 
@@ -93,7 +86,7 @@ class Fallbacks:
 
 @dataclass
 class PolicyForward:
-    """Forwards that score and sample completions, packed or padded, as engines and model families need them."""
+    """Forwards that score completions, packed or padded, as engines and model families need them."""
 
     accelerator: Accelerator | None = None  # the accelerator that prepared the models, if any
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # of the models; several processes need it
@@ -283,7 +276,7 @@ class PolicyForward:
         return keeps_states(model) and (self.accelerator is None or is_unsharded(self.accelerator))
 
     def _states(self, models: Sequence[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
-        with self._autocast():
+        with self.autocast():
             return prompt_states(models, prompt, device)
 
     def rewards(
@@ -303,7 +296,7 @@ class PolicyForward:
             def rewards(call: Forward) -> dict[str, torch.Tensor]:
                 return {"values": completion_rewards(call, policy, *chosen, **options)}
 
-            with self._autocast():
+            with self.autocast():
                 tensors = self._as_one_forward(model, rewards)
             return Scores(**self._reaching_all(model, tensors, states)).rows(slice(len(rows)))
 
@@ -366,7 +359,7 @@ class PolicyForward:
                 results["supervised"] = likelihoods[: len(supervised[0])]
             return results
 
-        with self._autocast():
+        with self.autocast():
             # DDP looks for unused parameters only in its last forward, so all forwards must be in one
             is_ddp = isinstance(model, DistributedDataParallel)
             in_one = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
@@ -410,84 +403,9 @@ class PolicyForward:
         module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return _ForwardRedirection()(model, module, lambda: function(module.forward))
 
-    def _autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager:
+        """Returns the context of mixed precision."""
         return nullcontext() if self.accelerator is None else self.accelerator.autocast()
-
-    # Samples
-
-    def sample(
-        self,
-        model: nn.Module,
-        prompts: Sequence[EncodedPrompt],
-        generation_config: GenerationConfig,
-        pad_token_id: int,
-        *,
-        fallbacks: Fallbacks | None = None,
-        generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
-        branches: Branches | None = None,
-    ) -> Any:
-        """
-        Samples a completion of each prompt with transformers.
-
-        The `fallbacks`, by default those of the policy, say whether prompts are prefilled once or for each completion,
-        and whether a graph of the device runs the step of a token; a graph that can't be captured is turned off in
-        them. `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the
-        cache to continue from, if ranks needn't wait for each other's forwards.
-
-        Returns completions `(B, N)`, or, if all are sampled at once, the result of
-        [`~generation.transformers.generate_completions`].
-        """
-        fallbacks, isolate = fallbacks or self.fallbacks, self.fallbacks.isolate
-        shared_prefill = fallbacks.shared_prefill
-        if getattr(self.unwrapped(model), "_hf_peft_config_loaded", False):
-            isolate, shared_prefill = "prompt", False  # Granite Speech uses the adapter where `generate` gets sounds
-        with torch.no_grad():  # so that no rank waits for gradients
-            dummies = self.processes.dummies(model, prompts)
-            parts = split_samples(prompts, isolate)
-            ready: AbstractContextManager[nn.Module] = nullcontext(model)
-            if generating is not None:
-                ready = generating()
-            elif self.accelerator is not None:
-                ready = unwrap_model_for_generation(model, self.accelerator)
-            is_sharded = self.accelerator is not None and not is_unsharded(self.accelerator)
-            if branches is not None and (is_sharded or isolate is not None):
-                why = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
-                branches.obstacle, branches = why, None
-            surplus = self.processes.n_forwards(prompts, isolate, dummies) - len(parts)
-            is_cast = self.accelerator is not None and self.accelerator.mixed_precision in ("bf16", "fp16")
-            with ready as generating_model, same_adapters(generating_model):
-                unwrapped_model = self.unwrapped(generating_model)
-                device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
-                if branches is None or branches.continuations is None:  # otherwise the cache holds the media
-                    with self._autocast():
-                        encode_once(unwrapped_model, [*prompts, *dummies], device)
-                outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
-                with without_router_logits(unwrapped_model):
-                    for part in [*parts, *[parts[-1]] * surplus]:  # forwards that other ranks have
-                        output = generate_completions(
-                            generating_model,
-                            unwrapped_model,
-                            [prompts[i] for i in part],
-                            generation_config,
-                            pad_token_id,
-                            device,
-                            shared_prefill=shared_prefill,
-                            in_step=is_sharded,
-                            dummies=dummies,
-                            branches=branches,
-                            tokenizer=None if self.processor is None else tokenizer_of(self.processor),
-                            runs=runs,
-                            casts_once=is_cast and not is_sharded,
-                        )
-                        outputs.append(output)
-                        runs.reset()
-        fallbacks.graph &= runs.obstacle is None
-        if len(parts) == 1:
-            return outputs[0]
-        outputs = outputs[: len(parts)]
-        longest = max(output.size(1) for output in outputs)
-        padded = [F.pad(output, (0, longest - output.size(1)), value=pad_token_id) for output in outputs]
-        return torch.cat(padded)[torch.tensor(sum(parts, []), device=device).argsort()]
 
 
 def _gather_head(policy: PreTrainedModel) -> None:

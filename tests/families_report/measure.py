@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
@@ -282,7 +283,7 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
             lambda module, args, kwargs: rows.append(_n_rows(kwargs)), with_kwargs=True
         )
         try:
-            sampled = policy.sample(model, repeated, greedy, 0)
+            sampled = sample_completions(policy, model, repeated, greedy, 0)
         except Exception as error:
             return f"error: {_sentence(error)}", disagreement
         finally:

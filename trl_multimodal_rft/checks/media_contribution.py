@@ -13,7 +13,7 @@ from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring
 from ..policy import Completions, PolicyForward
-from ..views import View, as_view
+from ..views.views import View, as_view
 
 
 logger = get_logger(__name__)

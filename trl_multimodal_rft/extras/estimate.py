@@ -16,6 +16,7 @@ from ..cli.parsers import OPTIMIZERS, SHARDS
 from ..data.reading.decoding import require_module
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
+from ..engines.transformers import shares_prompts
 from ..forward.attention import install_prefix_attention
 from ..forward.decoding import SHORT_PROMPT
 from ..forward.head import add_fused_head
@@ -24,16 +25,15 @@ from ..forward.logprobs import completion_scores, completion_values, prompt_stat
 from ..forward.masks import sharing_obstacle
 from ..forward.partition import split_by_tokens
 from ..forward.split_groups import chunk_ends, keeps_states
-from ..generation.transformers import shares_prompts
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
 from ..models.wrapped import replaced
 from ..reporting.console import parts_lines
-from ..rollout.view_options import LossView, view_option
 from ..trainers.arguments import as_names
 from ..versions import cache_name
+from ..views.options import LossView, view_option
 from .fake_run import FakeFloats, Watch, kernels_of_gpus
 from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 

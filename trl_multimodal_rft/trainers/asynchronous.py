@@ -12,16 +12,16 @@ import torch
 
 from ..data.rows.row import Row
 from ..encoding.prompts import EncodedPrompt
-from ..generation.vllm import MultimodalVLLMGeneration
-from ..generation.vllm_prompts import EnginePrompts
-from ..generation.vllm_requests import ServerSample
-from ..generation.vllm_server import on_all_ranks, server_features
+from ..engines.in_flight import EarlyRewards, InFlight, Key, request_keys
+from ..engines.samplers import Samples
+from ..engines.vllm import MultimodalVLLMGeneration
+from ..engines.vllm_prompts import EnginePrompts
+from ..engines.vllm_requests import ServerSample
+from ..engines.vllm_server import on_all_ranks, server_features
 from ..rollout.collect import complete
-from ..rollout.in_flight import InFlight, Key, request_keys
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
-from ..rollout.rollout import EarlyRewards, Flight, Rollout
-from ..rollout.samplers import Samples
+from ..rollout.rollout import Flight, Rollout
 from ..rollout.turns import without_tools
 from .rollout_views import take_views, under_views
 from .run import Run

@@ -26,8 +26,9 @@ from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
 from ..encoding.prompts import all_placeholder_ids
+from ..engines.samplers import Sampler
+from ..engines.transformers import Branches
 from ..forward.scores import Scores
-from ..generation.transformers import Branches
 from ..models.modes import has_dropout
 from ..policy import PolicyForward
 from ..reporting.model_card import CardNotes
@@ -38,7 +39,6 @@ from ..rollout.environments import Environments, rows_for_environments, template
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.rollout import Rollout, TRLInputs
-from ..rollout.samplers import Sampler
 from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
 from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, without_tools

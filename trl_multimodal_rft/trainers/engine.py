@@ -20,17 +20,17 @@ from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
 from ..encoding.processors import Processor
 from ..encoding.prompts import EncodedPrompt
+from ..engines.in_flight import InFlight
+from ..engines.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
+from ..engines.transformers import Branches, sample_completions
+from ..engines.vllm import MultimodalVLLMGeneration, ends_of_text
+from ..engines.vllm_adapters import EngineAdapter
 from ..forward.contexts import by_context
-from ..generation.transformers import Branches
-from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
-from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..policy import Fallbacks
-from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, require
-from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
 from ..rollout.turns import ENDS, ToolLoop, run_turns, with_results
 from .asynchronous import probe_engine
 from .checkpoints.files import checkpoints, step_of
@@ -174,7 +174,7 @@ def check_settings(
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
         options: dict[str, Any] = {"fallbacks": fallbacks, "generating": transformers.generating}
-        return run.policy.sample(run.wrapped(), prompts, config, transformers.pad_token_id, **options)
+        return sample_completions(run.policy, run.wrapped(), prompts, config, transformers.pad_token_id, **options)
 
     return RunSettings(
         load_processor=load_processor,

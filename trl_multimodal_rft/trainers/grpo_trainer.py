@@ -22,12 +22,12 @@ from ..algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
 from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.returns import Steps
 from ..algorithms.shaping import RunningScale
+from ..engines.samplers import Sampler
 from ..forward.scores import Scores
 from ..rewards.checks import StepwiseReward
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.reward import has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, require
-from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
@@ -100,7 +100,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference of the KL divergence. Needed if the policy's name loads another model, or the policy has no name.
-        sampler ([`~rollout.samplers.Sampler`], *optional*):
+        sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, in place of transformers and vLLM.
 
     Raises:

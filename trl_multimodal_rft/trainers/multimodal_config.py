@@ -14,7 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.rows.unread import check_ignored
 from ..rollout.stream import UnreadableRows, unreadable_rows
-from ..rollout.view_options import ContrastView, RolloutView, as_schedule, view_option
+from ..views.options import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
     CheckedKeywords,
     Needs,

@@ -28,6 +28,7 @@ from ..algorithms.returns import token_rewards, whiten
 from ..data.rows.fingerprint import fingerprint
 from ..data.rows.row import EndlessRows
 from ..encoding.supervised import SupervisedEncoder
+from ..engines.samplers import Sampler
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -39,7 +40,6 @@ from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout, require
-from ..rollout.samplers import Sampler
 from ..rollout.score import score_values
 from .arguments import check_arguments
 from .checkpoints.files import whole_state_dict
@@ -118,7 +118,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         ptx_dataset ([`~datasets.Dataset`], *optional*):
             Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media
             columns.
-        sampler ([`~rollout.samplers.Sampler`], *optional*):
+        sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:

@@ -22,7 +22,7 @@ from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import out_of_range, reward_metrics
 from ..rollout.rollout import Rollout, require
-from ..views import View
+from ..views.views import View
 from .rollout_views import view_metrics
 from .run import Run
 

@@ -8,15 +8,15 @@ import torch
 
 from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
-from ..generation.transformers import Branches
+from ..engines.samplers import Sampler, Samples
+from ..engines.transformers import Branches
 from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
 from ..rollout.reward import rewards_per_func
 from ..rollout.rollout import Rollout, require
-from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
-from ..rollout.view_options import as_schedule, last_of_groups
-from ..views import View
+from ..views.options import as_schedule, last_of_groups
+from ..views.views import View
 from .run import Run
 
 

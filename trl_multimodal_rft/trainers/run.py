@@ -20,6 +20,7 @@ from ..checks.run_checks import Checks
 from ..data.rows.row import Row
 from ..data.rows.unread import check_has_prompt, check_reward_columns
 from ..encoding.processors import ends_with, tokenizer_of
+from ..engines.samplers import Sampler
 from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
@@ -40,7 +41,6 @@ from ..rollout.reward import (
     warn_of_unscorable,
 )
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import Sampler
 from ..rollout.score import packing_metrics, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop

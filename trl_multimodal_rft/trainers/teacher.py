@@ -16,19 +16,19 @@ from trl.trainer.utils import get_config_model_id, use_adapter
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
 from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt
+from ..engines.vllm_server import EngineRequest, on_all_ranks
+from ..engines.vllm_teacher import ServerTeacher
 from ..families import MODALITIES, input_modalities
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
 from ..forward.trees import share_media
-from ..generation.vllm_server import EngineRequest, on_all_ranks
-from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..rollout.collect import view_prompts
 from ..rollout.prompt_encoder import reads_apart
 from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
-from ..views import as_view
+from ..views.views import as_view
 from .configs import mapping
 from .ema import MovingAverage
 from .loading import load_by_name

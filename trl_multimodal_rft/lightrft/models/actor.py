@@ -17,13 +17,13 @@ from transformers.utils import ModelOutput
 from ...algorithms.completions import mask_completions
 from ...data.reading.decoding import require_module
 from ...encoding.prompts import all_placeholder_ids
+from ...engines.decoding import decodes
+from ...engines.graphs import step_on
+from ...engines.transformers import generate_completions, without_router_logits
 from ...families import family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
-from ...generation.decoding import decodes
-from ...generation.graphs import step_on
-from ...generation.transformers import generate_completions, without_router_logits
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.parts import count_parts
 from ...models.pretrained import load_model

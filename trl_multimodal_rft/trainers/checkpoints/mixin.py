@@ -100,7 +100,7 @@ class CheckpointMixin(Trainer):
     _tag_names: list[str]
     max_completion_length: Any
     chat_template_kwargs: Any
-    in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
+    in_flight: Any = None  # an [`~engines.in_flight.InFlight`] with `max_staleness`
     critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
