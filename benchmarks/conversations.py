@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.transformers import Branches, generate_completions
+from trl_multimodal_rft.engines.transformers import Branches, generate_completions
 
 
 def run(args: argparse.Namespace) -> dict:

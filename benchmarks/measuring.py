@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from trl_multimodal_rft.rollout.samplers import Sampler
+    from trl_multimodal_rft.engines.samplers import Sampler
 
 MIB = 2**20
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -149,7 +149,7 @@ class Sampling:
     Replaces a trainer's sampler with a function.
 
     Args:
-        sampler ([`~trl_multimodal_rft.rollout.samplers.Sampler`]):
+        sampler ([`~trl_multimodal_rft.engines.samplers.Sampler`]):
             Sampler of the trainer.
         sample (`Callable`):
             Function to call instead, with the same arguments.

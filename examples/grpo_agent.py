@@ -31,8 +31,8 @@ from tasks import DIGITS, HIDDEN_QUESTION
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.commands import grpo
+from trl_multimodal_rft.engines.samplers import Sampler
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.rollout.samplers import Sampler
 
 
 DEMO = {

@@ -22,11 +22,12 @@ import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 
 ROOT = Path(__file__).parents[1]
@@ -191,57 +192,96 @@ def layers() -> list[str]:
     return re.findall(r"^\| \[`(\w+)[`./py]+\]", page, re.MULTILINE)
 
 
-def calls_against_layers() -> dict[str, list[str]]:
-    """
-    Returns the calls of functions in a layer by functions of one above it in the table, which can't import them: of
-    a rollout (from `_draw`), and of a prompt's encoding (from `encode_prompt`), in one step of GRPO on images.
+class Call(NamedTuple):
+    """Call of one function of the package by another, with functions of other packages between them left out."""
 
-    What lies between the two in other packages, such as a model's `forward`, is left out. Generators count where they
-    are made, not where they go on.
-    """
+    caller: str  # module and function
+    function: str
+    begins: bool  # otherwise a generator goes on
+    stages: tuple[str, ...]  # functions of `STAGES` around the call, the innermost first
+
+    @property
+    def modules(self) -> tuple[str, str]:
+        return self.caller.partition(":")[0], self.function.partition(":")[0]
+
+    @property
+    def goes_up(self) -> bool:
+        """`True` if the caller can't import the function, which is in a layer below it in the table."""
+        caller, function = (LAYERS.index(Path(name).parts[0].removesuffix(".py")) for name in self.modules)
+        return caller < function
+
+
+LAYERS = layers()
+STAGES = {"_prepare_inputs": "a step", "_draw": "a rollout", "encode_prompt": "a prompt"}
+
+
+@cache
+def calls_of_step() -> list[Call]:
+    """Returns the calls in the stages of one step of GRPO on images, in order, without those of the update."""
     from helpers.trainer_utils import image_rows, run
 
-    order, starts = layers(), {"_draw": "a rollout", "encode_prompt": "a prompt"}
-    found: dict[str, set[str]] = {name: set() for name in starts.values()}
+    calls: list[Call] = []
 
     @cache
-    def layer(code: CodeType) -> int | None:
-        """Returns the index of a function's layer, or none outside of the package."""
+    def name(code: CodeType) -> str | None:
+        """Returns a function's module and name, or none outside of the package's layers."""
         path = Path(code.co_filename)
-        with suppress(ValueError):
-            return order.index(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+        if not path.is_relative_to(PACKAGE) or path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in LAYERS:
+            return None
+        return f"{path.relative_to(PACKAGE)}:{code.co_qualname}"
 
     @cache
     def start(code: CodeType) -> int:
         """Returns the last index of instructions with which a function has just been called."""
-        made = [each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_GENERATOR"]
+        made = [line.offset for line in dis.get_instructions(code) if line.opname == "RETURN_GENERATOR"]
         return made[0] if made else sys.maxsize
 
-    def at(frame: FrameType) -> str:
-        return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}"
-
     def trace(frame: FrameType, event: str, _) -> None:
-        code = frame.f_code
-        if event != "call" or layer(code) is None or frame.f_lasti > start(code):
+        if event != "call" or name(frame.f_code) is None:
             return
-        caller = frame.f_back
-        while caller is not None and layer(caller.f_code) is None:
-            caller = caller.f_back
-        if caller is None or layer(caller.f_code) >= layer(code):
-            return
-        call = f"{at(caller)} -> {at(frame)}"
+        callers, caller = [], frame.f_back
         while caller is not None:
-            if caller.f_code.co_name in starts and layer(caller.f_code) is not None:
-                found[starts[caller.f_code.co_name]].add(call)
-                return
+            callers += [] if name(caller.f_code) is None else [caller.f_code]
             caller = caller.f_back
+        stages = tuple(STAGES[code.co_name] for code in callers if code.co_name in STAGES)
+        if stages:
+            begins = frame.f_lasti <= start(frame.f_code)
+            calls.append(Call(name(callers[0]), name(frame.f_code), begins, stages))
 
     sys.setprofile(trace)
     try:
         run(trainers()["GRPO"], "qwen2_5_vl", image_rows(), max_steps=1, beta=0.04)
     finally:
         sys.setprofile(None)
-    return {name: sorted(calls) for name, calls in found.items()}
+    return calls
+
+
+def calls_against_layers() -> dict[str, list[str]]:
+    """
+    Returns the functions in a layer that functions of one above it in the table call, although they can't import
+    them: in a rollout, and in the encoding of a prompt. Generators count where they are made, not where they go on.
+    """
+    up: dict[str, set[str]] = {"a rollout": set(), "a prompt": set()}
+    for call in calls_of_step():
+        if call.begins and call.goes_up and call.stages[0] in up:
+            up[call.stages[0]].add(f"{call.caller} -> {call.function}")
+    return {stage: sorted(calls) for stage, calls in up.items()}
+
+
+def passages_of_step() -> dict[str, int | list[str]]:
+    """
+    Returns the modules that a step enters up to its loss, the pairs of modules between which control passes, and the
+    calls to a lower layer of the table, with those of generators that go on.
+    """
+    calls = [call for call in calls_of_step() if "a step" in call.stages]
+    between = [call.modules for call in calls if len({*call.modules}) > 1]
+    up = Counter(" -> ".join(call.modules) for call in calls if call.goes_up)
+    return {
+        "modules": sorted({name for call in calls for name in call.modules}),
+        "pairs of modules": len({*between}),
+        "calls up the layers": up.total(),
+        "pairs up the layers": [f"{modules} ({n})" for modules, n in sorted(up.items())],
+    }
 
 
 # Names and types
@@ -458,7 +498,7 @@ def lines_per_defect() -> dict[str, int]:
     return {each: n // max(defects[each], 1) for each, n in total.items()}
 
 
-def sizes() -> dict[str, int | list[str] | dict[str, int]]:
+def sizes() -> dict[str, int | list[str] | dict]:
     """Returns what is printed and has no bounds."""
     from trl_multimodal_rft.rollout.rollout import Rollout
 
@@ -470,6 +510,7 @@ def sizes() -> dict[str, int | list[str] | dict[str, int]]:
     return {
         "fields of a rollout": [field.name for field in fields(Rollout)],
         "own config fields": config_fields(),
+        "a step of GRPO on images, up to its loss": passages_of_step(),
         **long,
         **{f"lines of {name}": sum(map(lines, paths)) for name, paths in code.items()},
         **{f"logical lines of {name}": sum(map(logical_lines, paths)) for name, paths in code.items()},

@@ -30,9 +30,9 @@ from trl_multimodal_rft.algorithms.completions import mask_completions
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.inputs import left_pad
-from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.models.towers import find_tower
 

@@ -23,9 +23,9 @@ from helpers.trainer_utils import Recording, Weights, audio_rows, image_rows, ma
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.engines.in_flight import EarlyCalls
+from trl_multimodal_rft.engines.vllm_requests import RequestLost, completions_in, until_answered
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
-from trl_multimodal_rft.generation.vllm_requests import RequestLost, completions_in, until_answered
-from trl_multimodal_rft.rollout.reward import EarlyCalls
 
 
 class GRPO(TrainedOn, MultimodalGRPOTrainer):
@@ -361,7 +361,7 @@ def test_error_of_a_function_that_waits_names_its_row(tmp_path):
 def test_attempts_fit_into_the_patience(monkeypatch):
     """Waits double, and their sum is the patience; each attempt gets its number."""
     waits, numbers, warnings = [], [], []
-    monkeypatch.setattr("trl_multimodal_rft.generation.vllm_requests.time.sleep", waits.append)
+    monkeypatch.setattr("trl_multimodal_rft.engines.vllm_requests.time.sleep", waits.append)
 
     def attempt(n):
         numbers.append(n)

@@ -24,9 +24,9 @@ from helpers.trainer_utils import (
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.conversations import Conversation
+from trl_multimodal_rft.engines.samplers import Sampler
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rollout.rollout import Turn
-from trl_multimodal_rft.rollout.samplers import Sampler
 
 
 class Recorded(Recording, MultimodalGRPOTrainer):

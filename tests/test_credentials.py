@@ -14,9 +14,9 @@ import trl_multimodal_rft
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.run_file import write_run_file
 from trl_multimodal_rft.credentials import is_secret, masked, masked_words, without_secrets
+from trl_multimodal_rft.engines.vllm_requests import RequestLost, answer_of
 from trl_multimodal_rft.evaluation import EvaluationResult
 from trl_multimodal_rft.extras.openenv import Session
-from trl_multimodal_rft.generation.vllm_requests import RequestLost, answer_of
 from trl_multimodal_rft.reporting.model_card import in_code
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
 

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from trl_multimodal_rft.engines import decoding
+from trl_multimodal_rft.engines import transformers as generation
+from trl_multimodal_rft.engines.transformers import Branches, generate_completions
 from trl_multimodal_rft.forward import decoding as forward
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.decoding import Decoding
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.generation import decoding
-from trl_multimodal_rft.generation import transformers as generation
-from trl_multimodal_rft.generation.transformers import Branches, generate_completions
 from trl_multimodal_rft.versions import cache_name
 
 

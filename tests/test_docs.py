@@ -336,7 +336,9 @@ def is_explained(pattern):
 
 def test_metrics_are_explained():
     """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
-    folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
+    folders = (
+        ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "engines", "rollout", "trainers")
+    )
     own = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     bases = (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer)
     theirs = "".join(Path(inspect.getfile(base)).read_text() for base in bases)

@@ -15,13 +15,13 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.conversations import encode_prefix
+from trl_multimodal_rft.engines import transformers as generation
+from trl_multimodal_rft.engines.transformers import Branches, generate_completions, sample_completions, trim_after_eos
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.forward import decoding
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.inputs import left_pad, to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
-from trl_multimodal_rft.generation import transformers as generation
-from trl_multimodal_rft.generation.transformers import Branches, generate_completions, trim_after_eos
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
@@ -126,7 +126,7 @@ def test_isolated_prompts_keep_their_completions():
     args = (greedy, processor.tokenizer.pad_token_id)
     expected = [generate_completions(plain, plain, [row], *args, model.device)[0] for row in rows]
     assert not torch.equal(expected[0], expected[1])
-    sampled = PolicyForward(fallbacks=Fallbacks(isolate="media")).sample(model, rows, *args)
+    sampled = sample_completions(PolicyForward(fallbacks=Fallbacks(isolate="media")), model, rows, *args)
     assert torch.equal(sampled, torch.stack(expected))
 
 

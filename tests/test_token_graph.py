@@ -12,12 +12,12 @@ from test_decoding import build, options, sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.engines import graphs
+from trl_multimodal_rft.engines import transformers as generation
+from trl_multimodal_rft.engines.graphs import weights_cast_once
+from trl_multimodal_rft.engines.transformers import Branches, shares_prompts
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.generation import graphs
-from trl_multimodal_rft.generation import transformers as generation
-from trl_multimodal_rft.generation.graphs import weights_cast_once
-from trl_multimodal_rft.generation.transformers import Branches, shares_prompts
 
 
 DEFAULT = ("qwen2_5_vl", "gemma3", "qwen3_5")

@@ -30,8 +30,8 @@ from helpers.trainer_utils import (
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.encoding.conversations import Contexts, Conversation, keeps_earlier_turns
+from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
-from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.rollout.environments import template_for_tools
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rollout.collect import view_prompts
-from trl_multimodal_rft.rollout.view_options import RolloutView, view_option
-from trl_multimodal_rft.views import VIEWS, View, ViewType, as_view
+from trl_multimodal_rft.views.options import RolloutView, view_option
+from trl_multimodal_rft.views.views import VIEWS, View, ViewType, as_view
 
 
 GENERATOR = np.random.default_rng(0)

@@ -18,11 +18,11 @@ from test_by_name import OMNI, whole_omni
 from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
-from trl_multimodal_rft.generation import vllm, vllm_weights
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
-from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
-from trl_multimodal_rft.generation.vllm_server import ServerGroup
-from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer, checkpoint_weights, load_and_find_unread
+from trl_multimodal_rft.engines import vllm, vllm_weights
+from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines.vllm_adapters import EngineAdapter
+from trl_multimodal_rft.engines.vllm_server import ServerGroup
+from trl_multimodal_rft.engines.vllm_weights import checkpoint_layer, checkpoint_weights, load_and_find_unread
 from trl_multimodal_rft.models.pretrained import load_model
 
 

@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
 
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]

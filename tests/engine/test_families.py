@@ -17,7 +17,7 @@ from helpers.trainer_utils import saved, text_rows, with_media
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
 
 
 pytestmark = pytest.mark.slow

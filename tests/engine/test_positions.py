@@ -16,7 +16,7 @@ from vllm.renderers import renderer_from_config
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
+from trl_multimodal_rft.engines.vllm_prompts import EnginePrompts, processors_unchecked
 
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.checks import run_checks
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
 
 
 FAMILY = "qwen2_5_vl"

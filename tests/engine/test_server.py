@@ -30,9 +30,9 @@ from trl_multimodal_rft import MultimodalDistillationTrainer, MultimodalGRPOConf
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
-from trl_multimodal_rft.generation.vllm_requests import at_once
-from trl_multimodal_rft.generation.vllm_server import (
+from trl_multimodal_rft.engines.vllm_prompts import EnginePrompts, processors_unchecked
+from trl_multimodal_rft.engines.vllm_requests import at_once
+from trl_multimodal_rft.engines.vllm_server import (
     ServerClient,
     ServerGroup,
     check_server,

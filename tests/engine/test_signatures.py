@@ -32,9 +32,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from trl_multimodal_rft.generation.vllm import sampling_parameters
-from trl_multimodal_rft.generation.vllm_server import _OF_MEDIA, _OF_MODEL, server_features
-from trl_multimodal_rft.generation.vllm_versions import mm_serde
+from trl_multimodal_rft.engines.vllm import sampling_parameters
+from trl_multimodal_rft.engines.vllm_server import _OF_MEDIA, _OF_MODEL, server_features
+from trl_multimodal_rft.engines.vllm_versions import mm_serde
 
 
 protocol = import_module(f"{mm_serde.__package__}.protocol")

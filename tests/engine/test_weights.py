@@ -11,9 +11,9 @@ from helpers.trainer_utils import audio_rows, image_rows, saved
 from peft import LoraConfig
 from weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
 
-from trl_multimodal_rft.generation import vllm
-from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
-from trl_multimodal_rft.generation.vllm_versions import LOADS_BENEATH_ADAPTERS
+from trl_multimodal_rft.engines import vllm
+from trl_multimodal_rft.engines.vllm_adapters import EngineAdapter
+from trl_multimodal_rft.engines.vllm_versions import LOADS_BENEATH_ADAPTERS
 
 
 beneath = pytest.mark.skipif(not LOADS_BENEATH_ADAPTERS, reason="vLLM before 0.28 loads no weights beneath adapters")

@@ -20,12 +20,14 @@ from transformers.utils import logging
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.inputs import to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 
 from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, ordinary_ids
@@ -176,7 +178,9 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
 
     def score(fallbacks: Fallbacks) -> tuple[float, float]:
         model.zero_grad(set_to_none=True)
-        scores = policy.score(model, repeated, ids, mask, packed=fallbacks.packing, fallbacks=fallbacks).logps
+        scores = policy.score(
+            model, ScoreRequest(repeated, ids, mask, packed=fallbacks.packing), fallbacks=fallbacks
+        ).logps
         (scores * weights).sum().backward()
         difference = (scores.detach() - torch.stack(truth)) * mask
         own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -282,7 +286,7 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
             lambda module, args, kwargs: rows.append(_n_rows(kwargs)), with_kwargs=True
         )
         try:
-            sampled = policy.sample(model, repeated, greedy, 0)
+            sampled = sample_completions(policy, model, repeated, greedy, 0)
         except Exception as error:
             return f"error: {_sentence(error)}", disagreement
         finally:

@@ -43,7 +43,7 @@ from helpers.trainer_utils import (
 )
 from peft import LoraConfig
 
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
+from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
 
 
 STORED = Path(__file__).with_name("golden.json")

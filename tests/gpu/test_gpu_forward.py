@@ -13,11 +13,12 @@ from test_generation import build as build_to_sample
 from test_generation import config
 from torch.nn.attention import varlen
 
+from trl_multimodal_rft.engines.transformers import generate_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.logprobs import completion_scores
-from trl_multimodal_rft.generation.transformers import generate_completions
+from trl_multimodal_rft.forward.requests import ScoreRequest
 
 
 KINDS = {
@@ -39,7 +40,7 @@ def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=Fal
         enable_checkpointing(model)
     ids, mask = (each.to(device) for each in random_completions(len(prompts), seed=seed))
     if packed:
-        result = completion_scores(model, model, prompts, ids, mask, isolate=family_of(model).isolate)
+        result = completion_scores(model, model, ScoreRequest(prompts, ids, mask, isolate=family_of(model).isolate))
         logps, entropies = result.logps, result.entropies
         gradients = backward(model, logps, entropies, mask)
     else:

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from itertools import groupby
 
 from helpers.samplers import Wrapped
-from trl_multimodal_rft.generation.vllm_server import EngineRequest
-from trl_multimodal_rft.rollout.in_flight import InFlight
+from trl_multimodal_rft.engines.in_flight import InFlight
+from trl_multimodal_rft.engines.vllm_server import EngineRequest
 
 
 LENGTH = 6

@@ -13,6 +13,7 @@ from helpers.trainer_utils import load
 from trl_multimodal_rft.checks.self_check import RunSettings, SelfCheck, run_self_check
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
+from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
@@ -72,7 +73,7 @@ def subject(
     )
 
     def sample(prompts: list[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks):
-        return policy.sample(model, prompts, config, tokenizer.pad_token_id, fallbacks=fallbacks)
+        return sample_completions(policy, model, prompts, config, tokenizer.pad_token_id, fallbacks=fallbacks)
 
     settings: dict[str, Any] = {
         "load_processor": lambda: processor,

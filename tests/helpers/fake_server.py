@@ -374,7 +374,7 @@ def model_config(model: Path, seed: int) -> dict[str, Any]:
     """Returns the part of `/server_info` that clients read, for a server that starts with these arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_multimodal_rft.generation.vllm_server import _OF_MEDIA, _OF_MODEL
+    from trl_multimodal_rft.engines.vllm_server import _OF_MEDIA, _OF_MODEL
 
     args = EngineArgs(
         model=str(model), dtype="float32", max_model_len=512, logprobs_mode="processed_logprobs", seed=seed

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, encode_prompt
+from trl_multimodal_rft.engines.transformers import generate_completions
 from trl_multimodal_rft.forward.attention import install_prefix_attention, original_attention
-from trl_multimodal_rft.generation.transformers import generate_completions
 
 
 pytestmark = REAL

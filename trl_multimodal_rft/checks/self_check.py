@@ -21,9 +21,9 @@ from ..algorithms.completions import up_to_first_end
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
+from ..engines.graphs import STEPS
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
-from ..generation.graphs import STEPS
 from ..models.modes import measuring
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded, replaced

@@ -32,7 +32,7 @@ from ..data.reading.decoding import (
 from ..data.reading.refs import MediaRef
 from ..data.rows.columns import QWEN_OPTIONS
 from ..families import MODALITIES, family_of_processor
-from ..views import View
+from ..views.views import View
 from .budgets import at_most, budgeted_frames, budgeted_image, size_arguments, size_factor, with_budgets
 from .processors import Processor, audio_rate
 

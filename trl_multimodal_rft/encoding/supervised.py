@@ -16,7 +16,7 @@ from ..data.rows.columns import read_messages, rows_to_messages
 from ..data.rows.pairs import COMPLETIONS, check_text_only, read_answer
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
-from ..views import View
+from ..views.views import View
 from .control_tokens import checked_prompt
 from .join import common_start, continued_field, padded
 from .messages import check_written, write_chat

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
 from ..trainers.arguments import check_values, help_from_docstring
-from ..views import as_view
+from ..views.views import as_view
 
 
 @help_from_docstring

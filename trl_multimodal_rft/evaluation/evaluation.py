@@ -25,8 +25,9 @@ from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..engines.samplers import Samples
+from ..engines.transformers import Branches
 from ..families import input_modalities
-from ..generation.transformers import Branches
 from ..models.modes import evaluation_mode, kept_random_state
 from ..progress import progress_bar
 from ..rewards.calls import reward_loop
@@ -36,10 +37,9 @@ from ..rollout.environments import Environments
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import Samples
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, run_turns, texts_of
-from ..views import View, as_view
+from ..views.views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, mean
 

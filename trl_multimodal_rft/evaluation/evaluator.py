@@ -19,12 +19,12 @@ from trl.trainer.utils import get_callable_name
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt
+from ..engines.transformers import Branches, sample_completions, trim_after_eos
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import check_one_run
-from ..generation.transformers import Branches, trim_after_eos
 from ..models.modes import ignore_deprecated_names, kept_random_state
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
@@ -163,7 +163,9 @@ def _complete(
 ) -> list[list[int]]:
     """Samples completions on this rank, independently of the other ranks."""
     generating = functools.partial(unwrap_model_for_generation, model, accelerator)
-    output = forward.sample(model, prompts, config, config.pad_token_id, generating=generating, branches=branches)
+    output = sample_completions(
+        forward, model, prompts, config, config.pad_token_id, generating=generating, branches=branches
+    )
     return trim_after_eos(output, config.eos_token_id)
 
 

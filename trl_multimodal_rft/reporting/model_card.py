@@ -33,8 +33,8 @@ from ..encoding.processors import audio_rate
 from ..families import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
-from ..rollout.view_options import sigmoid
 from ..spelling import split_settings
+from ..views.options import sigmoid
 from .curves import FILE_NAME as CURVES
 
 

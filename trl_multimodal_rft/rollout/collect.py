@@ -14,7 +14,7 @@ from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media
-from ..views import View
+from ..views.views import View
 from .environments import Environments
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Source

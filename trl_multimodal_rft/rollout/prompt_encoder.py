@@ -15,7 +15,7 @@ from ..data.rows.unread import check_has_prompt
 from ..encoding.control_tokens import checked_prompt, checked_texts
 from ..encoding.media import check_hears_videos
 from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
-from ..views import View
+from ..views.views import View
 
 
 @dataclass

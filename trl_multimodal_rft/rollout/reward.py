@@ -3,11 +3,9 @@
 
 from asyncio import AbstractEventLoop
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -21,10 +19,11 @@ from ..algorithms.returns import Step, Steps
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import MediaRules
 from ..data.rows.features import restore_media
+from ..engines.in_flight import EarlyCalls, EarlyRewards
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import StepwiseReward, checked_reward
 from ..rewards.model import read_as_text
-from .rollout import EarlyRewards, Rollout, Source, Turn
+from .rollout import Rollout, Source, Turn
 
 
 logger = get_logger(__name__)
@@ -34,27 +33,6 @@ _EPS = 1e-4
 
 # Number of a completion's first turns whose mean rewards are logged
 _SHOWN_TURNS = 8
-
-
-class EarlyCalls:
-    """
-    Serial calls of each function by several threads, as a function opens as many connections as it may have. After an
-    error, every further call raises that error.
-    """
-
-    def __init__(self):
-        self._locks: defaultdict[str, Lock] = defaultdict(Lock)
-        self._failure: BaseException | None = None
-
-    def __call__(self, name: str, function: Callable, **arguments: Any) -> Any:
-        with self._locks[name]:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                return function(**arguments)
-            except BaseException as error:
-                self._failure = error
-                raise
 
 
 def checked_functions(

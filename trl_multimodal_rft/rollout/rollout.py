@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
+from ..engines.in_flight import EarlyRewards
 from ..forward.inputs import left_pad
 from ..forward.layout import rows_of, to_device
 from ..policy import Completions
@@ -45,18 +46,6 @@ class _Part:
 
 AnyPart = TypeVar("AnyPart", bound=_Part)
 Written = TypeVar("Written", torch.Tensor, int)
-
-
-class EarlyRewards(NamedTuple):
-    """Rewards of completions in flight, by functions that only wait, and the entries that these functions logged."""
-
-    values: dict[str, list[float | None]]
-    logged: list[tuple[str, str, Any]]  # the argument that was called, such as `log_metric`, the name and the value
-
-    @classmethod
-    def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
-        values = {name: sum((part.values[name] for part in parts), []) for name in parts[0].values}
-        return cls(values, sum((part.logged for part in parts), []))
 
 
 def require(value: Written | None) -> Written:
@@ -213,7 +202,7 @@ class Rollout(_Part):
 
     @property
     def completions(self) -> Completions:
-        """Arguments of [`~policy.PolicyForward.score`]: prompts, ids and mask."""
+        """First fields of a [`~forward.requests.ScoreRequest`]: prompts, ids and mask."""
         return self.prompts, self.completion_ids, self.completion_mask
 
     @property

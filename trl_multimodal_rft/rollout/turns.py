@@ -28,13 +28,13 @@ from ..encoding.conversations import Contexts, conversation, encode_prefix, enco
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
+from ..engines.samplers import Samples
+from ..engines.transformers import Branches
 from ..families import family_of
 from ..forward.masks import linear_masks
-from ..generation.transformers import Branches
 from .environments import EnvironmentFailure, as_error
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
-from .samplers import Samples
 
 
 logger = get_logger(__name__)

@@ -12,16 +12,16 @@ import torch
 
 from ..data.rows.row import Row
 from ..encoding.prompts import EncodedPrompt
-from ..generation.vllm import MultimodalVLLMGeneration
-from ..generation.vllm_prompts import EnginePrompts
-from ..generation.vllm_requests import ServerSample
-from ..generation.vllm_server import on_all_ranks, server_features
+from ..engines.in_flight import EarlyRewards, InFlight, Key, request_keys
+from ..engines.samplers import Samples
+from ..engines.vllm import MultimodalVLLMGeneration
+from ..engines.vllm_prompts import EnginePrompts
+from ..engines.vllm_requests import ServerSample
+from ..engines.vllm_server import on_all_ranks, server_features
 from ..rollout.collect import complete
-from ..rollout.in_flight import InFlight, Key, request_keys
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
-from ..rollout.rollout import EarlyRewards, Flight, Rollout
-from ..rollout.samplers import Samples
+from ..rollout.rollout import Flight, Rollout
 from ..rollout.turns import without_tools
 from .rollout_views import take_views, under_views
 from .run import Run
@@ -123,7 +123,7 @@ class AsynchronousSampling:
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """Returns the functions that reward each request's completions when they come, by rewards that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
-        functions = zip(rewards.names(), rewards.functions(), rewards.processors(), strict=True)
+        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]
         # Completions before calls of tools aren't whole, and with `rollout_view` two requests share a group
         if not triples or run.toolbox.tools or run.args.rollout_view is not None:
@@ -134,10 +134,10 @@ class AsynchronousSampling:
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             source = part.source
-            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
+            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
             source.completions = without_tools(part, source.ids, flight.processor)
             arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
-            return reward_early(part, checked_functions(part, *arguments), run.state(), rewards.loop, flight.calls)
+            return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
 
         return {key: partial(reward, part) for key, part in parts.items()}
 

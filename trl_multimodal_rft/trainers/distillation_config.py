@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from trl import DistillationConfig
 
 from ..data.rows.columns import TEACHER_COLUMNS
-from ..rollout.view_options import ContrastView, RolloutView
 from ..spelling import read_settings
-from ..views import as_view
+from ..views.options import ContrastView, RolloutView
+from ..views.views import as_view
 from .arguments import Needs, check_batches, help_from_docstring
 from .multimodal_config import SamplingArguments
 

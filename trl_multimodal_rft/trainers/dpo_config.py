@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from trl import DPOConfig
 
-from ..rollout.view_options import RejectedView, view_option
+from ..views.options import RejectedView, view_option
 from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 

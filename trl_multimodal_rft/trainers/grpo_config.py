@@ -10,8 +10,8 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
 from ..rollout.token_filter import EntropySource
-from ..rollout.view_options import LossView, view_option
 from ..spelling import check_choice, read_settings, split_settings
+from ..views.options import LossView, view_option
 from .arguments import Needs, check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_range, check_sampling
 

@@ -33,6 +33,7 @@ from trl.trainer.utils import (
 )
 
 from ..encoding.processors import adopt_template, check_processor, load_processor
+from ..engines.samplers import Sampler
 from ..families import MODALITIES, family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
@@ -47,8 +48,7 @@ from ..models.wrapped import replaced, unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
-from ..rollout.samplers import Sampler
-from ..rollout.view_options import LossView
+from ..views.options import LossView
 from .configs import SamplingConfig, TrainerConfig, mapping
 
 

@@ -21,7 +21,7 @@ from ..encoding.prompts import EncodedPrompt, check_ids
 from ..encoding.supervised import PreferencePair
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
-from ..views import View
+from ..views.views import View
 from .configs import ReadingConfig
 from .sft_data import SupervisedCollator, lacking
 

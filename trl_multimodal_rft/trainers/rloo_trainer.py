@@ -11,11 +11,11 @@ from trl.trainer.rloo_trainer import RewardFunc
 
 from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ..algorithms.metrics import rank_mean, scored_mean
+from ..engines.samplers import Sampler
 from ..forward.scores import Scores
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import has_signal, is_std_zero, leave_one_out, weighted_sum
 from ..rollout.rollout import Rollout, require
-from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
 from .rollout_logs import reward_index
@@ -63,7 +63,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             Custom rollout, as for [`MultimodalGRPOTrainer`].
         environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
             Environments, as for [`MultimodalGRPOTrainer`].
-        sampler ([`~rollout.samplers.Sampler`], *optional*):
+        sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:

@@ -8,15 +8,15 @@ import torch
 
 from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
-from ..generation.transformers import Branches
+from ..engines.samplers import Sampler, Samples
+from ..engines.transformers import Branches
 from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
 from ..rollout.reward import rewards_per_func
 from ..rollout.rollout import Rollout, require
-from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
-from ..rollout.view_options import as_schedule, last_of_groups
-from ..views import View
+from ..views.options import as_schedule, last_of_groups
+from ..views.views import View
 from .run import Run
 
 
@@ -38,7 +38,7 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     share: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
     if run.is_training and share_settings.view is not None:
-        strength = as_schedule(share_settings.schedule)(step / run.state().max_steps)
+        strength = as_schedule(share_settings.schedule)(step / run.live.state.max_steps)
         view = share_settings.view if strength == 1 else share_settings.view.at(strength)
         share = _last_prompts_under(run, rollout, view, share_settings.fraction, step)
     if run.is_training and contrast_settings.view is not None:
@@ -53,7 +53,7 @@ def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Br
     """
     views = under_views(run, rollout, run.step)
     # One call, as all ranks must call the sampler equally often
-    samples = sampler(run.wrapped(), views.prompts(rollout), step=run.step, branches=branches)
+    samples = sampler(run.live.model_wrapped, views.prompts(rollout), step=run.step, branches=branches)
     return take_views(run, rollout, views, *samples)
 
 

@@ -34,7 +34,7 @@ from ..families import MODALITIES, family_of_processor, input_modalities
 from ..forward.processes import check_one_run
 from ..models.modes import ignore_deprecated_names
 from ..models.pretrained import read_config
-from ..rollout.view_options import changed_media
+from ..views.options import changed_media
 from .arguments import check_instances, check_output_dir, check_unsplit
 from .configs import SamplingConfig, TrainerConfig, mapping
 

@@ -16,19 +16,20 @@ from trl.trainer.utils import get_config_model_id, use_adapter
 from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
 from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt
+from ..engines.vllm_server import EngineRequest, on_all_ranks
+from ..engines.vllm_teacher import ServerTeacher
 from ..families import MODALITIES, input_modalities
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
+from ..forward.requests import ScoreRequest
 from ..forward.trees import share_media
-from ..generation.vllm_server import EngineRequest, on_all_ranks
-from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..rollout.collect import view_prompts
 from ..rollout.prompt_encoder import reads_apart
 from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
-from ..views import as_view
+from ..views.views import as_view
 from .configs import mapping
 from .ema import MovingAverage
 from .loading import load_by_name
@@ -210,7 +211,7 @@ class Teacher:
             yield self.model
             return
         args = self.run.args
-        student: Any = self.run.model()
+        student: Any = self.run.model
         model = self.run.accelerator.unwrap_model(student)
         base = args.self_teacher_settings.weights == "base"
         if self.average is not None:
@@ -232,7 +233,8 @@ class Teacher:
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **distributions)
         with torch.no_grad(), self._teaching() as model:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
-            states = require(policy.score(model, *completions, packed=rollout.packed, hidden=True, logps=False).hidden)
+            request = ScoreRequest(*completions, packed=rollout.packed, hidden=True, logps=False)
+            states = require(policy.score(model, request).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
             # The target is used when the student has its own weights again
             if self.average is not None and not args.loss_top_k:

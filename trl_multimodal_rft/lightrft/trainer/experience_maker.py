@@ -21,6 +21,7 @@ from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ...engines.transformers import sample_completions
 from ...families import AUDIO_FEATURES, AUDIO_MASKS
 from ...forward.inputs import left_pad
 from ...models.critic import Critic
@@ -328,7 +329,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             disable_compile=True,
         )
         with evaluation_mode(self.actor):
-            completions = self.actor.policy_forward.sample(self.actor.model, prompts, config, pad_id)
+            completions = sample_completions(self.actor.policy_forward, self.actor.model, prompts, config, pad_id)
         padded = left_pad(prompts, pad_id)
         prompt_ids, prompt_mask = (padded[name].to(self.device) for name in ("input_ids", "attention_mask"))
         sequences, attention_mask, action_mask, truncated = mask_completions(

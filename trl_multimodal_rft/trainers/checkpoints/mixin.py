@@ -90,6 +90,7 @@ class CheckpointMixin(Trainer):
     _policy: PolicyForward
     checks: Checks
     reward_func_names: Any = ()
+    _max_skipped = 5  # updates in a row without a finite gradient; the next one raises
     _metrics: Any
     _stream: RowStream
     _train_loader: Callable[[], DataLoader]
@@ -100,7 +101,7 @@ class CheckpointMixin(Trainer):
     _tag_names: list[str]
     max_completion_length: Any
     chat_template_kwargs: Any
-    in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
+    in_flight: Any = None  # an [`~engines.in_flight.InFlight`] with `max_staleness`
     critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
@@ -523,7 +524,7 @@ class CheckpointMixin(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
-        facts = self.state.global_step, self._n_skipped, self.args.max_skipped_updates
+        facts = self.state.global_step, self._n_skipped, self._max_skipped
         skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *facts)
         self._metrics["train"]["skipped_updates"].append(float(skipped))
         return norm

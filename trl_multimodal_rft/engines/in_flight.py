@@ -4,22 +4,55 @@
 import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
+from threading import Lock
 from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 
 from ..data.reading.http import started
-from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
-from ..generation.vllm_server import EngineRequest
-from .reward import EarlyCalls
-from .rollout import EarlyRewards
+from .vllm_requests import ServerSample, WarnOnce, until_answered
+from .vllm_server import EngineRequest
 
 
 logger = get_logger(__name__)
+
+
+class EarlyRewards(NamedTuple):
+    """Rewards of completions in flight, by functions that only wait, and the entries that these functions logged."""
+
+    values: dict[str, list[float | None]]
+    logged: list[tuple[str, str, Any]]  # the argument that was called, such as `log_metric`, the name and the value
+
+    @classmethod
+    def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
+        values = {name: sum((part.values[name] for part in parts), []) for name in parts[0].values}
+        return cls(values, sum((part.logged for part in parts), []))
+
+
+class EarlyCalls:
+    """
+    Serial calls of each function by several threads, as a function opens as many connections as it may have. After an
+    error, every further call raises that error.
+    """
+
+    def __init__(self):
+        self._locks: defaultdict[str, Lock] = defaultdict(Lock)
+        self._failure: BaseException | None = None
+
+    def __call__(self, name: str, function: Callable, **arguments: Any) -> Any:
+        with self._locks[name]:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return function(**arguments)
+            except BaseException as error:
+                self._failure = error
+                raise
 
 
 class Answer(NamedTuple):

@@ -4,29 +4,34 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils import ModelOutput
+from trl.models import unwrap_model_for_generation
 
 from ..algorithms.completions import up_to_first_end
+from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import takes_layouts
 from ..forward.decoding import ROOM, CompletionLayer, share_prompts
 from ..forward.features import frozen_features
-from ..forward.inputs import left_pad, media_inputs
-from ..forward.layout import group_by_prompt
+from ..forward.inputs import encode_once, left_pad, media_inputs
+from ..forward.layout import group_by_prompt, split_samples
 from ..forward.masks import linear_masks, trees_of, windows_as_forwarded
-from ..models.wrapped import replaced
+from ..models.parts import same_adapters
+from ..models.wrapped import is_unsharded, replaced
+from ..policy import Fallbacks, PolicyForward
 from ..versions import cache_name
 from .decoding import decode, decodes
-from .graphs import GraphedStep, TokenStep
+from .graphs import GraphedStep, TokenStep, step_on
 
 
 # Cache layers without keys; older versions of transformers lack the second class
@@ -142,7 +147,7 @@ def generate_completions(
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
-    Unique prompts are prefilled once, through the model's own forward, and [`~generation.decoding.decode`] continues.
+    Unique prompts are prefilled once, through the model's own forward, and [`~engines.decoding.decode`] continues.
     Their common first tokens ([`~forward.trees.Node`]) are prefilled once, too, by one more forward, unless processes
     need each other's forwards, `in_step`. If the family or options don't allow that, `generate` gets repeated prompts.
     `dummies` are prefilled, for the collectives in their encoders, but not completed. `branches` may hold a cache to
@@ -308,3 +313,77 @@ def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -
     """Returns the ids of completions `(B, N)` up to their first end-of-sequence token."""
     lengths = up_to_first_end(completion_ids, eos_token_ids).sum(1).tolist()
     return [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths, strict=True)]
+
+
+def sample_completions(
+    policy: PolicyForward,
+    model: nn.Module,
+    prompts: Sequence[EncodedPrompt],
+    generation_config: GenerationConfig,
+    pad_token_id: int,
+    *,
+    fallbacks: Fallbacks | None = None,
+    generating: Callable[[], AbstractContextManager[nn.Module]] | None = None,
+    branches: Branches | None = None,
+) -> Any:
+    """
+    Samples a completion of each prompt with transformers.
+
+    The `fallbacks`, by default those of the policy, say whether prompts are prefilled once or for each completion,
+    and whether a graph of the device runs the step of a token; a graph that can't be captured is turned off in
+    them. `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the
+    cache to continue from, if ranks needn't wait for each other's forwards.
+
+    Returns completions `(B, N)`, or, if all are sampled at once, the result of [`generate_completions`].
+    """
+    fallbacks, isolate = fallbacks or policy.fallbacks, policy.fallbacks.isolate
+    shared_prefill = fallbacks.shared_prefill
+    if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
+        isolate, shared_prefill = "prompt", False  # Granite Speech uses the adapter where `generate` gets sounds
+    with torch.no_grad():  # so that no rank waits for gradients
+        dummies = policy.processes.dummies(model, prompts)
+        parts = split_samples(prompts, isolate)
+        ready: AbstractContextManager[nn.Module] = nullcontext(model)
+        if generating is not None:
+            ready = generating()
+        elif policy.accelerator is not None:
+            ready = unwrap_model_for_generation(model, policy.accelerator)
+        is_sharded = policy.accelerator is not None and not is_unsharded(policy.accelerator)
+        if branches is not None and (is_sharded or isolate is not None):
+            why = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
+            branches.obstacle, branches = why, None
+        surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
+        is_cast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
+        with ready as generating_model, same_adapters(generating_model):
+            unwrapped_model = policy.unwrapped(generating_model)
+            device = unwrapped_model.device if policy.accelerator is None else policy.accelerator.device
+            if branches is None or branches.continuations is None:  # otherwise the cache holds the media
+                with policy.autocast():
+                    encode_once(unwrapped_model, [*prompts, *dummies], device)
+            outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
+            with without_router_logits(unwrapped_model):
+                for part in [*parts, *[parts[-1]] * surplus]:  # forwards that other ranks have
+                    output = generate_completions(
+                        generating_model,
+                        unwrapped_model,
+                        [prompts[i] for i in part],
+                        generation_config,
+                        pad_token_id,
+                        device,
+                        shared_prefill=shared_prefill,
+                        in_step=is_sharded,
+                        dummies=dummies,
+                        branches=branches,
+                        tokenizer=None if policy.processor is None else tokenizer_of(policy.processor),
+                        runs=runs,
+                        casts_once=is_cast and not is_sharded,
+                    )
+                    outputs.append(output)
+                    runs.reset()
+    fallbacks.graph &= runs.obstacle is None
+    if len(parts) == 1:
+        return outputs[0]
+    outputs = outputs[: len(parts)]
+    longest = max(output.size(1) for output in outputs)
+    padded = [F.pad(output, (0, longest - output.size(1)), value=pad_token_id) for output in outputs]
+    return torch.cat(padded)[torch.tensor(sum(parts, []), device=device).argsort()]

@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 from ..encoding.processors import ends_with
 from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import original_attention
-from ..generation.transformers import Branches, trim_after_eos
-from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import PolicyForward
+from .transformers import Branches, sample_completions, trim_after_eos
+from .vllm import MultimodalVLLMGeneration, sampling_parameters
 
 
 # Ids of each completion, and log-probabilities of the ids if the engine returns any
@@ -70,7 +70,7 @@ class Sampler:
                 Settings of sampling, by default those of training.
             room (`Sequence[int]`, *optional*):
                 Most tokens of each completion.
-            branches ([`~generation.transformers.Branches`], *optional*):
+            branches ([`~engines.transformers.Branches`], *optional*):
                 Caches from which generation continues after tool results.
 
         Returns:
@@ -114,8 +114,14 @@ class TransformersSampler(Sampler):
             return self._generate_batch(prompts), None
         sampling_config = self.config if config is None else config
         with self.profile("transformers.generate"):
-            output = self.policy.sample(
-                model, prompts, sampling_config, self.pad_token_id, generating=self.generating, branches=branches
+            output = sample_completions(
+                self.policy,
+                model,
+                prompts,
+                sampling_config,
+                self.pad_token_id,
+                generating=self.generating,
+                branches=branches,
             )
         ids = trim_after_eos(output, self.eos_token_ids if config is None else config.eos_token_id)
         texts = (

@@ -89,9 +89,9 @@ def decode(
         layout, keeps, in_step ([`~forward.decoding.Decoding`], `bool`, `bool`, *optional*):
             Prompts that completions share; whether the cache is used afterwards: it then holds all tokens but the
             last; and whether processes need each other's forwards, so that all go on until the last process has ended.
-        runs, casts_once ([`~generation.graphs.TokenStep`], `bool`, *optional*):
+        runs, casts_once ([`~engines.graphs.TokenStep`], `bool`, *optional*):
             Runner of the step of a token if the layout has a `room`, so that shapes stay; whether autocast, in which
-            the model's forward runs, casts weights once, see [`~generation.graphs.weights_cast_once`].
+            the model's forward runs, casts weights once, see [`~engines.graphs.weights_cast_once`].
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a

@@ -1,2 +1,4 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling of completions, with each prompt and its media prefilled once."""
+"""Views of media, and the options that name a view."""
+
+from .views import as_view, view

@@ -15,10 +15,10 @@ import numpy as np
 import PIL.Image
 import torch
 
-from .algorithms.papers import Paper, paper_of
-from .data.reading.refs import MediaRef
-from .families import MODALITIES
-from .spelling import check_settings, check_unused, load_dotted, spelled, split_settings
+from ..algorithms.papers import Paper, paper_of
+from ..data.reading.refs import MediaRef
+from ..families import MODALITIES
+from ..spelling import check_settings, check_unused, load_dotted, spelled, split_settings
 
 
 _GREY = 128  # pixel value

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from ..families import MODALITIES
 from ..spelling import check_settings, check_value, did_you_mean, split_settings
-from ..views import View, as_view
+from .views import View, as_view
 
 
 @dataclass(frozen=True)
