@@ -100,9 +100,7 @@ def packed_completions(
         prompt = bare_prompt(model, row[:stop], part, own_fields)
         prompts.append(prompts[-1] if prompts and same_bare_prompt(prompts[-1], prompt) else prompt)
     mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in completions], batch_first=True)
-    return BareCompletions(
-        prompts, pad_sequence(completions, batch_first=True), mask, mask.new_ones(1, sum(numbers))
-    )
+    return BareCompletions(prompts, pad_sequence(completions, batch_first=True), mask, mask.new_ones(1, sum(numbers)))
 
 
 def bare_prompt(
