@@ -3,14 +3,13 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 
 import PIL.Image
 import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -38,8 +37,6 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
 
 pytestmark = pytest.mark.gate
 
-
-properties = settings(max_examples=60, deadline=None, derandomize=True)
 
 ACTION_FIELDS = [
     *["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"],
@@ -159,161 +156,73 @@ def test_padding_of_tensors_with_leading_dimensions():
         zero_pad_sequences([])
 
 
-# Round trips. Experiences come from rows of random numbers; media have the shape of the model's tensors
+# Round trips
 
 
-def patches(numbers, generator):
-    """Qwen-VL's image format: grids, and rows of flattened patches."""
-    grid = torch.randint(1, 4, (sum(numbers), 3), generator=generator)
-    per_medium = grid.prod(1)
-    rows = [int(part.sum()) for part in per_medium.split(numbers)]
-    return (grid, numbers), (torch.randn(int(per_medium.sum()), 5, generator=generator), rows)
+def patches(own, modality, pixels, n, generator):
+    """Gives a sample images or videos in Qwen-VL's format: grids, and rows of flattened patches."""
+    grid = torch.randint(1, 4, (n, 3), generator=generator)
+    setattr(own, f"{modality}_grid_thws", grid)
+    setattr(own, pixels, torch.randn(int(grid.prod(1).sum()), 5, generator=generator))
 
 
-def whole(numbers, generator, *shape):
-    """One row per medium."""
-    return torch.randn(sum(numbers), *shape, generator=generator), numbers
+def images(own, n, generator):
+    own.pixel_values = torch.randn(n, 3, 4, 4, generator=generator)
 
 
-def vision_patches(numbers, generator):
-    grid, pixels = patches(numbers, generator)
-    return {"image_grid_thws": grid, "pixel_values": pixels}, {"image_num": numbers}
+def audio(own, n, generator):
+    own.audio_values = torch.randn(n, 4, 6, generator=generator)
+    own.audio_attention_mask = torch.randint(0, 2, (n, 6), generator=generator)
 
 
-def vision_images(numbers, generator):
-    return {"pixel_values": whole(numbers, generator, 3, 4, 4)}, {"image_num": numbers}
-
-
-def video(numbers, generator):
-    grid, pixels = patches(numbers, generator)
-    return {"video_grid_thws": grid, "pixel_values_videos": pixels}, {"video_num": numbers}
-
-
-def audio(numbers, generator):
-    mask = torch.randint(0, 2, (sum(numbers), 6), generator=generator), numbers
-    return {"audio_values": whole(numbers, generator, 4, 6), "audio_attention_mask": mask}, {"audio_num": numbers}
-
-
+IMAGES = partial(patches, modality="image", pixels="pixel_values")
+VIDEOS = partial(patches, modality="video", pixels="pixel_values_videos")
 KINDS = {
-    "text": (Experience, []),
-    "images in patches": (ExperienceVL, [vision_patches]),
-    "images": (ExperienceVL, [vision_images]),
-    "video": (ExperienceVL, [video]),
-    "image and video": (ExperienceVL, [vision_patches, video]),
-    "audio": (ExperienceVL, [audio]),
-    "all": (ExperienceVL, [vision_images, video, audio]),
+    "text": {},
+    "images in patches": {"image": IMAGES},
+    "image and video": {"image": IMAGES, "video": VIDEOS},
+    "audio": {"audio": audio},
+    "all": {"image": images, "video": VIDEOS, "audio": audio},
 }
 
 
-NUMBERS = {"list": list, "float": lambda n: torch.tensor(n, dtype=torch.float32), "long": torch.tensor}
-
-
-@st.composite
-def experiences(draw, kind: str, told_by: str):
-    """Returns an experience with `media_rows`, or with numbers in `info`, and its round trip."""
-    cls, modalities = KINDS[kind]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    size = draw(st.integers(1, 4))
-    packed = draw(st.booleans())
-    lengths = draw(st.lists(st.integers(3, 7), min_size=size, max_size=size))
-    n_actions = [draw(st.integers(1, length)) for length in lengths]
-    if not packed:
-        lengths, n_actions = lengths[:1] * size, n_actions[:1] * size
-
-    def rows(sizes, make):
-        values = [make(n) for n in sizes]
-        return values if packed else torch.stack(values)
-
-    given = {name for name in ACTION_FIELDS if draw(st.booleans())}
-    columns = {
-        "sequences": rows(lengths, lambda n: torch.randint(0, 9, (n,), generator=generator)),
-        **dict.fromkeys([*ACTION_FIELDS, "attention_mask", "action_mask", "info"]),
-        **{name: rows(n_actions, lambda n: torch.randn(n, generator=generator)) for name in given},
-    }
-    if draw(st.booleans()):
-        columns["attention_mask"] = rows(lengths, lambda n: torch.randint(0, 2, (n,), generator=generator))
-        columns["action_mask"] = rows(n_actions, lambda n: torch.rand(n, generator=generator) > 0.3)
-    if draw(st.booleans()):
-        columns["info"] = {
-            "reward": torch.randn(size, generator=generator),
-            "steps": torch.randn(size, 2, generator=generator),
-            "name": [f"row {i}" for i in range(size)],
-            "metrics": {"format": torch.randn(size, generator=generator), "deep": {"length": list(range(size))}},
-        }
-
-    numbers = st.lists(st.sampled_from([0, 1, 3]), min_size=size, max_size=size)
-    media, told = {}, {}
-    for modality in modalities:
-        tensors, counts = modality(draw(numbers), generator)
-        media |= tensors
-        told |= counts
-    if media and told_by == "media_rows" and draw(st.booleans()):
-        media["image_sizes"] = whole(draw(numbers), generator, 2)
-    media = {name: (tensor, part) for name, (tensor, part) in media.items() if len(tensor)}
-    if not modalities:
-        return cls(**columns), cls(**columns)
-    columns |= {name: tensor for name, (tensor, _) in media.items() if name != "image_sizes"}
-    if "image_sizes" in media:
-        columns["extra_media"] = {"image_sizes": media["image_sizes"][0]}
-    if issubclass(cls, ExperienceVL) and draw(st.booleans()):
-        picture = PIL.Image.new("RGB", (1, 1))
-        columns["raw_images"] = [[picture], [], [picture], [picture] * 3][:size]
-    if told_by == "numbers":
-        form = NUMBERS[draw(st.sampled_from(list(NUMBERS)))]
-        columns["info"] = {**(columns["info"] or {}), **{name: form(n) for name, n in told.items()}}
-    expected = cls(**columns, media_rows={name: part for name, (_, part) in media.items()} or None)
-    return expected if told_by == "media_rows" else cls(**columns), expected
-
-
-@pytest.mark.parametrize("told_by", ["media_rows", "numbers"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_make_undoes_split(kind, told_by):
-    @properties
-    @given(experiences(kind, told_by))
-    def check(drawn):
-        experience, expected = drawn
-        items = split_experience_batch(experience)
-        assert len(items) == len(experience.sequences)
-        assert same(make_experience_batch(items, packing_samples=isinstance(experience.sequences, list)), expected)
-
-    check()
-
-
-@st.composite
-def items_of(draw, kind: str):
-    """Returns samples of several batches, without padding."""
-    drawn = draw(st.lists(experiences(kind, "media_rows"), min_size=1, max_size=3))
-    items = [own for experience, _ in drawn for own in split_experience_batch(experience)]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    for own in items:
-        n_actions = int(torch.randint(1, len(own.sequences) + 1, (), generator=generator))
-        own.action_mask = torch.rand(n_actions, generator=generator) > draw(st.sampled_from([0.0, 0.5]))
-        own.action_mask[0] = True
-        own.attention_mask = torch.ones_like(own.sequences)
-        own.info = None
-        for name in ACTION_FIELDS:
-            setattr(own, name, torch.randn(n_actions, generator=generator))
+def random_items(kind: str, seed: int) -> list[BufferItem]:
+    """Returns samples without padding, with 0, 1 or 3 media of each modality."""
+    generator, items = torch.Generator().manual_seed(seed), []
+    for _ in range(4):
+        length, n_actions, *numbers = torch.randint(0, 5, (5,), generator=generator).tolist()
+        mask = torch.rand(n_actions + 1, generator=generator) > 0.3
+        mask[0] = True
+        own = (BufferItemVL if KINDS[kind] else BufferItem)(
+            sequences=torch.randint(1, 9, (length + 5,), generator=generator),
+            **{name: torch.randn(len(mask), generator=generator) for name in ACTION_FIELDS},
+            attention_mask=torch.ones(length + 5, dtype=torch.long),
+            action_mask=mask,
+            info={"reward": torch.randn((), generator=generator), "metrics": {"steps": length}},
+        )
+        for (modality, give), number in zip(KINDS[kind].items(), numbers, strict=False):
+            own.info[f"{modality}_num"] = n = [0, 0, 1, 3, 3][number]
+            if n:
+                give(own, n=n, generator=generator)
+        items.append(own)
     return items
 
 
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_comes_and_goes(kind):
-    @properties
-    @given(items_of(kind))
-    def check(items):
-        padded = make_experience_batch(items)
-        back = remove_padding_in_sequences(split_experience_batch(padded))
-        assert same(back, items)
-        assert same(make_experience_batch(back), padded)
-        n_actions = padded.action_mask.size(1)
-        for index, own in enumerate(items):
-            # The action block keeps its alignment with the tokens
-            tokens = padded.sequences[index, -n_actions:][padded.action_mask[index]]
-            assert torch.equal(tokens, own.sequences[-len(own.action_mask) :][own.action_mask])
-        packed = make_experience_batch(items, packing_samples=True)
-        assert same(split_experience_batch(packed), items)
-
-    check()
+def test_split_undoes_make(kind, seed):
+    """Rows of media are told by `media_rows` or by the numbers in `info`; padding comes and goes."""
+    items = random_items(kind, seed)
+    packed, padded = (make_experience_batch(items, packing_samples) for packing_samples in (True, False))
+    assert same(split_experience_batch(packed), items)
+    if KINDS[kind]:
+        assert same(split_experience_batch(replace(packed, media_rows=None)), items)
+    back = remove_padding_in_sequences(split_experience_batch(padded))
+    assert same(back, items) and same(make_experience_batch(back), padded)
+    n_actions = padded.action_mask.size(1)
+    for own, ids, mask in zip(items, padded.sequences, padded.action_mask, strict=True):
+        # The action block keeps its alignment with the tokens
+        assert torch.equal(ids[-n_actions:][mask], own.sequences[-len(own.action_mask) :][own.action_mask])
 
 
 def test_items_with_and_without_media_together():
