@@ -675,6 +675,7 @@ def test_average_of_the_weights(lora_rank, tmp_path):
     assert all(torch.equal(written[name], averages[name]) for name in trained & update.keys())
     with pytest.raises(ValueError, match="`ema_model` must be a copy of the policy, but has no `model.visual"):
         make(tmp_path, ema=actor_of("audio"))
+    policy = actor_of("image")
     with pytest.raises(ValueError, match="holds the policy's own weights; pass a copy"):
         make(tmp_path, policy=policy, ema=policy)
 

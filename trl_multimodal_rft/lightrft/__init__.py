@@ -27,7 +27,7 @@ ALIASES = {
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 
-def _alias(package: str, names: list[str], name: str) -> object:
+def _alias(package: str, names: list[str], name: str) -> type:
     if name not in names:
         raise AttributeError(name)
     return getattr(importlib.import_module(package, __name__), name)

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ...data.reading.refs import MediaError
+from ...encoding.join import same_prompt
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
 from ...families import (
     AUDIO_FEATURES,
@@ -98,7 +99,9 @@ def packed_completions(
     for index, (row, stop, part) in enumerate(zip(rows, stops, parts, strict=True)):
         own_fields = {name: values[index][:stop] for name, values in fields.items()}
         prompt = bare_prompt(model, row[:stop], part, own_fields)
-        prompts.append(prompts[-1] if prompts and same_bare_prompt(prompts[-1], prompt) else prompt)
+        last = prompts[-1] if prompts else prompt
+        is_same = same_prompt([last.input_ids, last.media], [prompt.input_ids, prompt.media])
+        prompts.append(last if is_same else prompt)
     mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in completions], batch_first=True)
     return BareCompletions(prompts, pad_sequence(completions, batch_first=True), mask, mask.new_ones(1, sum(numbers)))
 
@@ -125,12 +128,6 @@ def bare_prompt(
     fields = {name: value.cpu() for name, value in fields.items()}
     positions = prompt_position_ids(model, ids, media, fields)
     return EncodedPrompt(ids, fields, media, positions, modalities=frozenset(map(modality_of, media)))
-
-
-def same_bare_prompt(prompt: EncodedPrompt, other: EncodedPrompt) -> bool:
-    """Returns whether two prompts have the same ids and media."""
-    a, b = ({"input_ids": each.input_ids} | each.media for each in (prompt, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], value) for name, value in b.items())
 
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

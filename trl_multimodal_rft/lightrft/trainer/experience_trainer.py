@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...algorithms.critic import explained_variance
 from ...data.rows.features import undecoded
 from ...data.rows.row import EndlessRows
+from ...encoding.join import same_prompt
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
@@ -111,9 +112,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if self.is_prepared:
             return
         args = self.args
-        schedules = [args.lr_scheduler_type, args.value_schedule.type]
-        endless = self.lr_scheduler is not None or all(schedule == "constant" for schedule in schedules)
-        if args.max_steps <= 0 and not endless:
+        if args.max_steps <= 0 and {args.lr_scheduler_type, args.value_schedule.type} != {"constant"}:
             raise ValueError(
                 f"Without `fit`, the schedule {args.lr_scheduler_type!r} has no known length; set `max_steps` in "
                 "`strategy`, or `lr_scheduler_type='constant'`."
@@ -288,7 +287,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """
         media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
         for other in others:
-            if other.media.keys() == media.keys() and all(torch.equal(other.media[n], v) for n, v in media.items()):
+            if same_prompt(other.media, media):
                 return other
         others.append(bare_prompt(self.actor.base_model, item.prompt_ids, media))
         return others[-1]
@@ -414,7 +413,7 @@ def mean(numbers: Iterable[float]) -> float:
     return torch.tensor(list(numbers), dtype=torch.float64).nanmean().item()
 
 
-def statistics_of_ranks(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, float], float, int]:
+def statistics_of_ranks(parts: Iterable[dict[str, torch.Tensor]]) -> tuple[dict[str, float], float, int]:
     """
     Returns means by name of numbers and tensors in the parts of all ranks, which may have different names, and the
     standard deviation of the known rewards and the number of all rewards.
@@ -424,7 +423,8 @@ def statistics_of_ranks(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, floa
         for name, numbers in part.items():
             values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
     gathered = gather_object([values])
-    joined = {name: sum((own.get(name, []) for own in gathered), []) for own in gathered for name in own}
+    names = {name for of_rank in gathered for name in of_rank}
+    joined = {name: sum((of_rank.get(name, []) for of_rank in gathered), []) for name in names}
     means, rewards = {name: mean(joined[name]) for name in sorted(joined)}, joined.get("reward", [])
     return means, math.sqrt(mean((reward - means["reward"]) ** 2 for reward in rewards)), len(rewards)
 

@@ -12,6 +12,7 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import is_peft_model
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -104,10 +105,10 @@ class PPOTrainerVL:
         reward_model: nn.Module | list[nn.Module] | None,
         initial_model: ActorVL | None,
         ema_model: ActorVL | None,
-        actor_optim: None,
-        critic_optim: None,
-        actor_scheduler: None,
-        critic_scheduler: None,
+        actor_optim: torch.optim.Optimizer | None,
+        critic_optim: torch.optim.Optimizer | None,
+        actor_scheduler: LRScheduler | None,
+        critic_scheduler: LRScheduler | None,
         ema_beta: float = 0.992,
         init_kl_coef: float = 0.001,
         kl_target: float | None = None,
