@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -52,13 +53,14 @@ def padded_completions(
 ) -> BareCompletions:
     """
     Splits padded rows `(B, S)`. A row's actions are its last `num_actions` columns without padding, without the first
-    token, which no token predicts, and without tokens up to the last placeholder of media.
+    token, which no token predicts, and without tokens up to the one after the last placeholder of media.
     """
     width = sequences.size(1)
     _check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     up_to_media = _mask(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
-    is_action = (mask & ~up_to_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
+    after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]  # packed rows repeat a prompt's last token, which must be text
+    is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
     packed = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     numbers, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
     completions = packed_completions(model, sequences[mask][None], numbers, lengths, packed)
@@ -89,9 +91,12 @@ def packed_completions(
     rows = sequences[0].split(lengths)
     stops = [length - n for length, n in zip(lengths, numbers, strict=True)]
     completions = [row[stop:] for row, stop in zip(rows, stops, strict=True)]
-    for index, row in enumerate(completions):
-        if _mask(row, all_placeholder_ids(model, model)).any():
-            raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
+    for index, (row, stop) in enumerate(zip(rows, stops, strict=True)):
+        if stop < len(row) and _mask(row[stop - 1 :], all_placeholder_ids(model, model)).any():
+            raise MediaError(
+                f"the actions of sample {index} hold media, or follow them directly; pack prompts with all of their "
+                "media, and text behind."
+            )
     fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
     parts = split_media(model, rows, {name: value for name, value in media.items() if name not in fields})
     _check_clips(model, parts)
