@@ -554,6 +554,15 @@ def test_advantages_and_returns(estimator, options):
     assert_per_action(experiences, "returns", returns)
 
 
+def test_unscorable_responses():
+    """The critic doesn't learn from them either."""
+    rewards = [1.0, None, 2.0, None, None, None, 0.0, None, 3.0]
+    experiences = made(arguments=given(rewards), advantage_estimator="gae", max_new_tokens=6, gamma=0.9)
+    advantages, returns, values = (flat(experiences, name) for name in ("advantages", "returns", "values"))
+    assert [bool(row.any()) for row in advantages] == [r is not None for r in rewards]
+    assert all(torch.equal(returns[i], values[i]) for i, r in enumerate(rewards) if r is None)
+
+
 def test_values_after_truncated_responses_add_to_their_reward():
     """The critic is any module; other responses end with the reward."""
     maker = make(critic=LastToken(), advantage_estimator="gae", bootstrap_truncated=True, micro_rollout_batch_size=9)
