@@ -294,24 +294,21 @@ def test_number_of_actions():
     with pytest.raises(ValueError, match="return_output=True"):
         batch.score(actor, None)
     length = batch.sequences.size(1)
-    for n in (length, length + 3, -1):
+    for n in (length, -1):
         with pytest.raises(ValueError, match=rf"`num_actions` \({n}\) must be between 0 and {length - 1}"):
             batch.score(actor, n)
 
 
-@torch.no_grad()
-def test_half_precision():
-    """Actors compute log-probabilities in float32 from half-precision states."""
-    actor, batch = make_both("qwen2_5_vl", bf16=True)
-    expected = torch.stack(bare_logps(FAMILIES["qwen2_5_vl"].build()[0].to(torch.bfloat16), batch))
-    exact = torch.stack(bare_logps(bare("qwen2_5_vl")[0], batch))
-    with_output, output = batch.score(actor, return_output=True)
-    of_states = output.logits[:, -N - 1 : -1].float().log_softmax(-1).gather(-1, batch.sequences[:, -N:, None])[..., 0]
-    for values in (batch.score(actor), with_output):
-        assert values.dtype == torch.float32 and (values - of_states).abs().max() < 1e-5
-        # About as close to float32 weights as the bare model, whatever the CPU, and not rounded to bfloat16's 8 bits
-        assert (values - exact).abs().mean() < 2 * (expected - exact).abs().mean()
-        assert not torch.equal(values, values.bfloat16().float())
+def test_actions_before_media_belong_to_the_prompt():
+    """As in padded experience, where the columns of a longer row's actions reach into a prompt."""
+    actor, batch = make_both("qwen2_5_vl", 2, packing_samples=True)
+    expected, n = batch.score(actor), batch.sequences.size(1) - 1
+    for logps in (batch.score(actor, n), batch.score(actor, n, return_output=True)[0]):
+        assert_close(logps[:, -N:], expected)
+        placeholder = batch.sequences[:, 1:] == actor.config.image_token_id
+        last = placeholder.shape[1] - 1 - placeholder.flip(1).int().argmax(1)
+        for row, stop in zip(logps, last.tolist(), strict=True):
+            assert not row[: stop + 2].any() and row[stop + 2 :].all()  # nor the token behind
 
 
 def gradients(model):
@@ -407,30 +404,18 @@ def test_grids():
         batch.score(actor)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "input_features", "position_ids", "labels", "inputs_embeds"])
-def test_unknown_media(name):
-    actor, batch = make_both("qwen2_5_vl", 1, packing_samples=True)
-    for call in (batch.score, batch.score_packed):
-        with pytest.raises(TypeError, match=f"Qwen2_5_VLForConditionalGeneration takes no media tensor `{name}`"):
-            call(actor, **{name: torch.zeros(1, 4)})
-        call(actor, **{name: None})
-
-
 def test_media_of_another_kind():
-    vision, hearing = make("qwen2_5_vl"), make("qwen2_audio")
-    ids = torch.tensor([[60, 61, 62]])
+    ids, hearing = torch.tensor([[60, 61, 62]]), make("qwen2_audio")
     for actor, media, error in (
-        (vision, {"audio_values": torch.zeros(1, 16, 100)}, "takes no audio"),
+        (make("qwen2_5_vl"), {"audio_values": torch.zeros(1, 16, 100)}, "takes no audio"),
         (make("voxtral"), {"audio_attention_mask": torch.ones(1, 100)}, "takes no mask of audio"),
         (ActorVL(hearing.model, bf16=False), {"pixel_values": torch.zeros(1, 3)}, "no media tensor `pixel_values`"),
         (make("llava"), {"mm_token_type_ids": [0, 0, 0]}, "takes no media tensor `mm_token_type_ids`"),
+        (hearing, {"position_ids": torch.zeros(1, 3)}, "takes no media tensor `position_ids`"),
     ):
         with pytest.raises(TypeError, match=error):
             actor(ids, 1, **media)
-    # Options and tensors unknown to `generate`
-    for options in ({"nonsense": 3}, {"nonsense": torch.ones(1)}):
-        with pytest.raises(ValueError, match="nonsense"):
-            vision.generate(ids, max_new_tokens=1, **options)
+    hearing(ids, 1, nonsense=None)
 
 
 # Audio
@@ -544,8 +529,9 @@ def test_repeated_prompts_are_prefilled_once(monkeypatch):
 
 
 def test_end_of_sequence():
+    """Ends are those of the call, of its generation config, or of the model's; padding defaults to the end."""
     actor, batch = make_both("qwen2_5_vl", 2)
-    greedy = {"max_new_tokens": 8, "do_sample": False}
+    greedy, config = {"max_new_tokens": 8, "do_sample": False}, transformers.GenerationConfig
     free, _, mask = batch.generate(actor, **greedy, eos_token_id=[399])
     width, own = batch.prompt_ids.size(1), actor.model.generation_config
     assert mask.all()
@@ -554,72 +540,20 @@ def test_end_of_sequence():
     for row in range(2):
         stop = width + next(i for i, token in enumerate(free[row, width:].tolist()) if token in ends) + 1
         assert mask[row].tolist() == [i < stop for i in range(width, sequences.size(1))]
-        assert torch.equal(sequences[row, :stop], free[row, :stop])
-        assert not sequences[row, stop:].any()
+        assert torch.equal(sequences[row, :stop], free[row, :stop]) and not sequences[row, stop:].any()
     assert torch.equal(attention[:, width:].bool(), mask) and not mask.all()
-    # Covers one number, that of the model's generation config, and that of a config without other settings
     single, _, mask = batch.generate(actor, **greedy, eos_token_id=first)
-    config = transformers.GenerationConfig
     for end, options in (
-        (first, greedy),
         (first, {**greedy, "eos_token_id": None}),
-        (first, {"do_sample": False, "generation_config": config(max_new_tokens=8)}),
         (399, {"do_sample": False, "generation_config": config(max_new_tokens=8, eos_token_id=first)}),
     ):
         own.eos_token_id = end
         again = batch.generate(actor, **options)
         assert torch.equal(again[0], single) and torch.equal(again[2], mask)
-    # Padding defaults to the end
-    stop = width + 2
-    assert first not in free[0, width:stop] and first not in free[1]
     own.pad_token_id = None
-    for end in (first, [first, 398]):
-        sequences, _, mask = batch.generate(actor, **greedy, eos_token_id=end)
-        assert mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]
-        assert (sequences[0, stop:] == first).all() and torch.equal(sequences[1], free[1])
-
-
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "gemma3", "voxtral"])
-def test_placeholders_are_never_sampled(name):
-    model, _ = FAMILIES[name].build()
-    ids = sorted(all_placeholder_ids(model, model))
-    assert ids
-    bias = torch.zeros(model.config.get_text_config().vocab_size)
-    bias[ids] = 100.0
-    bias[77] = 90.0
-    model.get_output_embeddings().register_forward_hook(lambda module, args, output: output + bias)
-    prompt = next(prompt for prompt in bare(name)[2] if not prompt.media)
-    batch = make_batch([prompt] * 4)
-    sampled = model.generate(input_ids=batch.prompt_ids, max_new_tokens=4, do_sample=True)
-    assert torch.isin(sampled[:, batch.prompt_ids.size(1) :], torch.tensor(ids)).all()
-    actor = actor_class(name)(model, bf16=False)
-    for options in ({}, {"suppress_tokens": [77]}, {"generation_config": transformers.GenerationConfig()}):
-        torch.manual_seed(0)
-        sampled, *_ = batch.generate(actor, max_new_tokens=4, do_sample=True, **options)
-        responses = sampled[:, batch.prompt_ids.size(1) :]
-        assert not torch.isin(responses, torch.tensor(ids)).any()
-        assert (responses == 77).any() != ("suppress_tokens" in options)
-
-
-def test_the_policy_itself_is_sampled():
-    """Samples from all tokens at the actor's temperature. Transformers would keep the top 50, at temperature 1."""
-    model, _, prompts = bare("qwen2_audio")
-    batch = make_batch([prompts[2]] * 400)
-    for temperature in (1.0, 3.0):
-        actor = make("qwen2_audio", temperature=temperature)
-        logits = bare_logits(model, prompts[2], torch.tensor([60]))[0].detach()
-        logits[sorted(all_placeholder_ids(model, model))] = -torch.inf
-        likeliest = logits.argsort(descending=True)
-        torch.manual_seed(0)
-        sampled = batch.generate(actor, max_new_tokens=1, do_sample=True)[0][:, -1]
-        share = (logits / temperature).softmax(-1)[likeliest[50:]].sum().item()
-        among = torch.isin(sampled, likeliest[50:]).float().mean().item()
-        assert share > 0.02 and abs(among - share) < 4 * (share * (1 - share) / 400) ** 0.5
-        few = batch.generate(actor, max_new_tokens=1, do_sample=True, top_k=2)[0][:, -1]
-        assert torch.isin(few, likeliest[:2]).all()
-
-
-COLD = transformers.GenerationConfig(do_sample=True, temperature=0.3)
+    sequences, _, mask = batch.generate(actor, **greedy, eos_token_id=[first, 398])
+    assert mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]
+    assert (sequences[0, width + 2 :] == first).all() and torch.equal(sequences[1], free[1])
 
 
 @pytest.mark.parametrize(
@@ -627,12 +561,9 @@ COLD = transformers.GenerationConfig(do_sample=True, temperature=0.3)
     [
         ({"temperature": 0.8}, {}, "Sampling at temperature 0.8, but log-probabilities are those at 1.0"),
         ({"top_p": 0.9}, {}, "`top_p` and `top_k` cut off tokens"),
-        ({"top_k": 5}, {}, "`top_p` and `top_k` cut off tokens"),
         ({}, {"top_k": 5}, "`top_p` and `top_k` cut off tokens"),
-        ({}, {"temperature": 0.1}, "Sampling at temperature 0.1"),
-        ({"generation_config": COLD}, {}, "Sampling at temperature 0.3"),
+        ({"generation_config": transformers.GenerationConfig(temperature=0.3)}, {}, "Sampling at temperature 0.3"),
         ({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, {"top_k": 5, "temperature": 0.1}, None),
-        ({}, {}, None),
         ({"temperature": 0.8, "top_k": 5, "do_sample": False}, {}, None),
     ],
 )
@@ -649,44 +580,22 @@ def test_sampling_from_another_policy_warns(options, config, message, caplog, mo
 
 def test_what_generate_does_not_do():
     actor, batch = make_both("qwen2_audio")
-    several = {"num_return_sequences": 2, "do_sample": True}
     for options, error in (
-        (several, "repeat the prompts, and their media with them"),
-        ({"generation_config": transformers.GenerationConfig(**several)}, "repeat the prompts, and their media"),
+        ({"num_return_sequences": 2, "do_sample": True}, "repeat the prompts, and their media with them"),
         ({"num_beams": 2}, "Beams aren't supported with audio"),
+        ({"nonsense": 3}, "`nonsense` is no option of sampling"),
+        ({"nonsense": torch.ones(1)}, "`nonsense` is no option of sampling"),
     ):
         with pytest.raises(ValueError, match=error):
             batch.generate(actor, **options)
     words = text_batch()
     with pytest.raises(ValueError, match="padded on the left"):
         actor.generate(words.prompt_ids, attention_mask=words.prompt_mask.flip(1), max_new_tokens=2)
-
-
-def test_beams():
+    # Beams
     model, _, prompts = bare("qwen2_5_vl")
     inputs, options = prompt_inputs(make_batch(prompts[:2])), {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
     expected = model.generate(**inputs, suppress_tokens=sorted(all_placeholder_ids(model, model)), **options)
     assert torch.equal(make("qwen2_5_vl").generate(**inputs, **options)[0], expected)
-
-
-@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
-def test_generate_leaves_the_mode_as_it_was(kwargs):
-    actor, batch = make_both("qwen2_5_vl", 2, freeze_vision_tower=True)
-    greedy = {"max_new_tokens": 4, "do_sample": False}
-    expected, *_ = batch.generate(actor, **greedy)
-    assert not actor.training
-    actor.train()
-    actor.gradient_checkpointing_enable(kwargs)
-    actor.base_model.model.visual.eval()
-    modes = [module.training for module in actor.modules()]
-    assert len(set(modes)) == 2
-    sequences, *_ = batch.generate(actor, **greedy)
-    assert torch.equal(sequences, expected)
-    assert [module.training for module in actor.modules()] == modes
-    with pytest.raises(ValueError):
-        batch.generate(actor, **greedy, nonsense=1)
-    assert [module.training for module in actor.modules()] == modes
-    assert not actor.config.use_cache and not sequences.requires_grad
 
 
 # Response masks: prompt length, end ids, pad id, prompt mask, input, then the expected result
@@ -710,23 +619,16 @@ GOLDEN = {
     "ended": Golden([4, 5, 6, 7, 8, 2, 0], [1, 1, 1, 0], False),
     "ended in the last column": Golden([4, 5, 6, 7, 8, 9, 2], [1, 1, 1, 1], False),
     "padding in the middle": Golden([4, 5, 6, 7, 0, 8, 9, 2], [1, 1, 1, 1, 1], False),
-    "padding in the middle, truncated": Golden([4, 5, 6, 7, 0, 8, 9], [1, 1, 1, 1], True),
-    "several ends": Golden([4, 5, 6, 7, 3, 0, 0], [1, 1, 0, 0], False, eos=[2, 3]),
     "several ends, the other": Golden([4, 5, 6, 7, 2, 3, 0], [1, 1, 0, 0], False, [4, 5, 6, 7, 2, 0, 0], eos=[2, 3]),
     "padding ends": Golden(
         *[[2, 4, 2, 5, 7, 2, 8, 9, 2], [1, 1, 0, 0, 0], False, [2, 4, 2, 5, 7, 2, 2, 2, 2]],
         *[[0, 1, 1, 1, 1, 1, 0, 0, 0], 4, 2, 2, [0, 1, 1, 1]],
     ),
-    "padding ends, truncated": Golden([4, 5, 6, 7, 8], [1, 1], True, eos=2, pad=2),
     "end in the prompt, empty response": Golden([4, 5, 2, 2, 0, 0], [1, 0, 0], False),
-    "empty response, padding ends": Golden([4, 5, 6, 2, 2, 2], [1, 0, 0], False, pad=2),
     "text after the end": Golden([4, 5, 6, 7, 2, 8, 2], [1, 1, 0, 0], False, [4, 5, 6, 7, 2, 0, 0]),
     "stopped by a string": Golden([4, 5, 6, 7, 8, 0, 0], [1, 1, 0, 0], False),
-    "stopped at once": Golden([4, 5, 6, 0, 0], [0, 0], False),
     "no end known": Golden([4, 5, 6, 7, 2, 0], [1, 1, 0], False, eos=None),
-    "no end known, truncated": Golden([4, 5, 6, 7, 2, 8], [1, 1, 1], True, eos=None),
     "left padding": Golden([0, 0, 4, 7, 2], [1, 1], False, attention=[0, 0, 1, 1, 1]),
-    "padding inside the prompt": Golden([0, 4, 0, 5, 7, 2], [1, 1], False, attention=[0, 1, 1, 1, 1, 1], prompt=4),
     "a prompt that starts with the padding": Golden(
         [0, 0, 4, 7, 2], [1, 1], False, attention=[0, 1, 1, 1, 1], prompt_mask=[0, 1, 1]
     ),
@@ -848,11 +750,9 @@ def set_weights(actor, part, std):
                 parameter.normal_(std=std, generator=torch.Generator().manual_seed(len(name)))
 
 
-@pytest.mark.parametrize("source", [0, 1])
-def test_target_modules(source):
+def test_target_modules():
     def made(modules, **options):
-        options = {"bf16": False, "lora_rank": 2, **options}
-        return ActorVL(sources("qwen2_5_vl")[source], target_modules=modules, **options)
+        return make("qwen2_5_vl", target_modules=modules, **{"lora_rank": 2, **options})
 
     layers = [f"model.language_model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
     chosen = adapted(made(["q_proj", "language_model.layers.0.mlp.up_proj"]))
@@ -981,34 +881,24 @@ def test_positions_of_the_audio_tower_stay_as_they_are():
 
 @pytest.mark.slow
 def test_load_in_4bit(tmp_path, asked):
-    pytest.importorskip("bitsandbytes")
-    import bitsandbytes as bnb
-
+    bnb = pytest.importorskip("bitsandbytes")
     save_wide("qwen2_audio", path := str(tmp_path))
     actor = ActorAL(path, load_in_4bit=True, lora_rank=4, packing_samples=True)
     batch = make_batch(bare("qwen2_audio")[2])
     config = asked["quantization_config"]
-    assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4"
-    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+    assert config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_compute_dtype == torch.bfloat16
     quantized = [module for module in actor.model.modules() if isinstance(module, bnb.nn.Linear4bit)]
     assert quantized and all(module.weight.dtype == torch.uint8 for module in quantized)
-    assert trainable(actor) and all("lora_" in n for n in trainable(actor))
     logps = batch.score(actor)
-    # Differs from the weights, but only slightly
     assert 1e-3 < (logps - batch.score(ActorAL(path, bf16=False))).abs().mean() < 1
     logps.sum().backward()
     assert any(p.grad is not None and p.grad.any() for n, p in actor.model.named_parameters() if "lora_B" in n)
-    assert (batch.score_packed(actor).view(-1, N) - logps).abs().mean() < 0.1
-    sequences, _, mask = batch.generate(actor, max_new_tokens=3)
-    assert sequences.size(1) == batch.prompt_ids.size(1) + mask.size(1)
-    # 4-bit weights count as their full-precision counterparts
-    full = sum(p.numel() for p in ActorAL(path, lora_rank=4).parameters())
-    assert counted(actor)[1] == full
+    assert batch.generate(actor, max_new_tokens=3)[0].size(1) > batch.prompt_ids.size(1)
+    # 4-bit weights count as their full-precision counterparts, and a quantized instance stays unchanged
+    assert counted(actor)[1] == sum(p.numel() for p in ActorAL(path, lora_rank=4).parameters())
     single = ActorAL(path, load_in_4bit=True, bf16=False)
     assert asked["quantization_config"].bnb_4bit_compute_dtype == torch.float32
-    # A quantized instance stays unchanged
-    again = ActorAL(single.model)
-    assert again.model is single.model and any(isinstance(m, bnb.nn.Linear4bit) for m in again.modules())
+    assert any(isinstance(m, bnb.nn.Linear4bit) for m in ActorAL(single.model).modules())
 
 
 # Training
@@ -1030,28 +920,20 @@ def test_print_trainable_parameters():
     total = bare("qwen2_5_vl")[0].num_parameters()
     tower = sum(p.numel() for p in bare("qwen2_5_vl")[0].model.visual.parameters())
     assert counted(make("qwen2_5_vl")) == [total, total]
-    assert counted(make("qwen2_5_vl", bf16=True)) == [total, total]
     assert counted(make("qwen2_5_vl", freeze_vision_tower=True)) == [total - tower, total]
+    actor = make("qwen2_5_vl", lora_rank=4, target_modules=["q_proj"])
+    assert counted(actor) == [2 * 4 * 128, total + 2 * 4 * 128]  # two layers of 64 to 64
     # Both encoders
     names, both = tuple(towers_of("qwen2_5_omni").values()), dict.fromkeys(FREEZE.values(), True)
-    towers = [bare("qwen2_5_omni")[0].get_submodule(name) for name in names]
-    trained, total_omni = counted(make("qwen2_5_omni", **both))
-    assert total_omni - trained == sum(p.numel() for tower in towers for p in tower.parameters())
     layers = adapted(make("qwen2_5_omni", lora_rank=2, **both))
     assert len(names) == 2 and layers and not any(layer.startswith(names) for layer in layers)
     for flag in FREEZE.values():
         with pytest.raises(ValueError, match="has no (image|audio) encoder to freeze"):
             text_actor(**{flag: True})
-    actor = make("qwen2_5_vl", lora_rank=4, target_modules=["q_proj"])
-    # Two layers of 64 to 64
-    assert counted(actor) == [2 * 4 * 128, total + 2 * 4 * 128]
 
 
-CHECKPOINTED = (None, {"use_reentrant": False}, {"use_reentrant": True})
-
-
-@pytest.mark.parametrize("lora", ["", "lora", "frozen", "lora, frozen"])
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("lora", ["", "lora", "lora, frozen"])
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl"])
 def test_gradient_checkpointing(name, lora):
     ((modality, tower),) = towers_of(name).items()
     options = {"lora_rank": 4 if "lora" in lora else 0, FREEZE[modality]: "frozen" in lora}
@@ -1059,29 +941,26 @@ def test_gradient_checkpointing(name, lora):
     set_weights(actor, "lora_B", 0.02)
     actor.train()
 
-    def backward(call=batch.score):
+    def backward():
         """Returns gradients, and the number of elements that the forward pass saved for them."""
         kept = []
         actor.zero_grad(set_to_none=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-            logps = call(actor).view(-1, N)
+            logps = batch.score(actor)
             loss = (logps * weights_of(logps)).sum()
         loss.backward()
         return gradients(actor.model), sum(kept)
 
     expected, plain = backward()
     assert set(expected) == set(trainable(actor))
-    for kwargs in CHECKPOINTED:
+    for kwargs in ((), ({"use_reentrant": False},), ({"use_reentrant": True},)):
         for _ in range(2):
-            actor.gradient_checkpointing_enable(*([] if kwargs is None else [kwargs]))
+            actor.gradient_checkpointing_enable(*kwargs)
         encoder = actor.base_model.get_submodule(tower)
         assert any(getattr(part, "gradient_checkpointing", False) for part in encoder.modules())
-        for call in (batch.score, batch.score_packed):
-            recomputed, kept = backward(call)
-            assert relative_difference(expected, recomputed) <= 1e-5
-            assert kept < 0.6 * plain
+        recomputed, kept = backward()
+        assert relative_difference(expected, recomputed) <= 1e-5 and kept < 0.6 * plain
         actor.gradient_checkpointing_disable()
-        assert not any(getattr(module, "gradient_checkpointing", False) for module in actor.modules())
     again, kept = backward()
     assert relative_difference(expected, again) <= 1e-5 and kept == plain
 
@@ -1147,22 +1026,17 @@ def test_trainers_take_actors(name, trainer):
 def test_trainers_refuse_actors_of_another_objective(tmp_path):
     model, processor = load("qwen2_audio")
 
-    def trainer(actor_options, trainer_class=MultimodalGRPOTrainer, **options):
+    def trainer(actor_options, **options):
         objects = {"model": ActorAL(model, bf16=False, **actor_options), "processing_class": processor}
-        return make_trainer(trainer_class, "qwen2_audio", audio_rows(), tmp_path, objects=objects, **options)
+        return make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects=objects, **options)
 
-    cold, few = {"temperature": 0.5}, {"high_entropy_token_ratio": 0.2}
     with pytest.raises(ValueError, match="made for temperature 0.5, but `temperature` is 1.0; make them equal"):
-        trainer(cold)
-    assert trainer(cold, temperature=0.5).temperature == 0.5
-    for options in ({}, {"top_entropy_quantile": 0.5}):
-        with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2`; set `top_entropy_quantile`"):
-            trainer(few, **options)
-    with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2"):
-        trainer(few, MultimodalRLOOTrainer)
-    assert trainer(few, top_entropy_quantile=0.2).top_entropy_quantile == 0.2
-    # Both ways count all tokens
-    trainer({"high_entropy_token_ratio": 1.0})
+        trainer({"temperature": 0.5})
+    with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2`; set `top_entropy_quantile`"):
+        trainer({"high_entropy_token_ratio": 0.2})
+    options = {"temperature": 0.5, "top_entropy_quantile": 0.2}
+    assert trainer({"temperature": 0.5, "high_entropy_token_ratio": 0.2}, **options).temperature == 0.5
+    trainer({"high_entropy_token_ratio": 1.0})  # both ways count all tokens
 
 
 @pytest.mark.parametrize("name", ["granite_speech", "qwen3_omni_moe"])

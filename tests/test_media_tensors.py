@@ -14,7 +14,7 @@ from trl_multimodal_rft.encoding.join import continued_field, join_media
 from trl_multimodal_rft.encoding.prompts import placeholder_token_ids
 from trl_multimodal_rft.families import family_of, modality_of
 from trl_multimodal_rft.forward.layout import split_samples
-from trl_multimodal_rft.lightrft.models.bare_inputs import bare_prompt, check_media, split_media, token_fields
+from trl_multimodal_rft.lightrft.models.bare_inputs import bare_prompt, split_media, token_fields
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def test_split_undoes_join(name):
         # The second order starts with text, the third repeats prompts
         for order in (part, part[::-1], [prompt for prompt in part for _ in range(2)]):
             joined = join_media(order)
-            check_media(model, ids_of(order), joined)
+            split_media(model, ids_of(order), joined)
             for prompt, media in zip(order, split_media(model, ids_of(order), joined), strict=True):
                 assert media.keys() == prompt.media.keys()
                 for key, value in media.items():
@@ -132,7 +132,7 @@ def test_opposite_errors_in_two_rows_are_seen():
     ):
         for name in names:
             model, prompts = with_chats(name, *(chat(medium, text("a")) for medium in media))
-            for check in (check_media, split_media):
+            for check in (split_media,):
                 check(model, ids_of(prompts), join_media(prompts))
                 with pytest.raises(MediaError, match=rf"row 0 holds \d+ placeholders for {kind}, .*same processor"):
                     check(model, *swap(prompts))
@@ -142,14 +142,14 @@ def test_opposite_errors_in_two_rows_are_seen():
 def test_lengths_of_other_encoders_are_known(name):
     """Cuts or extends clips by hand, because clips of two lengths don't join here."""
     model, (prompt,) = with_chats(name, chat(audio(0.7), text("a")))
-    check_media(model, [prompt.input_ids], prompt.media)
+    split_media(model, [prompt.input_ids], prompt.media)
     (token,) = placeholder_token_ids(model, model)["audio"]
     at = (prompt.input_ids == token).nonzero()[0]
     less = torch.cat([prompt.input_ids[:at], prompt.input_ids[at + 1 :]])
     more = torch.cat([prompt.input_ids[: at + 1], prompt.input_ids[at:]])
     for ids in (less, more):
         with pytest.raises(MediaError, match="row 0 holds"):
-            check_media(model, [ids], prompt.media)
+            split_media(model, [ids], prompt.media)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -159,12 +159,12 @@ def test_placeholders_without_media_and_media_without_placeholders(name):
         for modality in modalities(prompt):
             own = {key: value for key, value in prompt.media.items() if modality_of(key) == modality}
             with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder for it"):
-                check_media(model, [torch.tensor([60, 61, 62])], own)
+                split_media(model, [torch.tensor([60, 61, 62])], own)
             media = {key: value for key, value in prompt.media.items() if modality_of(key) != modality}
             rows = [ids_of(prompts)[-1][-3:], prompt.input_ids]  # text comes first
             kinds = "image|video" if name == "glm4v" else modality
             with pytest.raises(MediaError, match=f"row 1 holds placeholders for ({kinds}) but there is no ({kinds})"):
-                check_media(model, rows, media)
+                split_media(model, rows, media)
             with pytest.raises(MediaError, match="row 1 holds"):
                 split_media(model, rows, media)
         assert index or prompt.modalities
@@ -175,25 +175,25 @@ def test_what_comes_with_media_is_no_media():
     model, prompts = encoded("qwen2_5_vl")
     grid = {"image_grid_thw": prompts[0].media["image_grid_thw"]}
     with pytest.raises(MediaError, match="no image; pass it"):
-        check_media(model, ids_of(prompts[:1]), grid)
+        split_media(model, ids_of(prompts[:1]), grid)
     with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
-        check_media(model, [torch.tensor([60])], grid)
+        split_media(model, [torch.tensor([60])], grid)
     model, prompts = encoded("qwen2_audio")
     with pytest.raises(MediaError, match="no audio; pass it"):
-        check_media(model, ids_of(prompts[:1]), {"feature_attention_mask": prompts[0].media["feature_attention_mask"]})
+        split_media(model, ids_of(prompts[:1]), {"feature_attention_mask": prompts[0].media["feature_attention_mask"]})
     # Pixels without the grid of a family that needs one
     model, prompts = encoded("qwen2_5_vl")
     with pytest.raises(MediaError, match="there is image but no `image_grid_thw`"):
-        check_media(model, ids_of(prompts[:1]), {"pixel_values": prompts[0].media["pixel_values"]})
+        split_media(model, ids_of(prompts[:1]), {"pixel_values": prompts[0].media["pixel_values"]})
     model, prompts = encoded("llava")
-    check_media(model, ids_of(prompts[:1]), prompts[0].media)
+    split_media(model, ids_of(prompts[:1]), prompts[0].media)
 
 
 def test_too_many_media():
     model, prompts = encoded("qwen2_5_vl")
     two = {key: torch.cat([value, value]) for key, value in prompts[0].media.items()}
     with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
-        check_media(model, ids_of(prompts[:1]), two)
+        split_media(model, ids_of(prompts[:1]), two)
     # Without grids, only the split can detect it, because it counts media
     model, prompts = encoded("llava")
     rows = ids_of(prompts[:1]) * 2

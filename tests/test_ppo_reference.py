@@ -1,9 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-PPO with the interface of the reference system: its signatures, each step against slow ones, and whole runs.
-
-Slow steps run a plain model once per sample, without padding.
-"""
+"""PPO with the interface of the reference system: runs equal to those of `MultimodalPPOTrainer`, and single steps."""
 
 import copy
 import logging
@@ -18,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers.chats import RATE
-from helpers.families import FAMILIES
-from helpers.ppo_runs import critic_of, encoded, head_weights, weights_of
+from helpers.ppo_runs import critic_of, encoded, weights_of
+from helpers.reference import media_of
 from helpers.resumed_runs import equal
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
@@ -34,38 +29,28 @@ from helpers.trainer_utils import (
     relative_difference,
     video_rows,
 )
-from PIL import Image
-from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer, TrainingCurvesCallback
+from trl_multimodal_rft import MultimodalPPOConfig, MultimodalPPOTrainer
 from trl_multimodal_rft.algorithms.advantages import gae
 from trl_multimodal_rft.algorithms.returns import token_rewards
-from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.lightrft import (
     Actor,
     ActorAL,
-    ActorOmni,
     ActorVL,
     Critic,
     PPOTrainerAL,
     PPOTrainerVL,
     ReplayBuffer,
 )
-from trl_multimodal_rft.lightrft.trainer.experience import Experience
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     make_experience_batch,
-    remove_padding_in_sequences,
-    split_experience_batch,
-    zero_pad_sequences,
 )
-from trl_multimodal_rft.reporting.curves import figure_of
 from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state
 
 
@@ -89,7 +74,6 @@ KINDS = {
     "image": Kind("qwen2_5_vl", PPOTrainerVL, ActorVL, image_rows),
     "audio": Kind("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
 }
-KINDS_OR_SLOW = ["image", pytest.param("audio", marks=pytest.mark.slow)]
 EOS = list(range(50, 110))  # enough tokens that responses differ in length
 GROUP = 4
 ONE = {"gradient_accumulation_steps": 1}
@@ -104,11 +88,11 @@ def strategy(folder, **options) -> MultimodalPPOConfig:
     return MultimodalPPOConfig(str(folder), **options)
 
 
-def make(folder, kind="image", *, cls=None, config=None, critic=None, optims=(None,) * 4, **arguments):
+def make(folder, kind="image", *, cls=None, config=None, critic=None, **arguments):
     """
     Returns a trainer whose critic has nonzero values.
 
-    `config` are options of the strategy; `policy`, `ref`, `ema` and `optims` are the arguments without defaults.
+    `config` are options of the strategy; `policy`, `ref` and `ema` are the arguments without defaults.
     """
     kind = KINDS[kind]
     config = strategy(folder, **(config or {}))
@@ -127,7 +111,7 @@ def make(folder, kind="image", *, cls=None, config=None, critic=None, optims=(No
         "eos_token_id": EOS,
         **arguments,
     }
-    return (cls or kind.trainer)(config, policy, critic, *models, *optims, **arguments)
+    return (cls or kind.trainer)(config, policy, critic, *models, *(None,) * 4, **arguments)
 
 
 def actor_of(kind, packing=True, **options) -> Actor:
@@ -152,11 +136,10 @@ def moves(ppo, before):
 
 def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
     """
-    Returns a rollout of `n_rows` prompts in a buffer, as if from other policies and critics than the current ones.
+    Returns the samples of a rollout of `n_rows` prompts, as if from other policies and critics than the current ones.
     """
     torch.manual_seed(seed)
-    rows = list(KINDS[kind].rows(n_rows))
-    experiences = ppo.experience_maker.make_experience_list(rows, **ppo.generate_kwargs)
+    experiences = ppo.experience_maker.make_experience_list(list(KINDS[kind].rows(n_rows)), **ppo.generate_kwargs)
     for each in experiences:
         each.action_log_probs += noise * torch.randn(each.action_mask.shape)
         if each.values is not None:
@@ -164,11 +147,11 @@ def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
     buffer = ReplayBuffer()
     for each in experiences:
         buffer.append(each)
-    return rows, list(buffer)
+    return list(buffer)
 
 
 def batch_of(ppo, n=None, **options):
-    return make_experience_batch(experience_of(ppo, **options)[1][:n])
+    return make_experience_batch(experience_of(ppo, **options)[:n])
 
 
 # Updates
@@ -286,7 +269,7 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
 def test_ppo_train(together, tmp_path):
     """Each of two epochs trains once on all samples, in another order, of whole groups or of any samples."""
     ppo = make(tmp_path, config={"keep_groups_together": together}, max_epochs=2, ref=reference_of("image"))
-    _, items = experience_of(ppo)
+    items = experience_of(ppo)
     ppo.replay_buffer.append(make_experience_batch(items))
     parts = trained_on(ppo)
     status = ppo.ppo_train(2)
@@ -295,23 +278,45 @@ def test_ppo_train(together, tmp_path):
     epochs = [places[:2], places[2:]]
     assert all(sorted(sum(epoch, [])) == [*range(8)] for epoch in epochs) and epochs[0] != epochs[1]
     assert all(len({place // GROUP for place in part}) == 1 for part in places) == together
-
-    # The samples have these statistics
-    columns = {
-        "returns": [x for item in items for x in item.returns.tolist()],
-        "advantages": [x for item in items for x in item.advantages.tolist()],
-        "step_reward": [item.info["reward"].item() for item in items],
-        "response_length": [float(len(item.action_mask)) for item in items],
-    }
-    for name, numbers in columns.items():
+    returns, rewards = torch.cat([item.returns for item in items]), [item.info["reward"].item() for item in items]
+    for name, numbers in {"returns": returns.tolist(), "step_reward": rewards}.items():
         for statistic, function in {"mean": fmean, "std": pstdev, "min": min, "max": max}.items():
-            expected = pytest.approx(function(numbers), rel=1e-4, abs=1e-6)
-            assert status[f"{name}_{statistic}"] == expected, (name, statistic)
-    values = [x for item in items for x in item.values.tolist()]
-    assert status["values"] == pytest.approx(fmean(values), rel=1e-4)
-    k1 = [x for item in items for x in item.kl.tolist()]
-    assert status["kl"] == pytest.approx(fmean(k1), rel=1e-4)
+            assert status[f"{name}_{statistic}"] == pytest.approx(function(numbers), rel=1e-4, abs=1e-6)
+    assert status["values"] == pytest.approx(torch.cat([item.values for item in items]).mean().item(), rel=1e-4)
     assert abs(status["kl"]) > 1e-4
+
+
+def test_weights_of_actions_and_gaps(tmp_path):
+    """The loss is that by hand of the actor's scores: masked actions are seen, and others keep their weights."""
+    ppo = make(tmp_path, config=WHOLE)
+    batch = make_experience_batch(with_gaps(experience_of(ppo)))
+    mask, advantages = batch.action_mask, batch.advantages
+    weights, inputs = torch.rand(mask.shape), (batch.sequences, mask.size(1), batch.attention_mask)
+    with torch.no_grad():
+        ratio = (ppo.actor(*inputs, **media_of(batch)) - batch.action_log_probs).exp()
+    gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * weights
+    status = ppo.training_step(batch, 0, weights)
+    assert status["policy_loss"] == pytest.approx(-gain[mask].mean().item(), rel=1e-4, abs=1e-6)
+    assert 0 < status["value_clip_ratio"] < 1 and 0 < status["clip_ratio/region_mean"] < 1
+
+
+def test_tokens_of_high_entropy(tmp_path):
+    """Tokens of both micro-batches of an update compete."""
+    share = 0.3
+    options = {"top_entropy_quantile": share, "entropy_source": "rollout(renormalize=True)"}
+    ppo = make(tmp_path, config=options, policy=actor_of("image", high_entropy_token_ratio=share))
+    items = with_gaps(experience_of(ppo))
+    ppo.replay_buffer.append(make_experience_batch(items))
+    entropies = torch.cat([item.action_entropy[item.action_mask] for item in items])
+    n = math.ceil(share * len(entropies))
+    least = entropies.sort(descending=True).values[n - 1]
+    trained = trained_on(ppo)
+    ppo.ppo_train()
+    for part in trained:
+        for ids, weights in zip(part.completion_ids, part.tokens.weights, strict=True):
+            item = items[place_of(ids, items)]
+            expected = (item.action_entropy >= least) * len(entropies) / n
+            assert_close(weights[: len(expected)][item.action_mask], expected[item.action_mask])
 
 
 def trained_on(ppo):
@@ -334,7 +339,7 @@ def is_start(start, ids):
 def test_training_step(tmp_path):
     """An update is the mean of those of its micro-batches, each of which is a mean over its own tokens."""
     ppo, alone = make(tmp_path), []
-    items = experience_of(ppo)[1]
+    items = experience_of(ppo)
     parts, before = [items[:3], items[4:]], weights_of(ppo.trainer.model)
     for part in parts:
         other = make(tmp_path, config={**ONE, "per_device_train_batch_size": len(part), "num_generations": len(part)})
@@ -362,50 +367,6 @@ def with_gaps(items):
     return result
 
 
-def plain(kind, row, item):
-    """Returns log-probabilities of a sample's actions, and values before them, in forwards of plain models."""
-    (policy, processor), critic = load(KINDS[kind].family), moved(KINDS[kind].family, 0.03)["model"]
-    (weight, bias), actions = head_weights(), item.sequences[len(item.prompt_ids) :]
-    inputs, start = encoded(processor, row, actions.tolist())
-    with torch.no_grad():
-        logps = policy(**inputs).logits[0, start - 1 : -1].log_softmax(-1).gather(-1, actions[:, None])[:, 0]
-        values = critic.base_model(**inputs).last_hidden_state[0, start - 1 : -1] @ weight[0] + bias
-    return logps, values
-
-
-@pytest.mark.parametrize(("kind", "packed"), [("image", True), ("audio", False)])
-def test_actions_that_do_not_count_are_seen_all_the_same(kind, packed, tmp_path):
-    """The losses are those by hand of the others, which keep their weights, in forwards of plain models."""
-    ppo = make(tmp_path, kind, config=WHOLE)
-    rows, items = experience_of(ppo, kind)
-    items = with_gaps(items)
-    weights = [torch.rand(len(item.action_mask)) for item in items]
-    status = ppo.training_step(
-        make_experience_batch(items, packed), 0, weights if packed else zero_pad_sequences(weights)
-    )
-    losses = []
-    for index, item in enumerate(items):
-        logps, values = plain(kind, rows[index // GROUP], item)
-        ratio = (logps - item.action_log_probs).exp()
-        gain = torch.min(ratio * item.advantages, ratio.clamp(0.8, 1.2) * item.advantages) * weights[index]
-        near = item.values + (values - item.values).clamp(-0.2, 0.2)
-        errors = torch.max((values - item.returns) ** 2, (near - item.returns) ** 2) / 2
-        losses.append(torch.stack([-gain, errors])[:, item.action_mask])
-    policy_loss, value_loss = torch.cat(losses, dim=1).mean(1).tolist()
-    assert status["policy_loss"] == pytest.approx(policy_loss, rel=1e-4, abs=1e-6)
-    assert status["critic_loss"] == pytest.approx(value_loss, rel=1e-4)
-    assert 0 < status["value_clip_ratio"] < 1 and 0 < status["clip_ratio/region_mean"] < 1
-
-
-def test_buffer_that_does_not_fill_updates(tmp_path):
-    ppo = make(tmp_path)
-    for n in (0, 4, 12):
-        if n > 0:
-            ppo.replay_buffer.append(batch_of(ppo, n_rows=min(n // 4, 2)))
-        with pytest.raises(ValueError, match=rf"The buffer holds {n} samples .* whole optimizer steps of 2 x 4"):
-            ppo.ppo_train()
-
-
 def adam(**options):
     """Returns options of a config whose optimizer has momentum, and moves weights without a gradient."""
     return {"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-2, **ONE, **options}
@@ -431,65 +392,19 @@ def test_one_part_alone(part, tmp_path):
     assert all(torch.equal(both[mine][name], alone[mine][name]) for name in alone[mine])
 
 
-@pytest.mark.parametrize("scope", ["batch", "sequence", "micro_batch"])
-def test_tokens_of_high_entropy(scope, tmp_path):
-    share = 0.3
-    options = {"top_entropy_quantile": share, "entropy_source": f"rollout(scope={scope!r}, renormalize=True)"}
-    ppo = make(tmp_path, config=options, policy=actor_of("image", high_entropy_token_ratio=share))
-    rows, items = experience_of(ppo)
-    items = with_gaps(items)
-    ppo.replay_buffer.append(make_experience_batch(items))
-    parts = {"batch": [range(8)], "sequence": [[i] for i in range(8)], "micro_batch": [range(4), range(4, 8)]}[scope]
-    expected = [torch.zeros(len(item.action_mask)) for item in items]
-    for part in parts:
-        tokens = [(i, t) for i in part for t in range(len(items[i].action_mask)) if items[i].action_mask[t]]
-        ranked = sorted(tokens, key=lambda place: -items[place[0]].action_entropy[place[1]].item())
-        chosen = ranked[: math.ceil(share * len(tokens))]
-        for i, t in chosen:
-            expected[i][t] = len(tokens) / len(chosen)
-    trained = trained_on(ppo)
-    ppo.ppo_train()
-    for part in trained:
-        for ids, weights in zip(part.completion_ids, part.tokens.weights, strict=True):
-            place = place_of(ids, items)
-            mask = items[place].action_mask
-            assert_close(weights[: len(mask)][mask], expected[place][mask])
-
-
-def test_unscorable_responses_move_nothing(tmp_path):
-    def reward(completion_ids, **kwargs):
-        return [None if i % 4 < 2 else float(len(ids)) for i, ids in enumerate(completion_ids)]
-
-    updates = []
-    for change in (False, True):
-        ppo = make(tmp_path, config=WHOLE, reward_fn=reward)
-        before, items = weights_of(ppo.trainer.model), experience_of(ppo)[1]
-        if change:
-            items[0].sequences[-3:] = 120  # another response with another gradient
-        ppo.training_step(make_experience_batch(items), 0)
-        updates.append(moves(ppo, before))
-    for a, b in zip(*updates, strict=True):
-        assert norm(a) > 1e-3 and relative_difference(a, b) <= 1e-5
-
-
 # Invalid updates
 
 
 def test_experience_that_lacks_something(tmp_path):
     ppo = make(tmp_path, ref=reference_of("image"))
-    items = experience_of(ppo)[1][:4]
+    items = experience_of(ppo)[:4]
     for name in ("action_mask", "action_log_probs", "base_action_log_probs", "advantages", "returns", "values"):
         batch = make_experience_batch([replace(item, **{name: None}) for item in items], packing_samples=True)
         with pytest.raises(ValueError, match=f"The experience has no `{name}`; make it with"):
             ppo.training_step(batch, 0)
-    hidden = items[0].attention_mask.clone()
-    hidden[2] = 0
-    batch = make_experience_batch([*items[1:], replace(items[0], attention_mask=hidden)])
-    with pytest.raises(ValueError, match="The `attention_mask` of sample 3 hides tokens"):
-        ppo.training_step(batch, 0)
-    picky = {"config": {"top_entropy_quantile": 0.5}, "policy": actor_of("image", high_entropy_token_ratio=0.5)}
-    with pytest.raises(ValueError, match="The experience has no `action_entropy`"):
-        make(tmp_path, **picky).training_step(make_experience_batch(items), 0)
+    items[0].attention_mask[2] = 0
+    with pytest.raises(ValueError, match="The `attention_mask` of sample 0 hides tokens"):
+        ppo.training_step(make_experience_batch(items), 0)
     without = make(tmp_path, config={"advantage_estimator": "reinforce"})
     batch = batch_of(without, 4)
     with pytest.raises(ValueError, match="'reinforce'` has no critic to train"):
@@ -499,8 +414,10 @@ def test_experience_that_lacks_something(tmp_path):
 
 def test_updates_are_not_mixed(tmp_path):
     ppo = make(tmp_path)
-    items = experience_of(ppo)[1]
+    items = experience_of(ppo)
     batch = make_experience_batch(items[:4])
+    with pytest.raises(ValueError, match="The buffer holds 0 samples .* whole optimizer steps of 2 x 4"):
+        ppo.ppo_train()
     ppo.training_step_actor(batch)
     with pytest.raises(RuntimeError, match="An update of policy is half done, after 1 of 2 micro-batches"):
         ppo.training_step_critic(batch)
@@ -605,19 +522,16 @@ def test_tuples_with_videos_and_without_media(tmp_path):
     clip, picture = next(iter(video_rows(1)))["video"], image_rows(1)[0]["image"]
     rows = [
         {"prompt": "What is in the image?", "images": picture, "references": "a", "labels": "b"},
+        {"prompt": "Compare them.", "images": [picture], "videos": [clip]},
         {"prompt": "Is there a bird?"},
         {"prompt": "Describe the video.", "videos": [clip]},
-        {"prompt": "Compare them.", "images": [picture], "videos": [clip]},
     ]
-    updates, reward = [], Noting()
+    updates = []
     for batches in (columns(rows, "images", "videos"), loader([{**rows[0], "images": [picture]}, *rows[1:]])):
-        ppo, update = fitted(tmp_path, batches, config={"max_steps": 2}, reward_fn=reward)
+        ppo, update = fitted(tmp_path, batches)
         updates.append(update)
-    assert reward.calls[0]["refs"] == ["a"] * 4 + [None] * 4
-    assert reward.calls[0]["labels"] == ["b"] * 4 + [None] * 4
     for a, b in zip(*updates, strict=True):
         assert norm(a) > 1e-3 and all(torch.equal(a[name], b[name]) for name in a)
-    # Invalid batches of prompts
     wrong = "A batch of prompts is a list of rows, which are dictionaries, or a tuple of 4 or 5"
     for batch in (["a", "b", "c", "d"], (["a"], ["b"]), [["a"], ["b"], {"c": 1}, ["d"]]):
         with pytest.raises(ValueError, match=wrong):
@@ -626,11 +540,10 @@ def test_tuples_with_videos_and_without_media(tmp_path):
         make(tmp_path, "audio").evaluate([([], [], [], [], [])], 0)
 
 
-@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
-def test_prompts_without_media(kind, tmp_path):
+def test_prompts_without_media(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": f"Is there a bird? {i}"}]} for i in range(4)]
-    words = load(KINDS[kind].family)[1].tokenizer
-    ppo, updates = fitted(tmp_path, rows, kind, processor=None, tokenizer=words)
+    words = load("qwen2_5_vl")[1].tokenizer
+    ppo, updates = fitted(tmp_path, rows, processor=None, tokenizer=words)
     assert min(map(norm, updates)) > 1e-3
     words = [{"prompt": "Is there a bird?"}, {"prompt": "Is there a cat, a dog or a bird?"}]
     assert ppo.evaluate(loader(words), 2)["num_samples"] == 2
@@ -667,21 +580,19 @@ def rewarded(ppo, rows, **options):
 
 def test_reward_models_that_a_function_combines(tmp_path):
     """Its metrics may differ between micro-batches."""
-    judges, given = [Judge(1.0), Judge(0.5)], []
+    judges, calls = [Judge(1.0), Judge(0.5)], []
 
     def combine(model_reward_list, label_map):
         assert label_map == {"a": 0, "b": 1}
-        given.append(model_reward_list)
+        calls.append(model_reward_list)
         first, second = model_reward_list
-        return first - second, {"first": first, **({"odd": 1.0} if len(given) % 2 else {"even": second.tolist()})}
+        return first - second, {"first": first, **({"odd": 1.0} if len(calls) % 2 else {"even": second.tolist()})}
 
     arguments = {"reward_model": judges, "reward_fn": combine, "reward_fn_label_map": {"a": 0, "b": 1}}
     ppo, _ = fitted(tmp_path, image_rows(4), **arguments, micro_rollout_batch_size=4)
-    for index, parts in enumerate((given[:2], given[2:])):
-        first, second = (torch.cat([models[i] for models in parts]).mean().item() for i in (0, 1))
-        expected = {"reward": first - second, "first": first, "odd": 1.0, "even": parts[1][1].mean().item()}
-        assert {name: logged(ppo, f"rollout/{name}")[index] for name in expected} == pytest.approx(expected)
-    # Without training
+    first, second = (torch.cat([models[i] for models in calls[:2]]).mean().item() for i in (0, 1))
+    expected = {"reward": first - second, "first": first, "odd": 1.0, "even": calls[1][1].mean().item()}
+    assert {name: logged(ppo, f"rollout/{name}")[0] for name in expected} == pytest.approx(expected)
     assert [judge.weight.item() for judge in judges] == [1.0, 0.5] and judges[0].weight.grad is None
 
 
@@ -701,94 +612,7 @@ def test_reward_recipe(serve, tmp_path):
         rewarded(ppo, [{**answered(image_rows(1), "image")[0], "labels": "unknown"}])
 
 
-# Optimizers and schedules
-
-
-def optims(policy, critic, cls=torch.optim.AdamW):
-    """Returns optimizers with two groups of the policy and one of the critic, and a schedule of each."""
-    own = list(policy.model.parameters())
-    actor_optim = cls([{"params": own[:3], "lr": 1e-2}, {"params": own[3:], "lr": 3e-2}], lr=1.0)
-    critic_optim = cls(critic.parameters(), lr=5e-2, weight_decay=0.5)
-    actor_scheduler = LambdaLR(actor_optim, [lambda step: 0.5**step, lambda step: 1.0])
-    return actor_optim, critic_optim, actor_scheduler, LambdaLR(critic_optim, lambda step: 1 / (1 + step))
-
-
-@pytest.mark.parametrize("n_frozen", [0, 2])
-def test_own_optimizers_and_schedules(n_frozen, tmp_path):
-    policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
-    config = adam(per_device_train_batch_size=8, freezing_actor_steps=n_frozen)
-    ppo = make(tmp_path, policy=policy, critic=critic, config=config, optims=optims(policy, critic))
-    batch = batch_of(ppo)
-    statuses, rates = [], []
-    for step in range(4):
-        before = weights_of(ppo.trainer.model)
-        statuses.append(ppo.training_step(batch, step))
-        group = ppo.trainer.optimizer.param_groups
-        rates.append([each["lr"] for each in group])  # of the next step
-        assert (norm(moves(ppo, before)[0]) > 0) == (step >= n_frozen)
-    steps = [max(step - n_frozen, -1) for step in range(1, 5)]
-    expected = [[1e-2 * 0.5**s if s >= 0 else 0, 3e-2 if s >= 0 else 0, 5e-2 / (2 + i)] for i, s in enumerate(steps)]
-    assert rates == [pytest.approx(rate) for rate in expected]
-    assert [status["critic_lr"] for status in statuses] == pytest.approx([5e-2, 2.5e-2, 5e-2 / 3, 1.25e-2])
-    assert {type(ppo.trainer.optimizer.optimizer)} == {torch.optim.AdamW}
-    assert [group["weight_decay"] for group in ppo.trainer.optimizer.param_groups] == [0.01, 0.01, 0.5]
-
-
-def test_optimizers_keep_what_they_remember(tmp_path):
-    policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
-    given = optims(policy, critic)
-    for optimizer in given[:2]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    ppo = make(tmp_path, policy=policy, critic=critic, config=adam(), optims=given)
-    ppo.trainer.prepare_without_fit()
-    state = ppo.trainer.optimizer.optimizer.state
-    assert all(state[parameter]["step"] == 1 for parameter in [*policy.model.parameters(), *critic.parameters()])
-
-
-def test_optimizers_and_schedules_that_do_not_fit(tmp_path):
-    policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
-    actor_optim, critic_optim, actor_scheduler, critic_scheduler = optims(policy, critic)
-    constant = torch.optim.lr_scheduler.StepLR(critic_optim, 1)
-    sgd = torch.optim.SGD(critic.parameters(), lr=1.0)
-    pair, error = (actor_optim, critic_optim), "must be a `LambdaLR`.* got"
-    cases = [
-        ((actor_optim, None, None, None), r"with \['actor_optim'\] pass \['actor_optim', 'critic_optim'\], or none"),
-        ((None, critic_optim, None, None), r"with \['critic_optim'\] pass"),
-        ((None, None, actor_scheduler, critic_scheduler), r"with \['actor_scheduler', 'critic_scheduler'\] pass"),
-        ((actor_optim, sgd, None, None), r"of one class, got \['AdamW', 'SGD'\]"),
-        ((*pair, actor_scheduler, constant), f"`critic_scheduler` {error} StepLR"),
-        ((*pair, None, critic_scheduler), f"`actor_scheduler` {error} NoneType"),
-    ]
-    for given, error in cases:
-        with pytest.raises(ValueError, match=error):
-            make(tmp_path, policy=policy, critic=critic, optims=given)
-    with pytest.raises(ValueError, match="'reinforce'` has no critic"):
-        make(tmp_path, policy=policy, config={"advantage_estimator": "reinforce"}, optims=(*pair, None, None))
-    with pytest.raises(ValueError, match="`critic_optim` was passed, but no `critic`"):
-        PPOTrainerVL(strategy(tmp_path), policy, *(None,) * 4, *pair, None, None, processor=load("qwen2_5_vl")[1])
-
-
 # Divergence from the reference
-
-
-def logps_of(model, each):
-    """Scores an experience with images by a separate actor."""
-    media = {"pixel_values": each.pixel_values, "image_grid_thw": each.image_grid_thws}
-    with torch.no_grad():
-        logps = ActorVL(model, bf16=False)(each.sequences, each.action_mask.size(1), each.attention_mask, **media)
-    return torch.where(each.action_mask, logps, 0)
-
-
-def test_coefficient_adapts_with_the_policy(tmp_path):
-    """Far above its target, it grows by 20 % of 4 in 40 samples."""
-    ppo = make(tmp_path, ref=reference_of("image"), kl_target=1e-6, kl_horizon=40)
-    batch, before = batch_of(ppo, 4), ppo.experience_maker.kl_ctl.value
-    for step, factor in ((ppo.training_step_critic, 1), (ppo.training_step_actor, 1.04)):
-        step(batch), step(batch)
-        assert ppo.experience_maker.kl_ctl.value == ppo.trainer.kl_coef == pytest.approx(before * factor)
 
 
 def test_policy_without_its_adapter_is_the_reference(tmp_path):
@@ -798,15 +622,15 @@ def test_policy_without_its_adapter_is_the_reference(tmp_path):
             if "lora_B" in name:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     ppo = make(tmp_path, policy=policy, config={**SMALL, "learning_rate": 0.1})
-    for _ in range(2):
-        _, _, (each,) = rewarded(ppo, image_rows(2))
-        expected = logps_of(load("qwen2_5_vl")[0], each)
-        assert_close(each.base_action_log_probs, expected, rtol=1e-4, atol=1e-4)
-        assert (each.base_action_log_probs - each.action_log_probs).abs().max() > 1e-3
-        if not ppo.trainer.is_prepared:
-            policy_moves, critic_moves = fit(ppo, loader(image_rows(4)))
+    policy_moves, critic_moves = fit(ppo, loader(image_rows(4)))
     assert {name for name, move in policy_moves.items() if move.any()} == {n for n in policy_moves if "default" in n}
     assert norm(critic_moves) > 1e-3
+    _, _, (each,) = rewarded(ppo, image_rows(2))
+    inputs = each.sequences, each.action_mask.size(1), each.attention_mask
+    with torch.no_grad():
+        expected = torch.where(each.action_mask, actor_of("image")(*inputs, **media_of(each)), 0)
+    assert_close(each.base_action_log_probs, expected, rtol=1e-4, atol=1e-4)
+    assert (each.base_action_log_probs - each.action_log_probs).abs().max() > 1e-3
 
 
 def test_no_divergence_without_coefficient_or_reference(tmp_path):
@@ -858,91 +682,51 @@ def test_supervised_rows_that_are_missing_or_not_used(tmp_path):
 # Evaluation
 
 
-def average_of(ppo) -> dict:
-    with ppo.trainer.ema_weights():
-        return weights_of(ppo.trainer.model)
-
-
-def state_of(ppo) -> dict:
-    trainer, maker = ppo.trainer, ppo.experience_maker
-    models = [ppo.actor, ppo.critic, maker.initial_model, *maker.reward_models]
-    return copy.deepcopy(
-        {
-            "weights": [model.state_dict() for model in models],
-            "modes": [[module.training for module in model.modules()] for model in models],
-            "generation": [vars(model.base_model.generation_config) for model in (ppo.actor, maker.initial_model)],
-            "average": average_of(ppo),
-            "optimizer": trainer.optimizer.state_dict(),
-            "schedule": trainer.lr_scheduler.state_dict(),
-            "random": [torch.get_rng_state(), np.random.get_state(), random.getstate()],
-            "scale": maker.reward_scale.state_dict(),
-            "kl": maker.kl_ctl.state_dict(),
-            "buffer": [vars(item) for item in ppo.replay_buffer],
-            "metrics": [dict(trainer._metrics["train"]), dict(trainer._metrics["eval"]), trainer.pending_logs],
-            "trainer": [trainer.state.global_step, trainer.state.log_history, trainer._step],
-            "strategy": {name: value for name, value in vars(maker.strategy).items() if name != "accelerator"},
-            "options": ppo.generate_kwargs,
-        }
-    )
-
-
-def test_evaluation_changes_nothing(tmp_path):
-    class Restless(Judge):
-        """Uses all kinds of random numbers."""
-
-        def forward(self, sequences, attention_mask, **media):
-            noise = torch.rand(()) + np.random.rand() + random.random()
-            return super().forward(sequences, attention_mask, **media) + noise
-
-    config = {"reward_running_scale": True, **adam()}
-    arguments = {"reward_model": Restless(), "reward_fn": None, "ema": actor_of("image"), "kl_target": 1e-3}
-    ppo, _ = fitted(tmp_path, image_rows(4), config=config, ref=reference_of("image"), max_norm=1.0, **arguments)
-    ppo.replay_buffer.append(batch_of(ppo))
-    ppo.actor.base_model.model.visual.eval()  # for example a frozen encoder
-    before = state_of(ppo)
-    results = ppo.evaluate(loader(image_rows(5), shuffle=True), 1)
-    after = state_of(ppo)
-    assert [name for name in before if not equal(before[name], after[name])] == []
-    assert results["num_samples"] == 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_evaluation(kind, tmp_path, caplog, monkeypatch):
+def test_greedy_evaluation_changes_nothing(tmp_path, caplog, monkeypatch):
     """Responses equal those of `generate` for single prompts, whatever the sampling options."""
-    options = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "temperature": 0.5}
-    ppo = make(tmp_path, kind, policy=actor_of(kind, temperature=0.5), **options)
-    rows = list(KINDS[kind].rows(5))
+
+    def restless(completion_ids, **columns):
+        noise = torch.rand(()) * np.random.rand() * random.random()
+        return [float(reward + 0 * noise) for reward in length_and_sum(completion_ids)]
+
+    options = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "temperature": 0.5, "reward_fn": restless}
+    config = {"reward_running_scale": True, **adam()}
+    policy = actor_of("image", temperature=0.5)
+    ppo, _ = fitted(tmp_path, image_rows(4), config=config, policy=policy, ema=actor_of("image"), **options)
+    policy.base_model.model.visual.eval()  # for example a frozen encoder
+
+    def state():
+        trainer, maker = ppo.trainer, ppo.experience_maker
+        parts = {
+            "modes": [module.training for module in trainer.model.modules()],
+            "random": [torch.get_rng_state(), np.random.get_state(), random.getstate()],
+            "generation": vars(policy.base_model.generation_config),
+            "counters": [trainer.state.global_step, trainer.state.log_history, maker.reward_scale.state_dict()],
+            "strategy": [maker.strategy.advantage_estimator, ppo.generate_kwargs, trainer.pending_logs],
+        }
+        return copy.deepcopy({**parts, "average": average_of(ppo), "optimizer": trainer.optimizer.state_dict()})
+
+    before, rows = state(), list(image_rows(5))
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     results = ppo.evaluate(loader(rows), 0)
     assert "flag" not in caplog.text
-    (policy, processor), responses = load(KINDS[kind].family), []
+    after, responses = state(), []
+    assert [name for name in before if not equal(before[name], after[name])] == []
     for row in rows:
-        inputs, start = encoded(processor, row, [])
-        suppressed = [policy.config.image_token_id if kind == "image" else policy.config.audio_token_id]
-        suppressed += [policy.config.video_token_id] if kind == "image" else []
-        ids = policy.generate(
-            **inputs, do_sample=False, max_new_tokens=6, eos_token_id=EOS, suppress_tokens=suppressed
-        )
-        responses.append(ids[0, start:].tolist())
+        inputs, start = encoded(load("qwen2_5_vl")[1], row, [])
+        ids, _, mask = policy.generate(**inputs, do_sample=False, max_new_tokens=6, eos_token_id=EOS)
+        responses.append(ids[0, start:][mask[0]].tolist())
     rewards = length_and_sum(responses)
-    assert results == pytest.approx(
-        {
-            **{"reward_mean": fmean(rewards), "reward_std": pstdev(rewards), "num_samples": 5},
-            "response_length_mean": fmean(map(len, responses)),
-        }
-    )
-
-
-def test_evaluation_of_unscorable_responses(tmp_path):
-    def reward(completion_ids, **columns):
-        return [None if i == 0 else value for i, value in enumerate(length_and_sum(completion_ids))]
-
-    ppo = make(tmp_path, reward_fn=reward)
-    results = ppo.evaluate(loader(image_rows(2)), 0)
-    assert results["reward_mean"] > 0 and results["reward_std"] == 0 and results["num_samples"] == 2
+    expected = {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards), "num_samples": 5}
+    assert results == pytest.approx({**expected, "response_length_mean": fmean(map(len, responses))})
     ppo = make(tmp_path, reward_fn=lambda completions, **columns: [None] * len(completions))
     results = ppo.evaluate(loader(image_rows(2)), 0)
     assert math.isnan(results["reward_mean"]) and math.isnan(results["reward_std"]) and results["num_samples"] == 2
+
+
+def average_of(ppo) -> dict:
+    with ppo.trainer.ema_weights():
+        return weights_of(ppo.trainer.model)
 
 
 # Logs and checkpoints
@@ -950,35 +734,6 @@ def test_evaluation_of_unscorable_responses(tmp_path):
 
 def folders(path):
     return sorted(each.name for each in path.iterdir() if each.is_dir())
-
-
-def test_logs_are_means_over_their_interval(tmp_path):
-    runs = []
-    for interval in (1, 2, 0.5):
-        ppo = make(tmp_path, config={**SMALL, "logging_steps": interval, "logging_first_step": interval == 0.5})
-        if interval == 2:
-            ppo.trainer.add_callback(TrainingCurvesCallback())
-        fit(ppo, loader(image_rows(8)))
-        runs.append(ppo.trainer.state.log_history)
-    each, pairs, fractions = runs
-    assert [entry["step"] for entry in each] == [1, 2, 3, 4]
-    assert [entry["epoch"] for entry in each] == [0.25, 0.5, 0.75, 1.0]
-    assert [(entry["step"], entry["epoch"]) for entry in pairs] == [(2, 0.5), (4, 1.0)]
-    names = each[0].keys() - {"step", "epoch", "step_time"}
-    assert {"rollout/reward", "rollout/response_length", "policy_loss", "critic_loss", "returns_mean"} <= names
-    for index, entry in enumerate(pairs):
-        for name in names:
-            numbers = [each[2 * index + i][name] for i in (0, 1)]
-            assert entry[name] == pytest.approx(fmean(numbers), rel=1e-3, abs=1e-5), name
-    assert [entry["step"] for entry in fractions] == [1, 2, 4]
-    assert fractions[1]["rollout/reward"] == each[1]["rollout/reward"]
-    # As curves
-    axes = {each.get_title(loc="left"): each for each in figure_of(each).axes}
-    assert {"Reward", "Entropy", "Completion length", "Explained variance", "Value loss"} <= {*axes}
-    for title, name in (("Reward", "rollout/reward"), ("Value loss", "critic_loss")):
-        points = zip(*axes[title].lines[0].get_data(), strict=True)
-        assert list(points) == [(entry["step"], entry[name]) for entry in runs[0] if name in entry]
-    assert Image.open(tmp_path / "training_curves.png").width == 1200
 
 
 def test_intervals(tmp_path):
@@ -1003,43 +758,30 @@ def test_intervals(tmp_path):
 def test_saved_models_that_are_not_rotated_away(tmp_path):
     config = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     fitted(tmp_path, image_rows(8), config=config, save_hf_ckpt=True)
-    kept = [f"hf-checkpoint-{step}" for step in (1, 2, 3, 4)]
-    assert folders(tmp_path) == ["checkpoint-3", "checkpoint-4", *kept]
-    weights = [Path(tmp_path, name, "model.safetensors") for name in ("hf-checkpoint-4", "checkpoint-4")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert folders(tmp_path) == ["checkpoint-3", "checkpoint-4", *(f"hf-checkpoint-{step}" for step in (1, 2, 3, 4))]
     assert "optimizer.pt" not in {path.name for path in Path(tmp_path, "hf-checkpoint-4").iterdir()}
 
 
 def test_what_a_checkpoint_holds(tmp_path):
-    config = {**adam(), "save_strategy": "steps", "save_steps": 2, "reward_running_scale": True}
+    config = {**adam(), "save_strategy": "steps", "save_steps": 2}
     arguments = {"ema": actor_of("image"), "ref": reference_of("image"), "kl_target": 1e-3, "kl_horizon": 50}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, **arguments)
-    folder = tmp_path / "checkpoint-4"
-    own = ppo.trainer.model.state_dict()
+    folder, own = tmp_path / "checkpoint-4", ppo.trainer.model.state_dict()
     policy = type(ppo.actor.base_model).from_pretrained(folder).state_dict()
     assert policy.keys() == {name for name in own if not name.startswith("critic.")}
-    assert all(torch.equal(value, own[name]) for name, value in policy.items())
     critic = Critic.from_pretrained(folder / "critic", type(ppo.actor.base_model)).state_dict()
-    assert all(torch.equal(value, own[f"critic.{name}"]) for name, value in critic.items())
-    average, expected = load_file(folder / "ema.safetensors"), average_of(ppo)
-    assert all(torch.equal(value, expected[name]) for name, value in average.items()) and average
+    saved = {**policy, **{f"critic.{name}": value for name, value in critic.items()}}
+    assert all(torch.equal(value, own[name]) for name, value in saved.items())
     state = load_rollout_state(folder, 0)
     assert state["client_states"] == {"consumed_samples": 4}
     assert state["kl_controller"] == {"value": pytest.approx(ppo.trainer.kl_coef)} and ppo.trainer.kl_coef != 0.1
-    assert state["reward_scale"]["count"] == 16
-    names = {"scheduler.pt", "optimizer.pt", "rng_state.pth", "trainer_state.json", "processor_config.json"}
-    assert names <= {path.name for path in folder.iterdir()}
     ppo.save_model(str(tmp_path / "final"))
-    for name, expected in (("", own), ("ema", average)):
-        saved = type(ppo.actor.base_model).from_pretrained(tmp_path / "final" / name).state_dict()
-        assert all(torch.equal(value, expected[key]) for key, value in saved.items() if key in expected)
-        assert not any(key.startswith("critic") for key in saved)
-
-
-def test_checkpoints_of_models_alone(tmp_path):
+    for name, expected in (("", own), ("ema", average_of(ppo))):
+        weights = type(ppo.actor.base_model).from_pretrained(tmp_path / "final" / name).state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in weights.items() if key in expected)
     config = {"save_strategy": "steps", "save_steps": 2}
-    fitted(tmp_path, image_rows(4), config=config, disable_ds_ckpt=True, ema=actor_of("image"))
-    names = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    fitted(tmp_path / "alone", image_rows(4), config=config, disable_ds_ckpt=True, ema=actor_of("image"))
+    names = {path.name for path in (tmp_path / "alone" / "checkpoint-2").iterdir()}
     assert {"model.safetensors", "critic"} <= names
     assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt", "ema.safetensors"} & names
 
@@ -1140,86 +882,67 @@ def test_resumed_run_is_the_uninterrupted_run(kind, stops, tmp_path):
         assert [name for name in expected if not equal(expected[name], actual[name])] == [], stop
 
 
-def test_prompts_that_have_been_consumed(tmp_path):
-    runs, config = {}, {"num_train_epochs": 2}
-    for consumed in (0, 2, 6):
+def test_length_of_a_run(tmp_path):
+    """Prompts of a former run are skipped, episodes repeat prompts, and steps are rounded up to whole rollouts."""
+    runs = {}
+    for consumed in (0, 6):
         noting, prompts = Noting(), loader(image_rows(4), shuffle=True)
-        ppo, _ = fitted(tmp_path, prompts, config=config, options={"consumed_samples": consumed}, reward_fn=noting)
+        options = {"config": {"num_train_epochs": 2}, "options": {"consumed_samples": consumed}}
+        ppo, _ = fitted(tmp_path, prompts, **options, reward_fn=noting)
         runs[consumed] = noting.questions
-        assert ppo.trainer.state.global_step == len(noting.calls) == 4 - consumed // 2
-        assert logged(ppo, "epoch")[-1] == 2
-    assert runs[2] == runs[0][1:] and runs[6] == runs[0][3:]
-
-
-def test_updates_of_an_episode(tmp_path):
-    """An episode has at least this number, with several passes over the prompts."""
-    noting, prompts, options = Noting(), loader(image_rows(4), shuffle=True), {"num_update_steps_per_episodes": 5}
+        assert ppo.trainer.state.global_step == 4 - consumed // 2 and logged(ppo, "epoch")[-1] == 2
+    assert runs[6] == runs[0][3:]
+    noting, options = Noting(), {"num_update_steps_per_episodes": 5}
     config = {"logging_strategy": "epoch"}
     ppo, _ = fitted(tmp_path, prompts, config=config, options=options, max_epochs=2, reward_fn=noting)
-    assert ppo.trainer.state.global_step == 8
     first, second = noting.questions[:2], noting.questions[2:]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) and first != second
-    assert logged(ppo, "epoch") == [1.0]
-
-
-def test_number_of_steps(tmp_path):
-    """The number is rounded up to whole rollouts, also for the schedule."""
+    assert ppo.trainer.state.global_step == 8 and logged(ppo, "epoch") == [1.0]
     config = {"max_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 100}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, max_epochs=2)
-    assert ppo.trainer.state.global_step == 4
     assert logged(ppo, "actor_lr") == pytest.approx([0.01 * 0.875, 0.01 * 0.375])
     with pytest.raises(RuntimeError, match="There have been updates already"):
         fit(ppo, loader(image_rows(4)))
 
 
 def test_callbacks_are_asked(tmp_path):
-    class Stop(TrainerCallback):
+    events = []
+
+    class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 2
 
-    class Count(TrainerCallback):
-        events = []
-
         def on_save(self, args, state, control, **kwargs):
-            self.events.append("save")
+            events.append("save")
 
         def on_evaluate(self, args, state, control, metrics, **kwargs):
-            self.events.append(sorted(metrics))
+            events.append(sorted(metrics))
 
     config = {**SMALL, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     ppo = make(tmp_path, config=config)
-    ppo.trainer.add_callback(Stop)
-    ppo.trainer.add_callback(Count)
+    ppo.trainer.add_callback(Watch)
     fit(ppo, loader(image_rows(8)), eval_dataloader=loader(image_rows(1)))
-    assert ppo.trainer.state.global_step == 2
     names = ["epoch", "eval_num_samples", "eval_response_length_mean", "eval_reward_mean", "eval_reward_std"]
-    assert Count.events == [names, "save"]
+    assert ppo.trainer.state.global_step == 2 and events == [names, "save"]
 
 
 def test_loaders_that_do_not_fit(tmp_path):
-    class Endless(IterableDataset):
-        def __iter__(self):
-            yield from image_rows(1)
-
     batches = DataLoader(list(image_rows(4)), batch_sampler=[[0, 1], [2, 3]])
-    cases = [
+    for prompts, arguments, error in (
         (loader(image_rows(4), 3), {}, "4 prompts don't fill whole batches of 3 on 1 processes"),
         (loader(image_rows(2), 3, drop_last=True), {}, "2 prompts don't fill whole batches of 3"),
         (loader(image_rows(3), 3), {}, "leaves 12 samples in the buffer, which don't fill whole optimizer steps of 8"),
         (loader(image_rows(4)), {"buffer_limit": 6}, "leaves 6 samples in the buffer"),
         (batches, {}, "must have a `batch_size`, and a dataset whose"),
-        (DataLoader(Endless(), batch_size=2), {}, "a dataset whose length is known"),
-    ]
-    for prompts, arguments, error in cases:
+    ):
         with pytest.raises(ValueError, match=error):
             fitted(tmp_path, prompts, **arguments)
     for config, error in (
         ({"eval_strategy": "steps", "eval_steps": 1}, "pass an `eval_dataloader`"),
         ({"save_strategy": "best", "metric_for_best_model": "reward"}, "save 'steps' or 'epoch'"),
     ):
-        ppo = make(tmp_path, config=SMALL)
         with pytest.raises(ValueError, match=error):
-            ppo.fit(strategy(tmp_path, **SMALL, **config), loader(image_rows(4)), None)
+            make(tmp_path, config=SMALL).fit(strategy(tmp_path, **SMALL, **config), loader(image_rows(4)), None)
 
 
 # Arguments
@@ -1227,127 +950,83 @@ def test_loaders_that_do_not_fit(tmp_path):
 
 def test_critic_by_default(tmp_path):
     """The default critic is a copy of the policy with a zero head and separate weights."""
-    kind, policy = KINDS["image"], actor_of("image")
-    arguments = {"processor": load(kind.family)[1], "reward_fn": length_and_sum, "prompt_max_len": 512}
-    arguments |= {"micro_train_batch_size": 4, "max_new_tokens": 6}
-    ppo = PPOTrainerVL(strategy(tmp_path), policy, *(None,) * 8, **arguments)
+    policy, arguments = actor_of("image"), {"reward_fn": length_and_sum, "prompt_max_len": 512, "max_new_tokens": 6}
+    ppo = PPOTrainerVL(strategy(tmp_path), policy, *(None,) * 8, processor=load("qwen2_5_vl")[1], **arguments)
     assert ppo.critic is ppo.experience_maker.critic
-    backbone = dict(ppo.critic.model.base_model.named_parameters())
-    own = dict(load(kind.family)[0].base_model.named_parameters())
+    backbone, own = (dict(part.base_model.named_parameters()) for part in (ppo.critic.model, policy.base_model))
     assert all(torch.equal(backbone[name], own[name]) for name in own) and backbone.keys() == own.keys()
-    mine = {parameter.data_ptr() for parameter in policy.base_model.base_model.parameters()}
-    assert not mine & {parameter.data_ptr() for parameter in backbone.values()}
-    rewards, _, (each,) = rewarded(ppo, image_rows(2))
+    assert not {p.data_ptr() for p in own.values()} & {p.data_ptr() for p in backbone.values()}
+    _, _, (each,) = rewarded(ppo, image_rows(2))
     assert not each.values.any() and each.returns.any()
-    before = weights_of(ppo.trainer.model)
-    for part in (0, 4):
-        ppo.training_step(make_experience_batch(split_experience_batch(each)[part : part + 4]), 0)
-    _, critic = moves(ppo, before)
-    assert critic["critic.head.weight"].any() and critic["critic.head.bias"].any()
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_gradient_checkpointing(lora_rank, tmp_path):
+def test_gradient_checkpointing(tmp_path):
     """Both backbones recompute their activations."""
     for checkpointing, times in ((False, 1), (True, 2)):
-        policy, calls = actor_of("image", lora_rank=lora_rank), [0, 0]
+        calls = [0, 0]
+        policy = actor_of("image", lora_rank=4)
         ppo = make(tmp_path, config=ONE, policy=policy, gradient_checkpointing=checkpointing)
 
         def count(index, calls=calls):
             calls[index] += 1
 
         batch = batch_of(ppo, 4)
-        for index, model in enumerate((ppo.actor.base_model, ppo.critic.model)):
+        for index, model in enumerate((policy.base_model, ppo.critic.model)):
             layer = model.get_decoder().layers[0]
             layer.self_attn.register_forward_hook(lambda *_, index=index: count(index))
         ppo.training_step(batch, 0)
         assert calls == [times, times]
 
 
-def test_updates_without_a_finite_gradient(tmp_path):
-    """The trainer skips these updates, and raises after too many."""
-    ppo = make(tmp_path, config=adam())
-    ppo.trainer._max_skipped = 1
-    items = experience_of(ppo)[1][:4]
-    ppo.training_step(make_experience_batch(items), 0)
-    broken = make_experience_batch([replace(item, advantages=item.advantages * torch.inf) for item in items])
-    before = weights_of(ppo.trainer.model)
-    assert ppo.training_step(broken, 1)["skipped_updates"] == 1
-    assert all(norm(part) == 0 for part in moves(ppo, before))
-    assert ppo.training_step(make_experience_batch(items), 2)["skipped_updates"] == 0
-    ppo.training_step(broken, 3)
-    with pytest.raises(FloatingPointError, match="2 updates in a row isn't finite"):
-        ppo.training_step(broken, 4)
-
-
-def test_buffer(tmp_path):
+def test_limit_of_the_buffer(tmp_path):
+    """Of 16 samples of each of two rollouts, the newest 8 make an update."""
     ppo = make(tmp_path, buffer_limit=8, buffer_cpu_offload=False, micro_rollout_batch_size=8, config=SMALL)
     assert (ppo.replay_buffer.limit, ppo.replay_buffer.cpu_offload) == (8, False)
-    assert make(tmp_path).replay_buffer.cpu_offload
-    noted, train = [], ppo.ppo_train
-    ppo.ppo_train = lambda *args: noted.append(len(ppo.replay_buffer)) or train(*args)
     fit(ppo, loader(image_rows(8), 4))
-    # Of 16 samples of each of two rollouts, the newest 8 make an update
-    assert noted == [8, 8] and ppo.trainer.state.global_step == 2
-    assert logged(ppo, "epoch") == [0.5, 1.0]
+    assert ppo.trainer.state.global_step == 2 and logged(ppo, "epoch") == [0.5, 1.0]
 
 
 def test_options_of_the_rollout(tmp_path):
-    ppo = make(tmp_path, prompt_max_len=10, dataloader_pin_memory=False)
     with pytest.raises(ValueError, match=r"Prompt 0 has \d+ tokens, more than `prompt_max_len` \(10\)"):
-        rewarded(ppo, image_rows(2))
-    assert not ppo.trainer.args.dataloader_pin_memory
+        rewarded(make(tmp_path, prompt_max_len=10), image_rows(2))
     ppo = make(tmp_path, max_new_tokens=3, gamma=0.5, lambd=0.25)
     assert ppo.strategy.advantage_estimator == "gae(gamma=0.5, lam=0.25)" and ppo.strategy.max_completion_length == 3
     _, _, (each,) = rewarded(ppo, image_rows(2))
+    rewards = token_rewards(each.info["reward"], each.action_mask)
+    _, returns = gae(rewards, each.values, each.action_mask, gamma=0.5, lam=0.25)
     assert each.action_mask.size(1) <= 3
-    _, returns = gae(
-        token_rewards(each.info["reward"], each.action_mask), each.values, each.action_mask, gamma=0.5, lam=0.25
-    )
     assert_close(each.returns, returns)
-    noting = Noting()
-    rewarded(make(tmp_path, micro_rollout_batch_size=3, reward_fn=noting), image_rows(2))
-    assert [len(call["prompts"]) for call in noting.calls] == [3, 3, 2]
-    ppo = make(tmp_path, config={"ignored_media_columns": ["image"]})
-    (each,) = ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs)
-    assert type(each) is Experience
 
 
 def test_errors_of_the_constructor(tmp_path):
     policy, processor = actor_of("image"), load("qwen2_5_vl")[1]
-    given = {"processor": processor, "reward_fn": length_and_sum}
+    sgd = torch.optim.SGD(policy.parameters())
 
-    def construct(config=None, critic=None, **arguments):
-        config = strategy(tmp_path, **(config or {}))
-        return PPOTrainerVL(config, policy, critic, *(None,) * 7, **{**given, **arguments})
+    def construct(config=None, critic=None, critic_optim=None, **arguments):
+        models = policy, critic, None, None, None
+        arguments = {"processor": processor, "reward_fn": length_and_sum, **arguments}
+        return PPOTrainerVL(strategy(tmp_path, **(config or {})), *models, None, critic_optim, None, None, **arguments)
 
-    cases = [
-        (
-            {"critic": critic_of("qwen2_5_vl"), "config": {"advantage_estimator": "group_norm"}},
-            "`critic` was passed, which .*'group_norm'",
-        ),
+    group_norm = {"critic": critic_of("qwen2_5_vl"), "config": {"advantage_estimator": "group_norm"}}
+    for arguments, error in (
+        (group_norm, "`critic` was passed, which .*'group_norm'"),
+        ({"critic_optim": sgd}, "pass `None` for optimizers and schedules"),
         ({"reward_fn": None}, "There is no source of reward"),
         ({"max_new_token": 5}, "`max_new_token` is no option of sampling"),
         ({"config": {"shared_trunk": True}}, "`shared_trunk` of `strategy` has no effect in these steps, only in"),
         ({"config": {"top_p": 0.5}}, "`top_p` of `strategy` has no effect .*; pass `top_p` to the trainer itself"),
-        ({"config": {"use_vllm": True}}, "`use_vllm` of `strategy`"),
         ({"config": {"top_entropy_quantile": 0.2}}, "make the actor with `high_entropy_token_ratio=0.2`"),
         ({"processor": None}, "Pass the policy's `processor`, or its `tokenizer`"),
-        ({"micro_rollout_batch_size": 0}, "`micro_rollout_batch_size` must be at least 1"),
         ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),
         ({"init_kl_coef": -0.1}, "`init_kl_coef` must be at least 0"),
         ({"gamma": 1.5}, "`gamma` of 'gae' must be between 0 and 1"),
-        ({"value_clip": -1.0}, "`cliprange_value` must be above 0"),
-        ({"config": {"temperature": 0.5}, "ptx_coef": -1.0}, "`ptx_coef` must be at least 0"),
-    ]
-    for arguments, error in cases:
+    ):
         with pytest.raises(ValueError, match=error):
             construct(**arguments)
     with pytest.raises(TypeError, match="must be a MultimodalPPOConfig, got GRPOConfig"):
-        PPOTrainerVL(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), policy, *(None,) * 8, **given)
-    hot = reference_of("image", temperature=2.0)
+        PPOTrainerVL(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False), policy, *(None,) * 8, processor=processor)
     with pytest.raises(ValueError, match="The reference is an actor for temperature 2.0, the policy for 1.0"):
-        make(tmp_path, policy=policy, ref=hot)
+        make(tmp_path, policy=policy, ref=reference_of("image", temperature=2.0))
     with pytest.raises(ValueError, match="can't be its own reference without an adapter"):
         make(tmp_path, policy=policy, ref=policy)
 
@@ -1359,85 +1038,12 @@ def test_config_is_left_as_it_was(tmp_path):
     assert {name: vars(config)[name] for name in before if vars(config)[name] != before[name]} == {}
 
 
-def test_one_response_to_a_prompt(tmp_path):
-    config = {"num_generations": 1, "per_device_train_batch_size": 2, "max_steps": 1}
-    ppo, updates = fitted(tmp_path, loader(image_rows(4), 4), config=config)
-    assert min(map(norm, updates)) > 1e-3
-    assert logged(ppo, "advantages_std") == pytest.approx([1.0])
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
     """Until an update, policy and critic equal the rollout's bit for bit."""
     config = {"bf16": True, "learning_rate": 0.0, **WHOLE}
     ppo = make(tmp_path, config=config, policy=actor_of("image", packing), ref=actor_of("image"), value_clip=1e-6)
     ppo.trainer.prepare_without_fit()  # `fit` does this before the first rollout
-    rows = list(image_rows(2))
-    _, _, (each,) = rewarded(ppo, rows)
+    _, _, (each,) = rewarded(ppo, image_rows(2))
     status = ppo.training_step(each, 0)
     assert status["ratio/max"] == 1 and status["approx_kl"] == 0 and status["value_clip_ratio"] == 0
-    items = remove_padding_in_sequences(split_experience_batch(each))
-    errors = [item.values - plain("image", rows[i // GROUP], item)[1] for i, item in enumerate(items)]
-    assert 1e-4 < torch.cat(errors).abs().max() < 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "granite_speech"])  # it has batch norm
-def test_every_family(name, tmp_path):
-    """The update sees what the policy saw, so all ratios are 1."""
-    model, processor = FAMILIES[name].build()
-    chats = [chat for chat in FAMILIES[name].prompts() if name != "glm4v" or "video" not in str(chat)]
-    for block in (block for chat in chats for message in chat for block in message["content"]):
-        if block["type"] == "audio" and name != "voxtral":
-            block["audio"] = {"array": block["audio"], "sampling_rate": RATE}
-    kinds = set(FAMILIES[name].modalities)
-    actor_class = ActorAL if kinds == {"audio"} else ActorOmni if "audio" in kinds else ActorVL
-    config = strategy(tmp_path, gradient_accumulation_steps=1, learning_rate=0.0, num_generations=2)
-    arguments = {"processor": processor, "reward_fn": length_and_sum, "prompt_max_len": 5000, "max_new_tokens": 4}
-    ppo = PPOTrainerVL(
-        config,
-        actor_class(model, bf16=False, packing_samples=True),
-        *(None,) * 8,
-        **arguments,
-        micro_train_batch_size=2 * len(chats),
-        micro_rollout_batch_size=2,
-    )
-    torch.manual_seed(0)
-    for each in ppo.experience_maker.make_experience_list([{"prompt": chat} for chat in chats], **ppo.generate_kwargs):
-        ppo.replay_buffer.append(each)
-    status = ppo.ppo_train()
-    assert status["ratio/max"] == pytest.approx(1, abs=1e-4)
-    assert status["grad_norm"] > 0.01
-    if family_of(model).isolate is not None:
-        with pytest.raises(ValueError, match="an experience must hold one prompt; set `micro_rollout_batch_size`"):
-            PPOTrainerVL(config, ActorVL(model, bf16=False), *(None,) * 8, **arguments, micro_rollout_batch_size=4)
-
-
-# The corresponding options of the experience maker
-
-
-class LastToken(nn.Module):
-    """A critic without a backbone, which computes the value of a state from its last token."""
-
-    def forward(self, sequences, num_actions, attention_mask, **media):
-        return (sequences % 11 * attention_mask / 10.0)[:, -num_actions - 1 : -1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_truncated_responses_are_worth_what_the_critic_expects(kind, tmp_path):
-    """The value adds to their reward; other responses end with the reward."""
-    ppo = make(tmp_path, kind, config={"bootstrap_truncated": True}, gamma=0.9, lambd=0.8)
-    maker = ppo.experience_maker
-    maker.critic = LastToken()
-    torch.manual_seed(1)
-    experiences = maker.make_experience_list(list(KINDS[kind].rows(3)), **{**ppo.generate_kwargs, "max_new_tokens": 3})
-    items = [item for each in experiences for item in remove_padding_in_sequences(split_experience_batch(each))]
-    truncated = [item.sequences[-1].item() not in EOS for item in items]
-    assert 0 < sum(truncated) < len(items) and [item.info["truncated"].item() for item in items] == truncated
-    for item, cut in zip(items, truncated, strict=True):
-        values = item.sequences[len(item.sequences) - len(item.action_mask) - 1 :] % 11 / 10.0
-        mask, after = item.action_mask[None], values[-1:] * cut
-        rewards = token_rewards(item.info["reward"].view(1), mask)
-        _, returns = gae(rewards, values[None, :-1], mask, gamma=0.9, lam=0.8, bootstrap=after)
-        assert torch.equal(item.values, values[:-1])
-        assert_close(item.returns, returns[0])

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The interface of the reference pages: its names and its helpers."""
+"""The interface of the five reference pages: every name, signature and example, and the helpers that they import."""
 
 import dataclasses
 import importlib
@@ -7,15 +7,28 @@ import inspect
 
 import pytest
 import torch
+from helpers.encoding import build_encoded
+from helpers.ppo_runs import critic_of
+from helpers.trainer_utils import PLAIN, image_rows, length_and_sum, load, saved
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 import trl_multimodal_rft as package
-from trl_multimodal_rft import lightrft
-from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, ReplayBuffer
+from trl_multimodal_rft import MultimodalPPOConfig, lightrft
+from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, PPOTrainerVL, ReplayBuffer
 from trl_multimodal_rft.lightrft.models import compute_approx_kl, compute_reward, masked_mean
 from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL, Samples
+from trl_multimodal_rft.lightrft.trainer.experience_config import ExperienceConfig
 from trl_multimodal_rft.lightrft.trainer.experience_maker import NaiveExperienceMaker
-from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import BufferItem, BufferItemVL
+from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
+    BufferItem,
+    BufferItemVL,
+    is_vl_experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+    zero_pad_sequences,
+)
 
 
 # Names and signatures from the pages. Where a page shows no default, the package may have one;
@@ -210,6 +223,157 @@ def test_strategy_of_lightrft_is_refused():
 
     with pytest.raises(TypeError, match="^`strategy` is a Strategy; pass an `ExperienceConfig`"):
         NaiveExperienceMaker(None, None, None, None, None, 512, None, Strategy())
+
+
+# Examples of the pages, with tiny models
+
+
+ACTOR_EXAMPLES = {
+    "qwen2_audio": (ActorAL, {"input_features": "audio_values", "feature_attention_mask": "audio_attention_mask"}),
+    "qwen2_5_vl": (ActorVL, {}),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("family", ACTOR_EXAMPLES)
+def test_examples_of_actors(family, capsys):
+    cls, names = ACTOR_EXAMPLES[family]
+    actor = cls(pretrain_or_model=str(saved(family)), use_flash_attention_2=False, lora_rank=16, lora_alpha=32)
+    prompt = build_encoded(family)[2][0]
+    input_ids, media = prompt.input_ids[None], {names.get(name, name): value for name, value in prompt.media.items()}
+    for options in ({"max_new_tokens": 100}, {"max_new_tokens": 50, "temperature": 0.8, "do_sample": True}):
+        sequences, attention_mask, action_mask = actor.generate(input_ids=input_ids, **media, **options)
+        n = action_mask.size(1)
+        assert 0 < n <= options["max_new_tokens"] and sequences.shape == attention_mask.shape == (1, len(prompt) + n)
+    num_actions = min(n, 10)
+    log_probs = actor(sequences=sequences, num_actions=num_actions, **media)
+    again, output = actor(sequences=sequences, num_actions=num_actions, **media, return_output=True)
+    assert log_probs.shape == (1, num_actions) and output.logits.shape[:2] == sequences.shape
+    assert_close(again, log_probs, atol=0.05, rtol=0)  # in bfloat16
+    actor.train()
+    for kwargs in ((), ({"use_reentrant": True},)):
+        actor.gradient_checkpointing_enable(*kwargs)
+    actor.gradient_checkpointing_disable()
+    actor.print_trainable_parameters()
+    assert "trainable params: " in capsys.readouterr().out
+    ids = torch.tensor([[4, 5, 6, 7, 2, 9]])  # what follows the end becomes padding
+    processed = actor.process_sequences(ids, input_len=3, eos_token_id=2, pad_token_id=0)
+    assert [tensor.int().tolist() for tensor in processed] == [[[4, 5, 6, 7, 2, 0]], [[1, 1, 1, 1, 1, 0]], [[1, 1, 0]]]
+
+
+def samples(cls, *ids, **fields):
+    """Returns samples of these ids, whose actions are all tokens that aren't 0."""
+    columns = [torch.ones(len(row)) for row in ids]
+    masks = [torch.tensor(row) != 0 for row in ids]
+    return [
+        cls(
+            sequences=torch.tensor(row),
+            **dict.fromkeys(TENSORS, values),
+            **{"attention_mask": mask.long(), "action_mask": mask, "info": {}, **fields},
+        )
+        for row, values, mask in zip(ids, columns, masks, strict=True)
+    ]
+
+
+def test_examples_of_buffer_utilities():
+    sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
+    padded = zero_pad_sequences(sequences, side="right")
+    assert padded.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
+    padded_left = zero_pad_sequences(sequences, side="left")
+    assert padded_left.tolist() == [[0, 1, 2, 3], [0, 0, 4, 5], [6, 7, 8, 9]]
+    with pytest.raises(AssertionError):
+        zero_pad_sequences(sequences, side="middle")
+    clean_items = remove_padding_in_sequences(samples(BufferItem, [0, 0, 1, 2, 3, 0, 0]))
+    assert [item.sequences.tolist() for item in clean_items] == [[1, 2, 3]]
+    images = {"pixel_values": torch.ones(4, 6), "image_grid_thws": torch.tensor([[1, 2, 2]])}
+    padded_vl_items = samples(BufferItemVL, [0, 0, 4, 5, 6, 0], **images)
+    clean_vl_items = remove_padding_in_sequences(padded_vl_items)
+    assert clean_vl_items[0].sequences.tolist() == [4, 5, 6] and clean_vl_items[0].pixel_values.shape == (4, 6)
+    items = samples(BufferItem, [1, 2], [3])
+    vl_items = samples(BufferItemVL, [1, 2], [3], **images)
+    for own, cls, packing in ((items, Experience, False), (vl_items, ExperienceVL, True)):
+        batch_experience = make_experience_batch(own, packing_samples=packing)
+        assert type(batch_experience) is cls and is_vl_experience(batch_experience) == (cls is ExperienceVL)
+        individual_items = split_experience_batch(batch_experience)
+        assert [type(item) for item in individual_items] == [type(item) for item in own]
+        if packing:
+            assert [item.sequences.tolist() for item in individual_items] == [[1, 2], [3]]
+            assert all(torch.equal(item.pixel_values, images["pixel_values"]) for item in individual_items)
+        else:
+            assert batch_experience.sequences.tolist() == [[1, 2], [0, 3]]
+    with pytest.raises(ValueError):
+        make_experience_batch([])
+
+
+def test_formulas_of_the_experience_maker():
+    """Compares advantages and returns with the page's recursions, without gaps in the mask."""
+    maker = NaiveExperienceMaker.__new__(NaiveExperienceMaker)
+    values, rewards = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    gamma, lambd = 0.9, 0.8
+    advantages, sums = torch.zeros(2, 5), torch.zeros(2, 5)
+    following = torch.cat([values * mask, torch.zeros(2, 1)], dim=1)
+    for t in reversed(range(4)):
+        delta = (rewards * mask)[:, t] + gamma * following[:, t + 1] - following[:, t]
+        advantages[:, t] = delta + gamma * lambd * advantages[:, t + 1]
+        sums[:, t] = (rewards * mask)[:, t] + gamma * sums[:, t + 1]
+    ours, returns = maker.get_advantages_and_returns(values, rewards, mask, gamma, lambd)
+    assert_close(ours, advantages[:, :4])
+    assert_close(returns * mask, (advantages[:, :4] + values) * mask)
+    assert_close(maker.get_cumulative_returns(rewards, mask, gamma), sums[:, :4])
+    lists = [[row[:n] for row, n in zip(rows, (4, 2), strict=True)] for rows in (values, rewards, mask)]
+    for row, own in zip(maker.get_advantages_and_returns(*lists, gamma, lambd)[0], ours, strict=True):
+        assert_close(row, own[: len(row)])
+
+
+@pytest.mark.gate
+def test_loop_of_the_experience_maker():
+    """Makes experience by the steps of the page, as `make_experience_list` does in one."""
+    model, processor = load("qwen2_5_vl")
+    config = ExperienceConfig("rloo", n_samples_per_prompt=2, micro_rollout_batch_size=2, progress=False)
+    arguments = ActorVL(model, bf16=False), None, None, None, processor.tokenizer, 512, None, config
+    maker = NaiveExperienceMaker(*arguments, reward_fn=length_and_sum)
+    tokens = maker.tokenize_fn(["Is there a bird?"], 3, device="cpu")
+    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (1, 3)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    experiences = [maker.make_experience(part) for part in maker.generate_samples(["Is there?", "A bird"], **options)]
+    experiences, rewards = maker.process_experiences(experiences)
+    assert [type(experience) for experience in experiences] == [Experience] * 2 and len(rewards) == 2
+    made = maker.make_experience_list(["Is there?", "A bird"], **options, gamma=1.0, lambd=0.95)
+    for experience, other, shaped in zip(experiences, made, rewards, strict=True):
+        assert torch.equal(other.sequences, experience.sequences)
+        assert_close(other.advantages, torch.where(other.action_mask, shaped[:, None], 0))
+
+
+@pytest.mark.gate
+def test_loop_of_the_trainer(tmp_path):
+    """Calls each method of the page: the whole loop, and its steps."""
+    options = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "beta": 0.0}
+    strategy = MultimodalPPOConfig(str(tmp_path), **{**PLAIN, "max_steps": 2, "learning_rate": 1e-3, **options})
+    model, processor = load("qwen2_5_vl")
+    trainer = PPOTrainerVL(
+        *(strategy, ActorVL(model, bf16=False), critic_of("qwen2_5_vl"), None, None, None, None, None, None, None),
+        micro_train_batch_size=4,
+        processor=processor,
+        prompt_max_len=512,
+        reward_fn=length_and_sum,
+        max_new_tokens=4,
+    )
+    prompts = DataLoader(list(image_rows(4)), batch_size=2, collate_fn=list)
+    trainer.fit(strategy, prompts, None)
+    assert trainer.trainer.state.global_step == 2
+    (experience,) = trainer.experience_maker.make_experience_list(list(image_rows(2)), **trainer.generate_kwargs)
+    trainer.replay_buffer.append(experience)
+    for status in (
+        trainer.ppo_train(2),
+        trainer.training_step(experience, 3),
+        trainer.training_step_actor(experience),
+        trainer.training_step_critic(experience),
+    ):
+        assert {"policy_loss", "critic_loss"} <= status.keys()
+    assert trainer.evaluate(prompts, 6)["num_samples"] == 4
+    trainer.save_logs_and_checkpoints(strategy, 6, None, {"policy_loss": 1.0}, {"consumed_samples": 8}, episode=1)
+    assert trainer.trainer.state.log_history[-1]["policy_loss"] == 1.0
 
 
 # Helpers of `lightrft.models.utils`, against the published formulas

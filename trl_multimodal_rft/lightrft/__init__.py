@@ -1,6 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The interface of LightRFT, with its module paths, on this package's core. Nothing outside this folder imports it."""
 
+import functools
+import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
@@ -10,4 +14,27 @@ if TYPE_CHECKING:
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
+# Modules of LightRFT whose names are those of their package here
+ALIASES = {
+    "models.actor_language": ["ActorLanguage"],
+    "trainer.experience_maker_vl": ["ExperienceVL", "NaiveExperienceMakerVL", "SamplesVL"],
+    "trainer.fast_exp_maker": ["FastExperienceMaker"],
+    "trainer.kl_controller": ["AdaptiveKLController", "FixedKLController"],
+    "trainer.replay_buffer_vl": ["NaiveReplayBufferVL"],
+    "trainer.spmd_ppo_trainer": ["SPMDPPOTrainerVL"],
+}
+
 __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+
+def _alias(package: str, names: list[str], name: str) -> type:
+    if name not in names:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(package, __name__), name)
+
+
+for _path, _names in ALIASES.items():
+    _module = ModuleType(f"{__name__}.{_path}", f"Another path of {', '.join(_names)}.")
+    vars(_module)["__getattr__"] = functools.partial(_alias, f".{_path.split('.')[0]}", _names)
+    vars(_module)["__dir__"] = functools.partial(list, _names)
+    sys.modules[_module.__name__] = _module

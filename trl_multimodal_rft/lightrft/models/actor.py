@@ -5,10 +5,12 @@ import inspect
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
@@ -17,12 +19,11 @@ from transformers.utils import ModelOutput
 from ...algorithms.completions import mask_completions
 from ...data.reading.decoding import require_module
 from ...encoding.prompts import all_placeholder_ids
-from ...engines.decoding import decodes
-from ...engines.graphs import step_on
-from ...engines.transformers import generate_completions, without_router_logits
-from ...families import family_of, modality_of
+from ...engines.transformers import sample_completions
+from ...families import TOKEN_FIELDS, family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
+from ...forward.inputs import to_model
 from ...forward.masks import sharing_obstacle
 from ...forward.requests import ScoreRequest
 from ...models.modes import checkpoint_activations, evaluation_mode
@@ -33,7 +34,7 @@ from ...models.towers import find_tower, freeze_as_built
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
 from ...versions import CACHE_NAMES
-from .bare_inputs import audio_inputs, bare_inputs, check_num_actions, packed_prompts, padded_prompts
+from .bare_inputs import audio_inputs, packed_completions, padded_completions, token_fields
 
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)  # accelerate's logger needs its state
 # Arguments of forwards that aren't media
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", *CACHE_NAMES, "labels"}
 
+_SAMPLING = ("temperature", "top_k", "top_p")
 _VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 # Grids are accepted for all families, since they mean nothing without pixels
@@ -247,74 +249,65 @@ class Actor(nn.Module):
         vision_media = dict(zip(_VISION, vision, strict=True)) if self._sees else {}
         audio_media = audio_inputs(self.base_model, audio_values, audio_attention_mask)
         accepted = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
-        if packed_seq_lens is not None:
-            return self._forward_packed(sequences, num_actions, packed_seq_lens, accepted, return_output)
-        if num_actions is None and not return_output:
-            raise ValueError(
-                "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
-            )
-        if isinstance(num_actions, (list, tuple)):
-            raise ValueError(
-                "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
-            )
-        length = sequences.size(1)
-        check_num_actions(num_actions or 0, length)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(sequences)
-        inputs: dict[str, Any] = bare_inputs(self.base_model, sequences, accepted, num_actions or 0)
-        inputs["attention_mask"] = attention_mask
-        if self.config.get_text_config() is self.config:
-            # Language models number their positions from the left edge, padding included
-            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        if return_output and _has_router(self.base_model):
-            inputs["output_router_logits"] = True
-        if num_actions is None:
-            return self.model(input_ids=sequences, **inputs)
-        if return_output or self.policy_forward.fallbacks.logits_from_model:
-            output = self.model(input_ids=sequences, **inputs)
-            logps, entropy = scores_of_logits(
-                output.logits[:, length - 1 - num_actions : length - 1],
-                sequences[:, length - num_actions :],
-                self.temperature,
-                entropy_requires_grad=False,
-            )
+        is_packed = packed_seq_lens is not None
+        if is_packed:
+            if not self.packing_samples:
+                raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
+            rows = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted)
         else:
-            labels = torch.full_like(sequences, -100)
-            if num_actions:
-                labels[:, -num_actions:] = sequences[:, -num_actions:]
-            scored = self.model(input_ids=sequences, **inputs, labels=labels, fused_lm_head=True)
-            # `log_probs` has no column for the first token
-            return scored.log_probs[:, length - 1 - num_actions :].float()
-        if not return_output:
-            return logps
-        if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = entropy
-        return logps, output
-
-    def _forward_packed(
-        self,
-        sequences: torch.Tensor,
-        num_actions: int | list[int] | None,
-        lengths: list[int],
-        media: dict[str, torch.Tensor],
-        return_output: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, ModelOutput]:
-        if not self.packing_samples:
-            raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-        prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
-        scores = self.policy_forward.score(
-            self.model,
-            ScoreRequest(
-                prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=_has_router(self.base_model)
-            ),
-        )
-        logps = scores.logps[mask][None].float()
+            if num_actions is None and not return_output:
+                raise ValueError(
+                    "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
+                )
+            if isinstance(num_actions, (list, tuple)):
+                raise ValueError(
+                    "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
+                )
+            rows = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted)
+            if return_output:
+                return self._with_output(sequences, attention_mask, num_actions, accepted, rows.is_action)
+        has_router = is_packed and _has_router(self.base_model)
+        options = {"packed": self.packing_samples, "compute_aux_loss": has_router}
+        request = ScoreRequest(rows.prompts, rows.ids, rows.mask.long(), **options)
+        scores = self.policy_forward.score(self.model, request)
+        logps = rows.placed(scores.logps.float())
         if not return_output:
             return logps
         output = ModelOutput(aux_loss=scores.aux_loss) if scores.aux_loss is not None else ModelOutput()
         if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = scores.entropies[mask][None].detach()
+            output["action_entropy"] = rows.placed(scores.entropies.detach())
         return logps, output
+
+    def _with_output(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        num_actions: int | None,
+        media: dict[str, torch.Tensor],
+        is_action: torch.Tensor,
+    ) -> ModelOutput | tuple[torch.Tensor, ModelOutput]:
+        """Returns log-probabilities and the output of the model itself, whose logits are of all columns."""
+        base, (n, length) = self.base_model, (num_actions or 0, sequences.size(1))
+        mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
+        fields = {name: value for name, value in media.items() if name in TOKEN_FIELDS}
+        if not fields:
+            fields = token_fields(base, sequences)
+            for name, fill in family_of(base).token_field_fill.items():
+                fields[name] = fields[name].masked_fill(F.pad(is_action, (length - n, 0)), fill)
+        inputs: dict[str, Any] = {**to_model(media, base, sequences.device), **fields, "attention_mask": mask}
+        if self.config.get_text_config() is self.config:
+            # Language models number their positions from the left edge, padding included
+            inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
+        if _has_router(base):
+            inputs["output_router_logits"] = True
+        output = self.model(input_ids=sequences, **inputs)
+        if num_actions is None:
+            return output
+        logits, ids = output.logits[:, length - 1 - n : length - 1], sequences[:, length - n :]
+        logps, entropy = scores_of_logits(logits, ids, self.temperature, entropy_requires_grad=False)
+        if self.high_entropy_token_ratio > 0:
+            output["action_entropy"] = torch.where(is_action, entropy, 0)
+        return torch.where(is_action, logps, 0), output
 
     # Sampling
 
@@ -358,43 +351,37 @@ class Actor(nn.Module):
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         kwargs |= dict(zip(_VISION, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
-        media = _accepted_media(
-            self.base_model,
-            {name: kwargs.pop(name) for name in tensors if name in _media_names(self.base_model) | _GRIDS},
-        )
+        base, names = self.base_model, _media_names(self.base_model) | _GRIDS
+        tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
+        media = _accepted_media(base, {name: kwargs.pop(name) for name in tensors})
         # Options of this call prevail over its generation config, which prevails over the model's
-        config = kwargs.get("generation_config", GenerationConfig()).to_dict()
+        config = kwargs.pop("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
-        options = {**self.base_model.generation_config.to_dict(), **config, **kwargs}
-        if (options["num_return_sequences"] or 1) > 1:
+        effective = GenerationConfig(**{**base.generation_config.to_dict(), **config})
+        if unused := effective.update(**kwargs):
+            raise ValueError(f"`{min(unused)}` is no option of sampling here; correct or remove it.")
+        if (effective.num_return_sequences or 1) > 1:
             raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
-        if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
+        if (effective.num_beams or 1) > 1 and any(modality_of(name) == "audio" for name in media):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
-        inputs: dict[str, Any] = bare_inputs(self.base_model, input_ids, media, 0)
-        eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
+        eos_ids, pad_id = effective.eos_token_id, effective.pad_token_id
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
-        base = self.base_model
-        suppressed = {*all_placeholder_ids(base, base), *(options["suppress_tokens"] or [])}
-        if suppressed:
-            kwargs["suppress_tokens"] = sorted(suppressed)
-        if options["do_sample"]:
-            kwargs = {**kwargs, **self.sampling_options(options)}
-        kwargs |= {"pad_token_id": pad_id, "use_cache": True}
-        effective = GenerationConfig(**{**base.generation_config.to_dict(), **config})
-        unused = effective.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
-        prompts = None
-        if not unused and not is_deepspeed_zero3_enabled() and decodes(base, effective):
-            prompts = padded_prompts(base, input_ids, attention_mask, media)
-        with evaluation_mode(self), without_router_logits(base):
-            if prompts is None:
-                sequences = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **inputs, **kwargs)
-            else:
-                device = input_ids.device
-                runs = None if effective.disable_compile else step_on(device)
-                ids = generate_completions(self.model, base, prompts, effective, pad_id, device, runs=runs)
-                sequences = torch.cat([input_ids, ids], dim=1)
+        suppressed = {*all_placeholder_ids(base, base), *(effective.suppress_tokens or [])}
+        options = {"pad_token_id": pad_id, "use_cache": True, "suppress_tokens": sorted(suppressed) or None}
+        if effective.do_sample:
+            options |= self.sampling_options({name: getattr(effective, name) for name in _SAMPLING})
+        effective.update(**options)
+        prompts = padded_completions(base, input_ids, attention_mask, 0, media).prompts
+        # Under ZeRO-3, transformers' loop keeps the ranks in step
+        fallbacks = replace(
+            self.policy_forward.fallbacks,
+            shared_prefill=not is_deepspeed_zero3_enabled(),
+            graph=not effective.disable_compile,
+        )
+        with evaluation_mode(self):
+            ids = sample_completions(self.policy_forward, self.model, prompts, effective, pad_id, fallbacks=fallbacks)
+        sequences = torch.cat([input_ids, ids], dim=1)
         return self.process_sequences(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -408,7 +395,7 @@ class Actor(nn.Module):
         Returns:
             `dict`: The three options.
         """
-        defaults = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        defaults = dict(zip(_SAMPLING, (self.temperature, 0, 1.0), strict=True))
         chosen = {name: value if options[name] is None else options[name] for name, value in defaults.items()}
         if chosen["temperature"] != self.temperature:
             logger.warning(

@@ -1,14 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Inputs of a model's forward from bare tensors: ids and media without their processor."""
+"""Prompts and completions from bare tensors: ids and media without their processor."""
 
 import inspect
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ...data.reading.refs import MediaError
+from ...encoding.join import same_prompt
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
 from ...families import (
     AUDIO_FEATURES,
@@ -19,7 +22,6 @@ from ...families import (
     family_of,
     modality_of,
 )
-from ...forward.inputs import to_model
 
 
 Rows = torch.Tensor | Sequence[torch.Tensor]
@@ -28,30 +30,85 @@ Rows = torch.Tensor | Sequence[torch.Tensor]
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
-def bare_inputs(
-    model: PreTrainedModel, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int
-) -> dict[str, torch.Tensor]:
+@dataclass
+class BareCompletions:
+    """Prompts and completions of `B` rows of ids, and the columns of the caller's actions."""
+
+    prompts: list[EncodedPrompt]  # equal neighbors are one object
+    ids: torch.Tensor  # (B, C), padded on the right
+    mask: torch.Tensor  # (B, C)
+    is_action: torch.Tensor  # columns with a score: (B, A), or (1, sum of A) if samples are packed
+
+    def placed(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values `(B, C)` of completions in the caller's columns, 0 elsewhere."""
+        return values.new_zeros(self.is_action.shape).masked_scatter(self.is_action, values[self.mask])
+
+
+def padded_completions(
+    model: PreTrainedModel,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    num_actions: int,
+    media: dict[str, torch.Tensor],
+) -> BareCompletions:
     """
-    Returns the media, checked against the ids, and the per-token fields. The model computes its positions itself.
+    Splits padded rows `(B, S)`. A row's actions are its last `num_actions` columns without padding, without the first
+    token, which no token predicts, and without tokens up to the one after the last placeholder of media.
     """
-    fields = {name: media[name] for name in TOKEN_FIELDS if name in media}
-    media = {name: value for name, value in media.items() if name not in fields}
-    check_media(model, sequences, media)
-    masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
-    if masks and family_of(model).isolate is not None:
-        parts = split_media(model, sequences, media)
-        for name in masks:
-            if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
-                raise MediaError(
-                    f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
-                    "pass rows with clips of one length at a time."
-                )
-    if not fields:
-        fields = _checked_fields(model, sequences, media)
-        for name, fill in family_of(model).token_field_fill.items() if num_actions else ():
-            fields[name] = fields[name].clone()
-            fields[name][:, -num_actions:] = fill
-    return {**to_model(media, model, sequences.device), **fields}
+    width = sequences.size(1)
+    _check_num_actions(num_actions, width)
+    mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    up_to_media = _mask(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
+    after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]  # packed rows repeat a prompt's last token, which must be text
+    is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
+    packed = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
+    numbers, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
+    completions = packed_completions(model, sequences[mask][None], numbers, lengths, packed)
+    completions.is_action = is_action
+    return completions
+
+
+def packed_completions(
+    model: PreTrainedModel,
+    sequences: torch.Tensor,
+    num_actions: int | Sequence[int] | None,
+    lengths: Sequence[int],
+    media: dict[str, torch.Tensor],
+) -> BareCompletions:
+    """Splits samples packed into one row; the last tokens of each sample are its actions."""
+    lengths = list(map(int, lengths))
+    if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
+        raise ValueError(
+            f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
+        )
+    if num_actions is None:
+        raise ValueError("Packed sequences need `num_actions`, one number per sample.")
+    numbers = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
+    if len(numbers) != len(lengths):
+        raise ValueError(f"There are {len(numbers)} `num_actions` for {len(lengths)} packed samples.")
+    for index, (n, length) in enumerate(zip(numbers, lengths, strict=True)):
+        _check_num_actions(n, length, f" of sample {index}")
+    rows = sequences[0].split(lengths)
+    stops = [length - n for length, n in zip(lengths, numbers, strict=True)]
+    completions = [row[stop:] for row, stop in zip(rows, stops, strict=True)]
+    for index, (row, stop) in enumerate(zip(rows, stops, strict=True)):
+        if stop < len(row) and _mask(row[stop - 1 :], all_placeholder_ids(model, model)).any():
+            raise MediaError(
+                f"the actions of sample {index} hold media, or follow them directly; pack prompts with all of their "
+                "media, and text behind."
+            )
+    fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
+    parts = split_media(model, rows, {name: value for name, value in media.items() if name not in fields})
+    _check_clips(model, parts)
+    prompts: list[EncodedPrompt] = []
+    for index, (row, stop, part) in enumerate(zip(rows, stops, parts, strict=True)):
+        own_fields = {name: values[index][:stop] for name, values in fields.items()}
+        prompt = bare_prompt(model, row[:stop], part, own_fields)
+        last = prompts[-1] if prompts else prompt
+        is_same = same_prompt([last.input_ids, last.media], [prompt.input_ids, prompt.media])
+        prompts.append(last if is_same else prompt)
+    mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in completions], batch_first=True)
+    return BareCompletions(prompts, pad_sequence(completions, batch_first=True), mask, mask.new_ones(1, sum(numbers)))
 
 
 def bare_prompt(
@@ -60,90 +117,22 @@ def bare_prompt(
     media: dict[str, torch.Tensor],
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
-    """Returns a prompt from bare tensors, on the CPU; without `fields`, per-token fields follow from the ids."""
-    ids = input_ids.cpu()
-    media = {name: value.cpu() for name, value in media.items()}
-    check_media(model, [ids], media)
-    fields = {name: value.cpu() for name, value in (fields or _checked_fields(model, ids, media)).items()}
+    """
+    Returns a prompt from bare tensors, on the CPU; without `fields`, per-token fields follow from the ids. Raises a
+    [`MediaError`] if placeholders and media don't match, or if videos lack placeholders of their own.
+    """
+    ids, media = input_ids.cpu(), {name: value.cpu() for name, value in media.items()}
+    split_media(model, [ids], media)
+    if not fields:
+        fields = token_fields(model, ids)
+        videos = any(modality_of(name) == "video" for name in media)
+        if "mm_token_type_ids" in fields and videos and not (fields["mm_token_type_ids"] == 2).any():
+            raise MediaError(
+                "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
+            )
+    fields = {name: value.cpu() for name, value in fields.items()}
     positions = prompt_position_ids(model, ids, media, fields)
     return EncodedPrompt(ids, fields, media, positions, modalities=frozenset(map(modality_of, media)))
-
-
-def packed_prompts(
-    model: PreTrainedModel,
-    sequences: torch.Tensor,
-    num_actions: int | list[int] | None,
-    lengths: Sequence[int],
-    media: dict[str, torch.Tensor],
-) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
-    """
-    Splits samples packed into one row; returns their prompts, their completions padded on the right, `(B, A)`, and the
-    mask of the completions.
-    """
-    lengths = list(map(int, lengths))
-    if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
-        raise ValueError(
-            f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
-        )
-    if num_actions is None:
-        raise ValueError("Packed sequences need `num_actions`, one number per sample.")
-    actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
-    if len(actions) != len(lengths):
-        raise ValueError(f"There are {len(actions)} `num_actions` for {len(lengths)} packed samples.")
-    for index, (n, length) in enumerate(zip(actions, lengths, strict=True)):
-        check_num_actions(n, length, f" of sample {index}")
-    rows = sequences[0].split(lengths)
-    stops = [length - n for length, n in zip(lengths, actions, strict=True)]
-    completions = [row[stop:] for row, stop in zip(rows, stops, strict=True)]
-    for index, is_placeholder in enumerate(_masks(completions, all_placeholder_ids(model, model))):
-        if is_placeholder.any():
-            raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
-    fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
-    media = {name: value for name, value in media.items() if name not in fields}
-    prompts = [
-        bare_prompt(model, row[:stop], part, {name: values[index][:stop] for name, values in fields.items()})
-        for index, (row, stop, part) in enumerate(zip(rows, stops, split_media(model, rows, media), strict=True))
-    ]
-    width = max(max(actions), 1)
-    mask = torch.arange(width, device=sequences.device) < torch.tensor(actions, device=sequences.device)[:, None]
-    completion_ids = sequences.new_zeros(mask.shape).masked_scatter(mask, torch.cat(completions))
-    return prompts, completion_ids, mask
-
-
-def padded_prompts(
-    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: dict[str, torch.Tensor]
-) -> list[EncodedPrompt] | None:
-    """
-    Returns prompts from left-padded ids `(B, P)` and their media; equal neighbors are one object. Returns `None` if
-    features of media depend on the batch, or if it isn't clear which media belong to which row.
-    """
-    if family_of(model).isolate is not None:
-        return None
-    mask = attention_mask.bool()
-    packed = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
-    try:
-        prompts, _, _ = packed_prompts(model, input_ids[mask][None], 0, mask.sum(1).tolist(), packed)
-    except MediaError:
-        return None
-    for i, (before, prompt) in enumerate(pairwise(prompts), 1):
-        pairs = [({"ids": neighbor.input_ids} | neighbor.media) for neighbor in (before, prompt)]
-        if pairs[0].keys() == pairs[1].keys() and all(
-            torch.equal(pairs[0][n], value) for n, value in pairs[1].items()
-        ):
-            prompts[i] = prompts[i - 1]
-    return prompts
-
-
-def check_num_actions(num_actions: int, length: int, label: str = "") -> None:
-    """Raises a `ValueError` unless each action has a token before it, which predicts the action."""
-    if not 0 <= num_actions < length:
-        raise ValueError(
-            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
-            "one."
-        )
-
-
-# Assignment of media to rows
 
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -155,89 +144,13 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     types = torch.zeros_like(input_ids)
     if family_of(model).token_fields_mark_media:
         for modality, ids in placeholder_token_ids(model, model).items():
-            types[torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))] = _TOKEN_TYPES[modality]
+            types[_mask(input_ids, ids)] = _TOKEN_TYPES[modality]
     with_ends = types.clone()
     for modality in MODALITIES:
         for end in ("start", "end"):
             with_ends[input_ids == getattr(model.config, f"{modality}_{end}_token_id", -1)] = _TOKEN_TYPES[modality]
     names = [name for name in TOKEN_FIELDS if name in accepted]
     return {name: with_ends if name in TOKEN_FIELDS_WITH_ENDS else types for name in names}
-
-
-def _checked_fields(
-    model: PreTrainedModel, input_ids: torch.Tensor, media: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Returns [`token_fields`] of ids with media. Raises a [`MediaError`] if videos lack placeholders of their own."""
-    fields = token_fields(model, input_ids)
-    videos = any(modality_of(name) == "video" for name in media)
-    if "mm_token_type_ids" in fields and videos and not (fields["mm_token_type_ids"] == 2).any():
-        raise MediaError(
-            "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
-        )
-    return fields
-
-
-def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Returns the media of each row, as slices of the media of all rows, by the rows' placeholders."""
-    check_media(model, rows, media)
-    masks = {modality: _masks(rows, ids) for modality, ids in placeholder_token_ids(model, model).items()}
-    if not any(mask.any() for mask in masks["video"]):
-        masks["video"] = masks["image"]  # some families write videos with the image token
-    result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-    for modality in MODALITIES:
-        tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
-        if not tensors:
-            continue
-        counts = _count_media(model, modality, masks[modality], tensors)
-        grid = tensors.get(f"{modality}_grid_thw")
-        patches = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
-        # Tensors have one entry per image, video or clip, per patch, or per row with media
-        for name, value in tensors.items():
-            options = (counts, patches, [min(count, 1) for count in counts])
-            sizes = next((sizes for sizes in options if sum(sizes) == len(value)), None)
-            if sizes is None:
-                raise MediaError(
-                    f"`{name}` has {len(value)} entries for {sum(counts)} {modality}s, so that it isn't clear which "
-                    "belong to which row; pass the rows one by one."
-                )
-            for row, part in zip(result, value.split(sizes), strict=True):
-                if len(part):
-                    row[name] = part
-    return result
-
-
-def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> None:
-    """
-    Raises a [`MediaError`] if a batch's placeholders don't match its media, row by row where the tensors allow it.
-    Models don't check this: most raise an error with too few features, but some silently run with too many or none.
-    """
-    masks = {modality: _masks(rows, ids) for modality, ids in placeholder_token_ids(model, model).items()}
-    first = {
-        name: next((i for i, mask in enumerate(row_masks) if mask.any()), None) for name, row_masks in masks.items()
-    }
-    # Grids, sizes and masks alone don't make a modality present
-    present = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
-    # Videos with the image token look like images
-    as_images = "video" in present and first["video"] is None
-    accepted = inspect.signature(type(model).forward).parameters
-    audio_masks = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
-    for modality in MODALITIES:
-        row, grid = first[modality], f"{modality}_grid_thw"
-        if row is not None and modality not in present and not (modality == "image" and as_images):
-            raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
-        if modality in present and row is None and not (modality == "video" and first["image"] is not None):
-            raise MediaError(
-                f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
-                "make the ids with the model's processor."
-            )
-        if modality in present and grid in accepted and grid not in media:
-            raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
-        if modality == "audio" and "audio" in present and audio_masks and not audio_masks & media.keys():
-            raise MediaError(f"there is audio but no `{min(audio_masks)}`; pass what the processor returns.")
-    for modality in MODALITIES if not as_images else ("audio",):
-        tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
-        if tensors and _token_counts(model, modality, tensors) is not None:
-            _count_media(model, modality, masks[modality], tensors)
 
 
 def audio_inputs(
@@ -258,9 +171,112 @@ def audio_inputs(
     return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}
 
 
-def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:
-    """Returns the mask of each row's tokens that are one of the ids, on the CPU."""
-    return [torch.isin(row.cpu(), torch.tensor(sorted(ids), dtype=row.dtype)) for row in rows]
+# Assignment of media to rows
+
+
+def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """
+    Returns the media of each row, as slices of the media of all rows, by the rows' placeholders.
+
+    Raises a [`MediaError`] if the placeholders don't match the media: models don't check this, and some silently run
+    with too many or too few.
+    """
+    masks = {
+        modality: [_mask(row.cpu(), ids) for row in rows]
+        for modality, ids in placeholder_token_ids(model, model).items()
+    }
+    tensors = {
+        modality: {name: value for name, value in media.items() if modality_of(name) == modality}
+        for modality in MODALITIES
+    }
+    as_images = _check_present(model, masks, tensors)
+    if not any(mask.any() for mask in masks["video"]):
+        masks["video"] = masks["image"]  # some families write videos with the image token
+    result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+    for modality, of_modality in tensors.items():
+        if not of_modality:
+            continue
+        if len(rows) == 1:
+            is_counted = modality == "audio" or not as_images
+            if is_counted and _token_counts(model, modality, of_modality) is not None:
+                _count_media(model, modality, masks[modality], of_modality)
+            result[0] |= of_modality
+            continue
+        counts = _count_media(model, modality, masks[modality], of_modality)
+        grid = of_modality.get(f"{modality}_grid_thw")
+        patches = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
+        # Tensors have one entry per image, video or clip, per patch, or per row with media
+        for name, value in of_modality.items():
+            options = (counts, patches, [min(count, 1) for count in counts])
+            sizes = next((sizes for sizes in options if sum(sizes) == len(value)), None)
+            if sizes is None:
+                raise MediaError(
+                    f"`{name}` has {len(value)} entries for {sum(counts)} {modality}s, so that it isn't clear which "
+                    "belong to which row; pass the rows one by one."
+                )
+            for row, part in zip(result, value.split(sizes), strict=True):
+                if len(part):
+                    row[name] = part
+    return result
+
+
+def _check_present(
+    model: PreTrainedModel, masks: dict[str, list[torch.Tensor]], tensors: dict[str, dict[str, torch.Tensor]]
+) -> bool:
+    """Checks that media have placeholders and placeholders media. Returns whether videos have those of images."""
+    first = {
+        name: next((i for i, mask in enumerate(row_masks) if mask.any()), None) for name, row_masks in masks.items()
+    }
+    # Grids, sizes and masks alone don't make a modality present
+    present = {
+        modality
+        for modality, of_modality in tensors.items()
+        if any(value.is_floating_point() and value.dim() > 1 for value in of_modality.values())
+    }
+    as_images = "video" in present and first["video"] is None
+    accepted = inspect.signature(type(model).forward).parameters
+    audio_masks = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
+    for modality, of_modality in tensors.items():
+        row, grid = first[modality], f"{modality}_grid_thw"
+        if row is not None and modality not in present and not (modality == "image" and as_images):
+            raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
+        if modality not in present:
+            continue
+        if row is None and not (modality == "video" and first["image"] is not None):
+            raise MediaError(
+                f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
+                "make the ids with the model's processor."
+            )
+        if grid in accepted and grid not in of_modality:
+            raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
+        if modality == "audio" and audio_masks and not audio_masks & of_modality.keys():
+            raise MediaError(f"there is audio but no `{min(audio_masks)}`; pass what the processor returns.")
+    return as_images
+
+
+def _check_clips(model: PreTrainedModel, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Raises a [`MediaError`] if rows have padded clips of different lengths, and their encoder has no mask for it."""
+    names = {name for part in parts for name in part if modality_of(name) == "audio" and name.endswith("mask")}
+    for name in names if family_of(model).isolate is not None else ():
+        if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
+            raise MediaError(
+                f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
+                "pass rows with clips of one length at a time."
+            )
+
+
+def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
+    """Raises a `ValueError` unless each action has a token before it, which predicts the action."""
+    if not 0 <= num_actions < length:
+        raise ValueError(
+            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
+            "one."
+        )
+
+
+def _mask(ids: torch.Tensor, tokens: set[int]) -> torch.Tensor:
+    """Returns the mask of ids that are one of the tokens."""
+    return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device))
 
 
 def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torch.Tensor]) -> list[int] | None:

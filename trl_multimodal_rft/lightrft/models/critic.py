@@ -4,10 +4,13 @@
 import torch
 from transformers import PreTrainedModel
 
+from ...families import family_of
 from ...forward.attention import install_prefix_attention
+from ...forward.logprobs import completion_values
+from ...forward.requests import ScoreRequest
 from ...forward.masks import sharing_obstacle
 from ...models import critic as critic_module
-from .bare_inputs import bare_inputs, check_num_actions
+from .bare_inputs import padded_completions
 
 
 class Critic(critic_module.Critic):
@@ -53,7 +56,7 @@ class Critic(critic_module.Critic):
         """
         if num_actions is None:
             return super().forward(sequences, attention_mask, **inputs)
-        length = sequences.size(1)
-        check_num_actions(num_actions, length)
-        inputs = bare_inputs(self.model, sequences, inputs, num_actions)
-        return super().forward(sequences, attention_mask, **inputs)[:, length - 1 - num_actions : length - 1]
+        rows = padded_completions(self.model, sequences, attention_mask, num_actions, inputs)
+        isolate = family_of(self.model).isolate
+        request = ScoreRequest(rows.prompts, rows.ids, rows.mask.long(), packed=False, isolate=isolate)
+        return rows.placed(completion_values(super().forward, self.model, request))

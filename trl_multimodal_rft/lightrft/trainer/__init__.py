@@ -7,14 +7,16 @@ from ...lazy import lazy_names
 
 
 if TYPE_CHECKING:
+    from ...algorithms.kl import AdaptiveKLController, FixedKLController
     from .experience import Experience, ExperienceVL
+    from .experience import Samples as SamplesVL
     from .experience_config import ExperienceConfig
     from .experience_maker import NaiveExperienceMaker
-    from .experience_maker_vl import NaiveExperienceMakerVL
-    from .kl_controller import AdaptiveKLController, FixedKLController
+    from .experience_maker import NaiveExperienceMaker as FastExperienceMaker
+    from .experience_maker import NaiveExperienceMaker as NaiveExperienceMakerVL
     from .ppo_trainer_vl import PPOTrainerAL, PPOTrainerVL
+    from .ppo_trainer_vl import PPOTrainerVL as SPMDPPOTrainerVL
     from .replay_buffer import NaiveReplayBuffer, ReplayBuffer
-    from .replay_buffer_vl import NaiveReplayBufferVL
-    from .spmd_ppo_trainer import SPMDPPOTrainerVL
+    from .replay_buffer import NaiveReplayBuffer as NaiveReplayBufferVL
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

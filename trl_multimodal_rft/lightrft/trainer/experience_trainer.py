@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...algorithms.critic import explained_variance
 from ...data.rows.features import undecoded
 from ...data.rows.row import EndlessRows
+from ...encoding.join import same_prompt
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
@@ -41,12 +42,6 @@ WHOLE_WEIGHTS = (
     "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; use `MultimodalPPOTrainer`, "
     "or DDP, ZeRO-1 or ZeRO-2."
 )
-
-# Metrics that are means over the actions of a micro-batch, and metrics that are means over its actions with a reward
-_OF_ACTIONS = """
-approx_kl clip_ratio/high_mean clip_ratio/low_mean clip_ratio/region_mean entropy kl ratio/mean
-""".split()
-_OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
 
 # Entries of `info` that are logged
 _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
@@ -76,8 +71,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.client_states: dict[str, Any] = {}
         self._half_done: set[str] = set()  # parts that an unfinished update trains
         self._n_micro_batches = 0
-        # Numbers of actions, and of actions with a reward, for the micro-batches in the metrics
-        self._action_counts: list[list[float]] = []
         accepted = inspect.signature(type(actor.base_model).forward).parameters
         self._media_names = {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
 
@@ -119,9 +112,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if self.is_prepared:
             return
         args = self.args
-        schedules = [args.lr_scheduler_type, args.value_schedule.type]
-        endless = self.lr_scheduler is not None or all(schedule == "constant" for schedule in schedules)
-        if args.max_steps <= 0 and not endless:
+        if args.max_steps <= 0 and {args.lr_scheduler_type, args.value_schedule.type} != {"constant"}:
             raise ValueError(
                 f"Without `fit`, the schedule {args.lr_scheduler_type!r} has no known length; set `max_steps` in "
                 "`strategy`, or `lr_scheduler_type='constant'`."
@@ -158,7 +149,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             )
         self._check_update_begins("An update")
         rollout = self._rollout_of(items)
-        self._clear_metrics()
+        self._mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
         # Actions weigh the same in all micro-batches
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
@@ -167,7 +158,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             order = self._order(n)
             for start in range(0, n, size * window):
                 part = rollout.select(order[start : start + size * window])
-                for micro_batch in self._filtered(part.micro_batches(window)):
+                micro_batches = part.micro_batches(window)
+                self._on_rollout(micro_batches)  # weighs tokens by entropies, if the token filter is on
+                for micro_batch in micro_batches:
                     self._train_micro_batch(micro_batch)
         self.is_first_epoch = True
         return statistics | self._mean_metrics()
@@ -190,13 +183,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         rollout = self._rollout_of(items)
         if self._half_done != trained:
             self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
-        self._clear_metrics()
+        self._mean_metrics()
         self.state.global_step = rollout.step = global_steps
         self._trained = self._half_done = trained
         if entropy_mask is not None:
             rollout.tokens.weights = rollout.tokens.entropies
+        else:
+            self._on_rollout([rollout])
         try:
-            self._train_micro_batch(rollout if entropy_mask is not None else self._filtered([rollout])[0])
+            self._train_micro_batch(rollout)
         finally:
             self._trained = {"policy", "critic"}
         return self._mean_metrics()
@@ -209,9 +204,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _train_micro_batch(self, micro_batch: Rollout) -> None:
         """Trains on a micro-batch as a step of `Trainer`'s loop does."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
-        mask = micro_batch.loss_mask
-        counts = torch.stack([mask.sum(), (mask * require(micro_batch.rewards.scorable)[:, None]).sum()]).float()
-        self._action_counts.append(self.accelerator.reduce(counts).tolist())
         self._n_micro_batches += 1
         ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends)
@@ -239,14 +231,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
         return [index for start in starts for index in range(start, min(start + size, n))]
-
-    def _filtered(self, micro_batches: list[Rollout]) -> list[Rollout]:
-        """Returns an update's micro-batches, with weights of actions by their entropies if the token filter is on."""
-        size = self._token_filter.window or 1
-        for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
-            part = micro_batches[start : start + size]
-            self._token_filter.mark(part, [require(micro_batch.tokens.entropies) for micro_batch in part])
-        return micro_batches
 
     # Batches
 
@@ -303,7 +287,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """
         media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
         for other in others:
-            if other.media.keys() == media.keys() and all(torch.equal(other.media[n], v) for n, v in media.items()):
+            if same_prompt(other.media, media):
                 return other
         others.append(bare_prompt(self.actor.base_model, item.prompt_ids, media))
         return others[-1]
@@ -311,24 +295,17 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Metrics
 
     def _mean_metrics(self) -> dict[str, float]:
-        """Returns means of the metrics since the last call, by the names of LightRFT."""
+        """Returns means of the metrics of micro-batches since the last call, by the names of LightRFT."""
         self._unread_metrics.read()
-        status = {}
-        for name, values in self._metrics["train"].items():
-            column = 0 if name in _OF_ACTIONS else 1 if name in _OF_REWARDED_ACTIONS else None
-            counts = None if column is None else [count[column] for count in self._action_counts]
-            status["critic_loss" if name == "value_loss" else name] = mean(values, counts)
-        self._clear_metrics()
+        status = {name: mean(values) for name, values in self._metrics["train"].items()}
+        self._metrics["train"].clear()
         status.pop("value_learning_rate", None)  # the same as `critic_lr`
+        if "value_loss" in status:
+            status["critic_loss"] = status.pop("value_loss")
         if "policy_loss" in status and not self.args.loss.is_mean:
             # The loss of an update is split over its micro-batches
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
-
-    def _clear_metrics(self) -> None:
-        self._unread_metrics.read()
-        self._metrics["train"].clear()
-        self._action_counts.clear()
 
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
         """Returns statistics of all ranks' buffers. Samples without a reward have neither advantage nor return."""
@@ -365,8 +342,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def log_pending(self) -> None:
         """Logs the means of the pending metrics."""
-        means = {name: mean(values) for name, values in self.pending_logs.items()}
-        self.log({re.sub("^rollout_", "rollout/", name): value for name, value in means.items()})
+        self.log({re.sub("^rollout_", "rollout/", name): mean(values) for name, values in self.pending_logs.items()})
         self.pending_logs.clear()
 
     def save_checkpoint(self, client_states: dict[str, Any], with_models: bool) -> None:
@@ -411,23 +387,17 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         maker.reward_scale = self._reward_scale  # checkpoints hold this scale
         return maker
 
-    def check_average(self, ema_model: Actor) -> None:
-        """Raises a `ValueError` unless an actor is a copy of the policy, which can hold the averaged weights."""
-        averages, weights = (dict(actor.model.named_parameters()) for actor in (ema_model, self.actor))
-        for name, average in self.ema.state_dict().items():
-            if name not in averages or averages[name].shape != average.shape:
-                raise ValueError(
-                    f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(average.shape)}."
-                )
-            if averages[name] is weights[name]:
-                raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
-
-    @torch.no_grad()
     def copy_average_to(self, actor: Actor) -> None:
-        """Copies the averaged weights into another actor."""
-        averages = dict(actor.model.named_parameters())
-        for name, average in self.ema.state_dict().items():
-            averages[name].copy_(average)
+        """Copies the averaged weights into another actor. Raises an error unless it is a copy of the policy."""
+        if actor.model is self.actor.model:
+            raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
+        weights, average = actor.model.state_dict(), self.ema.state_dict()
+        for name, value in average.items():
+            if name not in weights or weights[name].shape != value.shape:
+                raise ValueError(
+                    f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(value.shape)}."
+                )
+        actor.model.load_state_dict(average, strict=False)
 
 
 def _no_rewards(**kwargs):
@@ -438,50 +408,45 @@ def _no_rewards(**kwargs):
 # Metrics of samples of all ranks
 
 
-def of_all_ranks(values: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Joins lists of all ranks by name; ranks may have different names."""
+def mean(numbers: Iterable[float]) -> float:
+    """Returns the mean of the numbers that aren't `NaN`."""
+    return torch.tensor(list(numbers), dtype=torch.float64).nanmean().item()
+
+
+def statistics_of_ranks(parts: Iterable[dict[str, torch.Tensor]]) -> tuple[dict[str, float], float, int]:
+    """
+    Returns means by name of numbers and tensors in the parts of all ranks, which may have different names, and the
+    standard deviation of the known rewards and the number of all rewards.
+    """
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, numbers in part.items():
+            values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
     gathered = gather_object([values])
-    names = sorted({name for lists in gathered for name in lists})
-    return {name: [number for lists in gathered for number in lists.get(name, [])] for name in names}
-
-
-def mean(numbers: list[float], weights: list[float] | None = None) -> float:
-    """Returns the mean of the known numbers (not `NaN`); with weights, of the numbers whose weight isn't 0."""
-    values = torch.tensor(numbers, dtype=torch.float64)
-    if weights is None:
-        return values.nanmean().item()
-    counts = torch.tensor(weights, dtype=torch.float64)
-    return (torch.where(counts > 0, values * counts, 0).sum() / counts.sum()).item()
-
-
-def std(numbers: list[float]) -> float:
-    """Returns the standard deviation of the population of known numbers."""
-    values = torch.tensor(numbers, dtype=torch.float64)
-    return (values - values.nanmean()).square().nanmean().sqrt().item()
+    names = {name for of_rank in gathered for name in of_rank}
+    joined = {name: sum((of_rank.get(name, []) for of_rank in gathered), []) for name in names}
+    means, rewards = {name: mean(joined[name]) for name in sorted(joined)}, joined.get("reward", [])
+    return means, math.sqrt(mean((reward - means["reward"]) ** 2 for reward in rewards)), len(rewards)
 
 
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
     """Returns means over the samples of all ranks."""
-    values: dict[str, list[float]] = {}
+    parts = []
     for info in map(info_of, experiences):
-        logged = {name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {})
+        parts.append({name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {}))
         if "raw_reward" in info:
-            logged |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
-        for name, numbers in logged.items():
-            values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
-    values = of_all_ranks(values)
-    return {name: mean(numbers) for name, numbers in values.items()} | {"reward_std": std(values["reward"])}
+            parts[-1] |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
+    means, std, _ = statistics_of_ranks(parts)
+    return {**means, "reward_std": std}
 
 
 def evaluation_logs(
     maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
 ) -> dict[str, float]:
     """Returns means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
-    values: dict[str, list[float]] = {"reward": [], "response_length": []}
+    parts = []
     for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
         rewards, metrics = maker.rewards(samples)
-        for name, numbers in {"reward": rewards, "response_length": samples.response_length, **metrics}.items():
-            values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
-    values = of_all_ranks(values)
-    results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
-    return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}
+        parts.append({"reward": rewards, "response_length": samples.response_length, **metrics})
+    means, std, n = statistics_of_ranks(parts)
+    return {f"{name}_mean": value for name, value in means.items()} | {"reward_std": std, "num_samples": n}

@@ -2,13 +2,11 @@
 """Conversion and checks of arguments and batches of prompts of [`PPOTrainerVL`]."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...spelling import spelled
@@ -98,55 +96,6 @@ def config_of(
     if config.deepspeed_plugin is not None and config.deepspeed_plugin.zero_stage == 3:
         raise ValueError(WHOLE_WEIGHTS)
     return config
-
-
-def joined_optimizers(
-    config: MultimodalPPOConfig,
-    critic: nn.Module | None,
-    actor_optim: torch.optim.Optimizer | None,
-    critic_optim: torch.optim.Optimizer | None,
-    actor_scheduler: LambdaLR | None,
-    critic_scheduler: LambdaLR | None,
-) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
-    """Returns one optimizer and one schedule that join the policy's and the critic's, or `None` without any."""
-    optimizers, schedulers = {"actor_optim": actor_optim}, {"actor_scheduler": actor_scheduler}
-    if config.estimator.name == "gae":
-        optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
-    elif critic_optim is not None or critic_scheduler is not None:
-        raise ValueError(
-            "`critic_optim` or `critic_scheduler` was passed, but "
-            f"`advantage_estimator={config.advantage_estimator!r}` has no critic."
-        )
-    if critic is None and critic_optim is not None:
-        raise ValueError("`critic_optim` was passed, but no `critic` whose weights it could hold.")
-    passed = {name for name, value in [*optimizers.items(), *schedulers.items()] if value is not None}
-    if not passed:
-        return None, None
-    parts = [optimizer for optimizer in optimizers.values() if optimizer is not None]
-    if len(parts) < len(optimizers):
-        raise ValueError(f"One optimizer trains all: with {sorted(passed)} pass {sorted(optimizers)}, or none.")
-    if len(names := {type(part).__name__ for part in parts}) > 1:
-        raise ValueError(f"One optimizer trains policy and critic, so both must be of one class, got {sorted(names)}.")
-    groups = [dict(group) for part in parts for group in part.param_groups]
-    optimizer = type(parts[0])(groups)  # pyrefly: ignore[missing-argument]  (classes have default rates)
-    for part in parts:
-        optimizer.state.update(part.state)
-    if not passed & schedulers.keys():
-        return optimizer, None
-    for name, scheduler in schedulers.items():
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError(
-                f"`{name}` must be a `LambdaLR`, such as `transformers.get_scheduler` gives, got "
-                f"{type(scheduler).__name__}."
-            )
-    schedules = [lambda_lr for lambda_lr in schedulers.values() if lambda_lr is not None]
-    n_frozen = config.freezing_actor_steps
-
-    def thawed(factor: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda step: 0.0 if step < n_frozen else factor(step - n_frozen)
-
-    factors = [thawed(factor) for factor in schedules[0].lr_lambdas]
-    return optimizer, LambdaLR(optimizer, sum((schedule.lr_lambdas for schedule in schedules[1:]), factors))
 
 
 # Batches of prompts

@@ -12,7 +12,7 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import is_peft_model
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -23,7 +23,7 @@ from ..models.actor_vl import ActorVL
 from ..models.critic import Critic
 from .experience import Experience
 from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
-from .ppo_options import OF_SAMPLING, check_rollout, config_of, joined_optimizers, rows_of
+from .ppo_options import OF_SAMPLING, check_rollout, config_of, rows_of
 from .replay_buffer import ReplayBuffer
 
 
@@ -55,10 +55,8 @@ class PPOTrainerVL:
         ema_model ([`~lightrft.ActorVL`], *optional*):
             A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. `None` keeps no
             average.
-        actor_optim, critic_optim (`torch.optim.Optimizer`, *optional*):
-            Optimizers of policy and critic, of the same class, which become one; `None` makes that of `strategy`.
-        actor_scheduler, critic_scheduler (`LambdaLR`, *optional*):
-            Schedules of both optimizers, which become one, too. The schedule of a frozen policy waits.
+        actor_optim, critic_optim, actor_scheduler, critic_scheduler (*optional*):
+            Always `None`: the options of `strategy` make one optimizer, with rates and schedules of both parts.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average.
         init_kl_coef (`float`, *optional*, defaults to `0.001`):
@@ -91,8 +89,8 @@ class PPOTrainerVL:
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
-        `ValueError`: If an option is unknown or has no effect here, if optimizers or schedules can't become one, if
-            there is no source of reward, if a critic, a reference or an average doesn't match, or if the engine shards
+        `ValueError`: If an option is unknown or has no effect here, if an optimizer or a schedule is passed, if there
+            is no source of reward, if a critic, a reference or an average doesn't match, or if the engine shards
             parameters.
     """
 
@@ -109,8 +107,8 @@ class PPOTrainerVL:
         ema_model: ActorVL | None,
         actor_optim: torch.optim.Optimizer | None,
         critic_optim: torch.optim.Optimizer | None,
-        actor_scheduler: LambdaLR | None,
-        critic_scheduler: LambdaLR | None,
+        actor_scheduler: LRScheduler | None,
+        critic_scheduler: LRScheduler | None,
         ema_beta: float = 0.992,
         init_kl_coef: float = 0.001,
         kl_target: float | None = None,
@@ -139,6 +137,11 @@ class PPOTrainerVL:
     ):
         if tokenizer is None and processor is None:
             raise ValueError("Pass the policy's `processor`, or its `tokenizer` if prompts are text.")
+        if (actor_optim, critic_optim, actor_scheduler, critic_scheduler) != (None,) * 4:
+            raise ValueError(
+                "One optimizer trains policy and critic; pass `None` for optimizers and schedules, and set "
+                "`learning_rate`, `value_learning_rate`, `optim` and `lr_scheduler_type` of `strategy`."
+            )
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
         config = config_of(
@@ -172,14 +175,13 @@ class PPOTrainerVL:
             config,
             self.replay_buffer,
             processing_class=self.tokenizer if processor is None else processor,
-            optimizers=joined_optimizers(config, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler),
             value_model=critic,
             ref_model=None if reference is None or reference is actor else reference.model,
         )
         config.eval_strategy = strategy.eval_strategy
         self.critic = self.trainer.critic
         if ema_model is not None:
-            self.trainer.check_average(ema_model)
+            self.trainer.copy_average_to(ema_model)
         if gradient_checkpointing:
             options: Any = config.gradient_checkpointing_kwargs  # a string only before the config has read it
             actor.gradient_checkpointing_enable(options)

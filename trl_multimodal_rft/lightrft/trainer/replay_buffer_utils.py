@@ -64,13 +64,12 @@ _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 _VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
 
-# For each modality, the key of `info` with the number of media per sample, the tensor that has one row per image or
-# video for every model, and the tensors whose rows depend on the model
-_MEDIA_COUNTS = (
-    ("image_num", "image_grid_thws", ("pixel_values",)),
-    ("video_num", "video_grid_thws", ("pixel_values_videos",)),
-    ("audio_num", None, ("audio_values", "audio_attention_mask")),
-)
+# Tensors by modality whose rows depend on the model; a grid has one row per image or video for every model
+_MEDIA = {
+    "image": ("image_grid_thws", "pixel_values"),
+    "video": ("video_grid_thws", "pixel_values_videos"),
+    "audio": ("audio_values", "audio_attention_mask"),
+}
 
 
 def is_vl_experience(experience: Record) -> bool:
@@ -390,33 +389,24 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
             raise ValueError(
                 f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {numbers}."
             )
-    for key, grid, names in _MEDIA_COUNTS:
-        unknown = [name for name in (grid, *names) if name in media and name not in rows]
-        if not unknown:
-            continue
-        numbers, patches = _numbers(key, info[key], size) if key in info else [1] * size, None
-        if grid in media:
-            sizes = media[grid]
-            if sizes.dim() != 2 or sizes.size(1) != 3:
-                raise ValueError(f"`{grid}` must have shape (N, 3), but has {tuple(sizes.shape)}.")
-            numbers = rows.setdefault(grid, numbers)
-            if sum(numbers) != len(sizes):
-                raise _unclear(grid, sizes, size)
-            patches = [int(part.prod(1).sum()) for part in sizes.split(numbers)]
-        for name in unknown:
-            tensor = media[name]
-            if name == grid:
-                continue
-            if patches is not None and sum(patches) != len(tensor):
-                raise ValueError(
-                    f"`{name}` has {len(tensor)} rows, but its grid has {sum(patches)} patches; if its rows aren't "
-                    f"patches, pass how many belong to each sample in `media_rows['{name}']`."
-                )
+    for modality, names in _MEDIA.items():
+        for name in (name for name in names if name in media and name not in rows):
+            tensor, grid = media[name], f"{modality}_grid_thws"
+            numbers = _numbers(f"{modality}_num", info.get(f"{modality}_num", 1), size)
+            if name == grid and (tensor.dim() != 2 or tensor.size(1) != 3):
+                raise ValueError(f"`{grid}` must have shape (N, 3), but has {tuple(tensor.shape)}.")
+            if name != grid and grid in media:
+                numbers = [int(part.prod(1).sum()) for part in media[grid].split(rows[grid])]
+                if sum(numbers) != len(tensor):
+                    raise ValueError(
+                        f"`{name}` has {len(tensor)} rows, but its grid has {sum(numbers)} patches; if its rows "
+                        f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
+                    )
             # With 5 dimensions a row may be a sample's whole set of images, padded to the largest
             padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(numbers) > 1
-            if patches is None and (sum(numbers) != len(tensor) or padded_sets):
+            if sum(numbers) != len(tensor) or padded_sets:
                 raise _unclear(name, tensor, size)
-            rows[name] = patches or numbers
+            rows[name] = numbers
     row_counts = set(map(tuple, rows.values()))
     for name, tensor in media.items():
         if name in rows:

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards of samples from reward models, servers and functions, and their combination."""
 
-import importlib.util
 import inspect
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,10 @@ def _load_reward_func(path: str) -> Callable:
     """Returns `reward_func` of the user's file, after running the file."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path} to load `reward_func` from.")
-    spec: Any = importlib.util.spec_from_file_location("reward_func", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "reward_func"):
+    names = runpy.run_path(path, run_name="reward_func")
+    if "reward_func" not in names:
         raise ValueError(f"{path} has no function `reward_func`.")
-    return module.reward_func
+    return names["reward_func"]
 
 
 def _call(function: Callable, arguments: dict[str, Any], first: str | None = None) -> Any:
