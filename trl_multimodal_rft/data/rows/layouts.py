@@ -120,7 +120,11 @@ def load_conversations(
         if task == "kto":
             required(row, index, *LABELS)
             name = next(name for name in LABELS if row.get(name) is not None)
-            return {"prompt": chat[:-1], "completion": chat[-1:], "label": truth_value(row[name], name, index)}
+            return {
+                "prompt": chat[:-1],
+                "completion": chat[-1:],
+                "label": truth_value(row[name], name, index, is_required=True),
+            }
         if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if has_answer else None
