@@ -91,10 +91,7 @@ def test_help_imports_nothing_heavy(tmp_path):
     for words, (code, out, err, heavy) in zip(lines, found, strict=True):
         assert (code, err, heavy) == (0, "", []), words
         assert (
-            words[0].startswith("-")
-            or len(words) == 3
-            or "=" in words[-1]
-            or f"trl-multimodal-rft {words[0]}" in out
+            words[0].startswith("-") or len(words) == 3 or "=" in words[-1] or f"trl-multimodal-rft {words[0]}" in out
         )
     top, version, *_, full = [out for _, out, _, _ in found]
     assert all(command in top for command in COMMANDS)
