@@ -462,6 +462,7 @@ def test_options_for_users_of_others_exist():
     options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
     known = {each.name for arguments in (*grpo.ARGUMENTS, *distillation.ARGUMENTS) for each in fields(arguments)}
     launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # an option of `check`
+    launcher |= {"task"}  # of `prepare`
     assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
 
 
@@ -479,6 +480,34 @@ def test_rows_of_others_become_rows(tmp_path, monkeypatch):
     kinds = [block["type"] for block in made["prompt"][0]["content"]]
     assert (made["solution"], kinds) == ("seven", ["audio", "text"])
     assert made["audios"][0]["bytes"] == (tmp_path / "seven.wav").read_bytes()
+
+
+COLUMNS = {"sft": "messages", "grpo": "prompt solution", "kto": "prompt completion label"}
+COLUMNS |= dict.fromkeys(("dpo", "reward"), "prompt chosen rejected")
+
+
+def test_each_row_of_others_becomes_one_of_a_command(tmp_path, monkeypatch):
+    """Each row of the page's tables gets the columns of the commands that it is for, and keeps its sound."""
+    text = (ROOT / "docs" / "from_others.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("seven.wav", audio(0.3)["audio"], RATE)
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    n = 0
+    for title, section in zip(sections[1::2], sections[2::2], strict=True):
+        for row, options, names in re.findall(r"^\| `(\{.*\})` \| (.*?) ?\| (.*) \|$", section, re.MULTILINE):
+            (tmp_path / "rows.jsonl").write_text(row)
+            words = ["prepare", title.lower(), "rows.jsonl", *options.strip("`").split(), "--output_dir", f"out{n}"]
+            main(words)
+            (made,) = load_dataset(f"out{n}", split="train").cast_column("audios", List(Audio(decode=False)))
+            for name in re.findall(r"`(\w+)`", names):
+                assert {*COLUMNS[name].split(), "audios"} == made.keys(), row
+            messages = str(made.get("messages", made.get("prompt")))
+            assert "'audio'" in messages and "Which digit?" in messages and "<audio>" not in messages
+            assert made.get("label") in (None, False) and ("Listen." in messages) == ("Listen." in row)
+            answer = made.get("solution") or str(made.get("chosen") or made.get("completion") or messages)
+            assert ("one" if "label" in made else "seven") in answer
+            n += 1
+    assert n == 10
 
 
 class Page(HTMLParser):

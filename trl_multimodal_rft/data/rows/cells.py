@@ -36,8 +36,8 @@ def finite_number(cell: Cell, column: str, row: int) -> float | None:
 
 def truth_value(cell: Cell, column: str, row: int, *, is_required: bool = False) -> bool:
     """
-    Returns whether a cell is true. A missing one is false, or an error if it is required. Raises a `ValueError` for all
-    but booleans, 0 and 1.
+    Returns whether a cell is true. A missing one is false, or an error if it is required. Raises a `ValueError` for
+    all but booleans, 0 and 1.
     """
     value = filled(cell)
     if value is None and is_required:
