@@ -132,9 +132,10 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     assert metrics["accuracy"] > 0.8, metrics
 
     first_run_page.play(command, folder, first_run_page.PAIRS)
-    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", first_run_page.AGENT.read_text(), re.DOTALL)
+    code, shown = re.findall(r"```(?:python|text)\n(.*?)```", first_run_page.AGENT.read_text(), re.DOTALL)
     acted = subprocess.run([programs / "python", "-c", code], cwd=folder, env=env, text=True, capture_output=True)
-    assert acted.stdout.splitlines()[-3:-1] == printed.splitlines()[:2], code + acted.stdout + acted.stderr
+    roles = [[line.split()[0] for line in text.splitlines()[-3:]] for text in (acted.stdout, shown)]
+    assert roles[0] == roles[1] and "tool: <image>" in acted.stdout, code + acted.stdout + acted.stderr
 
     # The card's code accepts a sound of any rate
     card = (folder / "digits" / "README.md").read_text()
