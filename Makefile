@@ -132,7 +132,7 @@ benchmark: $(VENV)/examples
 # Those that need no GPU, with their outputs
 notebooks: $(VENV)/tests
 	$(call IN,$(VENV)) python docs/refresh_notebooks.py examples/notebooks/grpo_audio.ipynb \
-		examples/notebooks/custom_advantage_and_reward.ipynb
+		examples/notebooks/custom_advantage_and_reward.ipynb examples/notebooks/dpo_audio.ipynb
 
 docs: $(VENV)/tests
 	$(BIN)/mkdocs build --strict

@@ -1,9 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The first hour of a new user: `docs/first_run.md` as it stands, and common mistakes.
+The first hour of a new user: `docs/first_run.md`, `first_pairs.md` and `first_agent.md` as they stand, and common
+mistakes.
 
 The environment has only the wheel of this repository. The working directory has only the user's files. The commands of
-the page train a model with random weights, and print what the page shows. The console of training is compared with
+the pages train small models, and print what the pages show. The console of the first training is compared with
 `first_hour.txt`, in which numbers, times and folders are masked; `--write` stores it anew. Each mistake gives one line
 and exit code 1 or 2.
 """
@@ -85,7 +86,8 @@ def write_files(folder: Path) -> None:
     deaf = {"prompt": SPOKEN_QUESTION, "audio_path": "recordings/train_0.wav", "solution": "one"}
     for name, row in {**LAYOUTS, "deaf": deaf}.items():
         write_lines(folder / f"{name}.jsonl", [row] * 2)
-    first_run_page.write_files(folder)
+    for page in (first_run_page.PAGE, first_run_page.PAIRS):
+        first_run_page.write_files(folder, page)
 
 
 def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None:
@@ -116,7 +118,7 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
         kind = seeing if layout in ("easyr1", "verl") else ["sft", *MODEL, *SHORT[:-4]]
         command(*kind, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
-    # The page
+    # The pages
     run = first_run_page.play(command, folder)["trl-multimodal-rft grpo --config digits.yaml"]
     assert "Warning" not in run.stderr, run.stderr
     printed = first_run_page.masked(run.stdout, folder)
@@ -128,6 +130,12 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     assert "<audio: " in again, again
     metrics = json.loads((folder / "results" / "metrics.json").read_text())["metrics"]
     assert metrics["accuracy"] > 0.8, metrics
+
+    first_run_page.play(command, folder, first_run_page.PAIRS)
+    code, shown = re.findall(r"```(?:python|text)\n(.*?)```", first_run_page.AGENT.read_text(), re.DOTALL)
+    acted = subprocess.run([programs / "python", "-c", code], cwd=folder, env=env, text=True, capture_output=True)
+    roles = [[line.split()[0] for line in text.splitlines()[-3:]] for text in (acted.stdout, shown)]
+    assert roles[0] == roles[1] and "tool: <image>" in acted.stdout, code + acted.stdout + acted.stderr
 
     # The card's code accepts a sound of any rate
     card = (folder / "digits" / "README.md").read_text()

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
+import matplotlib.style
 import numpy as np
 import pandas as pd
 import pytest
 from helpers.trainer_utils import audio_rows, make_trainer
 from matplotlib import _pylab_helpers
 from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.colors import to_rgb
 from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
@@ -110,6 +112,7 @@ def test_panels_follow_the_metrics():
     training = {"reward": "Reward", "entropy": "Entropy", "kl": "KL divergence from the reference"}
     training |= {"completions/mean_length": "Completion length", "media/contribution": "Contribution of media"}
     training |= {"explained_variance": "Explained variance", "value_loss": "Value loss"}
+    training |= {"rewards/accuracies": "Accuracy of pairs", "rewards/margins": "Margin of pairs"}
     entry = {"step": 1, **dict.fromkeys(training, 0.5)}
     assert {*panels(figure_of([entry]))} == {*training.values()}
     for name, title in training.items():
@@ -118,6 +121,22 @@ def test_panels_follow_the_metrics():
     for empty, message in (({"train_runtime": 3.0}, "least `logging_steps`"), ({"kl": None}, "no reward")):
         with pytest.raises(ValueError, match=message):
             figure_of([{"step": 1, **empty}])
+
+
+@pytest.mark.parametrize("names", [("rewards/accuracies", "rewards/margins"), ("accuracy", "margin")])
+def test_curves_of_pairs(names):
+    """DPO's metrics and those of a reward model, whose held-out accuracy has the panel of other accuracies."""
+    history = [{"step": step, **dict.fromkeys(names, 0.25 * step)} for step in (1, 2)]
+    history += [{"step": 2, **{f"eval_{name}": 0.75 for name in names}}]
+    axes = panels(figure_of(history))
+    labels = {title: [line.get_label() for line in each.lines] for title, each in axes.items()}
+    held_out = labels.pop("Held-out accuracy", [])
+    assert held_out == ["accuracy 75.0%"] * (names[0] == "accuracy")
+    assert labels == {
+        "Accuracy of pairs": ["training 50.0%", *["held out 75.0%"] * (not held_out)],
+        "Margin of pairs": ["training 0.5", "held out 0.75"],
+    }
+    assert points(axes["Margin of pairs"].lines[0]) == [(1, 0.25), (2, 0.5)]
 
 
 def test_several_curves_in_a_panel():
@@ -339,6 +358,20 @@ def test_accuracies_have_their_intervals():
     assert [text.get_text() for text in axes.get_yticklabels()] == ["dog", "cat", "all rows"]
     assert [bar.get_width() for bar in axes.patches] == [0.75, 0.25, 0.5]
     assert [[*line.get_xdata()] for line in axes.lines] == [[0.125, 0.375], [0.375, 0.625]]
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_plots_are_readable_and_say_their_units(style):
+    """In a user's dark style, too, lines and texts differ from the background, and each axis has its unit."""
+    with matplotlib.style.context(style):
+        sizes = histograms({"seconds of a sound": [0.5, 2.0], "tokens of prompt": [3, 4]}, "number")
+        (shares,) = accuracies({"accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75}).axes
+    assert [axes.get_xlabel() for axes in sizes.axes] == ["seconds", "tokens"]
+    assert shares.get_xlabel() and sizes.axes[0].get_ylabel() == "number"
+    (line,) = shares.lines
+    for colour in (line.get_color(), shares.title.get_color(), shares.xaxis.label.get_color()):
+        brightness, background = (np.mean(to_rgb(name)) for name in (colour, shares.figure.get_facecolor()))
+        assert abs(brightness - background) > 0.5
 
 
 def test_plots_are_checked_before_the_work(tmp_path):

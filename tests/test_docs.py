@@ -5,6 +5,7 @@ The documentation: its Python code runs verbatim, its links resolve, and the err
 Code runs in an empty folder where tiny models and small datasets replace those that it names.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -23,11 +24,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
+import first_run
 import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, List, load_dataset
 from families_report.report import MARK
+from helpers import first_run_page
 from helpers.chats import RATE, audio
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
@@ -70,6 +73,23 @@ def blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+@pytest.fixture(scope="session")
+def first_files(tmp_path_factory):
+    """Returns a folder with what `first_run.py` writes."""
+    with contextlib.chdir(tmp_path_factory.mktemp("first")):
+        first_run.main()
+        return Path.cwd()
+
+
+@pytest.fixture
+def first_day(first_files, tmp_path, monkeypatch):
+    """Returns a working directory with what `first_run.py` writes."""
+    for path in first_files.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Returns the folder in which code runs, as if it had downloaded what it names."""
@@ -99,30 +119,57 @@ def execute(page, each=lambda namespace: None):
 
 
 README, CONTRIBUTING, BENCHMARKS = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))
-WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md")]
+FIRST = [README, first_run_page.AGENT]
+WITH_CODE = [page for page in PAGES if blocks(page.read_text()) and page.name != "datasets.md" and page not in FIRST]
 
 
 @pytest.mark.parametrize(
     "page",
-    slow_but(WITH_CODE, README, ROOT / "docs" / "evaluation.md", ROOT / "docs" / "rewards.md"),
+    slow_but(WITH_CODE, ROOT / "docs" / "evaluation.md", ROOT / "docs" / "rewards.md"),
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_code_runs(page, folder, capsys, caplog):
     """A line's comment has its printed value, the page explains the logs, and prompts request what is rewarded."""
-
-    def look(namespace):
-        trainer = namespace.get("trainer")
-        trainer = getattr(trainer, "trainer", trainer)  # LightRFT's trainer wraps one
-        history = trainer.state.log_history if trainer else []
-        logged = {name for logs in history for name in logs if not name.startswith("eval_")}
-        assert not [name for name in logged if not is_explained(re.escape(name))]
-
     execute(page, look)
     assert "No prompt of the first batch" not in caplog.text
     printed = capsys.readouterr().out
     for code in blocks(page.read_text()):
         for expected in re.findall(r"^print\(.*\)  # ([\[{('\"\d].*)$", code, re.MULTILINE):
             assert expected in printed
+
+
+def look(namespace):
+    trainer = namespace.get("trainer")
+    trainer = getattr(trainer, "trainer", trainer)  # LightRFT's trainer wraps one
+    history = trainer.state.log_history if trainer else []
+    logged = {name for logs in history for name in logs if not name.startswith("eval_")}
+    assert not [name for name in logged if not is_explained(re.escape(name))]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+def test_code_runs_on_the_first_files(page, first_day, capsys):
+    """Code needs what `first_run.py` writes and nothing else; a trajectory has a turn, a look and a turn."""
+    steps = execute(page, look)["trainer"].state.global_step
+    assert steps == int(re.search(r"max_steps=(\d+)", page.read_text())[1])
+    if page == first_run_page.AGENT:
+        shown = re.search(r"```text\n(.*?)```", page.read_text(), re.DOTALL)[1].splitlines()
+        printed = capsys.readouterr().out.splitlines()[-3:]
+        assert printed[1] == shown[1] and [line.split()[0] for line in printed] == [line.split()[0] for line in shown]
+        assert "'name': 'zoom'" in printed[0]
+
+
+@pytest.mark.slow
+def test_pairs_of_the_first_files_train(first_day):
+    """Each training of the page takes a step, from the model that the one before it saved."""
+    first_run_page.write_files(first_day, first_run_page.PAIRS)
+    lines = [shlex.split(line)[1:] for line, _ in first_run_page.typed(first_run_page.PAIRS)]
+    trained = [words for words in lines if words[0] != "evaluate"]
+    assert [words[0] for words in trained] == ["sft", "dpo", "reward", "kto"]
+    for words in trained:
+        code = f"from trl_multimodal_rft.cli import main; main({[*words, '--max_steps', '1']!r})"
+        run = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PATIENCE)
+        assert run.returncode == 0 and "step 1/1 | trained in" in run.stdout, run.stdout + run.stderr
 
 
 WITH_COMMANDS = [README, CONTRIBUTING, *PAGES]
@@ -417,6 +464,7 @@ def test_options_for_users_of_others_exist():
     options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
     known = {each.name for arguments in (*grpo.ARGUMENTS, *distillation.ARGUMENTS) for each in fields(arguments)}
     launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # an option of `check`
+    launcher |= {"task"}  # of `prepare`
     assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
 
 
@@ -434,6 +482,34 @@ def test_rows_of_others_become_rows(tmp_path, monkeypatch):
     kinds = [block["type"] for block in made["prompt"][0]["content"]]
     assert (made["solution"], kinds) == ("seven", ["audio", "text"])
     assert made["audios"][0]["bytes"] == (tmp_path / "seven.wav").read_bytes()
+
+
+COLUMNS = {"sft": "messages", "grpo": "prompt solution", "kto": "prompt completion label"}
+COLUMNS |= dict.fromkeys(("dpo", "reward"), "prompt chosen rejected")
+
+
+def test_each_row_of_others_becomes_one_of_a_command(tmp_path, monkeypatch):
+    """Each row of the page's tables gets the columns of the commands that it is for, and keeps its sound."""
+    text = (ROOT / "docs" / "from_others.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("seven.wav", audio(0.3)["audio"], RATE)
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    n = 0
+    for title, section in zip(sections[1::2], sections[2::2], strict=True):
+        for row, options, names in re.findall(r"^\| `(\{.*\})` \| (.*?) ?\| (.*) \|$", section, re.MULTILINE):
+            (tmp_path / "rows.jsonl").write_text(row)
+            words = ["prepare", title.lower(), "rows.jsonl", *options.strip("`").split(), "--output_dir", f"out{n}"]
+            main(words)
+            (made,) = load_dataset(f"out{n}", split="train").cast_column("audios", List(Audio(decode=False)))
+            for name in re.findall(r"`(\w+)`", names):
+                assert {*COLUMNS[name].split(), "audios"} == made.keys(), row
+            messages = str(made.get("messages", made.get("prompt")))
+            assert "'audio'" in messages and "Which digit?" in messages and "<audio>" not in messages
+            assert made.get("label") in (None, False) and ("Listen." in messages) == ("Listen." in row)
+            answer = made.get("solution") or str(made.get("chosen") or made.get("completion") or messages)
+            assert ("one" if "label" in made else "seven") in answer
+            n += 1
+    assert n == 10
 
 
 class Page(HTMLParser):
@@ -490,3 +566,6 @@ def test_site_is_built(tmp_path):
     assert "md-footer__link--prev" in read("datasets")
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert {"datasets/", "reference/configs/"} <= {each["location"] for each in found}
+    for name, words in (("first_pairs", ["CSV", "spreadsheet", "reward model"]), ("first_agent", ["screenshot"])):
+        text = " ".join(each["text"] for each in found if each["location"].startswith(name))
+        assert all(word in text for word in words), name

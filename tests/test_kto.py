@@ -224,7 +224,7 @@ def with_label(value):
     ("change", "options", "said"),
     [
         (lambda rows: rows.remove_columns("label"), {}, "needs `prompt`, `completion` and `label`, or `prompt`, `cho"),
-        (lambda rows: with_label(2), {}, "row 2, column 'label': is 2 of type int; give True or False"),
+        (lambda rows: with_label(2), {}, "row 2, column 'label': is 2 of type int; give True or False."),
         (lambda rows: with_label(None), {}, "row 2, column 'label': is empty; fill it, or leave the row out."),
         (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
         (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),

@@ -108,6 +108,37 @@ def test_committed_run_is_what_the_text_says():
     assert float(before) == 0 and float(after) > 95
 
 
+def test_committed_preferences_are_learned():
+    """The table has accuracy and margin, which rise, and held-out voices are understood better."""
+    notebook = nbformat.read(FOLDER / "dpo_audio.ipynb", as_version=4)
+    *_, table = shown(notebook, "text/html")
+    assert all(word in table for word in ("training", "held out", "accuracy", "margin"))
+    rows = [re.findall(r"<td[^>]*>([\d.-]*)</td>", row) for row in table.split("<tr>")[3:]]
+    first, last = ([float(cell) for cell in row if cell] for row in (rows[0], rows[-1]))
+    assert len(last) == 4 and last[0] > first[0] and last[1] > first[1] and last[2] > 0.8
+    before, after = re.search(r"([\d.]+)% before, ([\d.]+)% after", printed(notebook)).groups()
+    assert float(after) > float(before)
+
+
+@pytest.mark.slow
+def test_dpo_audio(tmp_path):
+    """The cells of the table are those of the trainer's log."""
+    notebook, result = execute(
+        "dpo_audio",
+        "{'history': trainer.state.log_history, 'table': table.to_numpy().tolist(), 'rows': len(test)}",
+        **{"output_dir": str(tmp_path), "max_steps": 4, "batch_size": 8, "train_rows": 40, "test_rows": 20},
+    )
+    history = result["history"]
+    trained, held_out = ([log for log in history if f"{kind}rewards/margins" in log] for kind in ("", "eval_"))
+    assert [log["step"] for log in trained] == [1, 2, 3, 4] and [log["step"] for log in held_out] == [2, 4]
+    for row, log in zip(result["table"], trained, strict=True):
+        assert row[:2] == [log["rewards/accuracies"], log["rewards/margins"]]
+    for row, log in zip(result["table"][1::2], held_out, strict=True):
+        assert row[2:] == [log["eval_rewards/accuracies"], log["eval_rewards/margins"]]
+    assert result["rows"] == 20 and "Right answers to held-out voices" in printed(notebook)
+    assert len(shown(notebook, "image/png")) == 1
+
+
 @pytest.mark.slow
 def test_grpo_audio(tmp_path):
     notebook, result = execute(

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The files and commands of `docs/first_run.md`, with the standard library alone."""
+"""The files and commands of the pages for a first day, with the standard library alone."""
 
 import re
 import shlex
@@ -8,19 +8,20 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "first_run.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, PAIRS, AGENT = (DOCS / f"first_{name}.md" for name in ("run", "pairs", "agent"))
 BY_HAND = ("hf ", "trl-multimodal-rft chat ")  # commands that need an account, or a browser
 
 
-def write_files(folder: Path) -> None:
-    """Writes the files whose text the page shows."""
-    for name, text in re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+def write_files(folder: Path, page: Path = PAGE) -> None:
+    """Writes the files whose text a page shows."""
+    for name, text in re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         (folder / name).write_text(text)
 
 
-def typed() -> list[tuple[str, str]]:
-    """Returns the commands of the page, each with the output that the page shows."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def typed(page: Path = PAGE) -> list[tuple[str, str]]:
+    """Returns the commands of a page, each with the output that the page shows."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     commands = []
     for (language, text), (following, shown) in zip(fences, [*fences[1:], ("text", "")], strict=True):
         lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
@@ -35,10 +36,10 @@ def masked(console: str, folder: Path) -> list[str]:
     return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
 
 
-def play(command: Callable[..., CompletedProcess], folder: Path) -> dict[str, CompletedProcess]:
-    """Runs the commands and asserts that they print the lines of the page in order. Returns results by command."""
+def play(command: Callable[..., CompletedProcess], folder: Path, page: Path = PAGE) -> dict[str, CompletedProcess]:
+    """Runs the commands and asserts that they print the lines of a page in order. Returns results by command."""
     runs = {}
-    for line, shown in typed():
+    for line, shown in typed(page):
         runs[line] = command(*shlex.split(line)[1:])
         printed = masked(runs[line].stdout, folder)
         remaining = iter(printed)

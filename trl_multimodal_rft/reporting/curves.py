@@ -28,6 +28,7 @@ FILE_NAME = "training_curves.png"
 _SHARE_OF_TIME = 0.02  # of training that pictures may take
 _SMOOTHED_FROM = 60  # points
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches; 1200 pixels
+_SHARE = (-0.03, 1.03)  # limits of an axis of shares
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
 
 
@@ -44,7 +45,18 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
         "mean ± std of completions",
         {"training": r"(?:rollout/)?reward", "held out": r"eval_reward(?:_mean)?"},
     ),
-    _Panel("Held-out accuracy", "rows, confidence interval", {"": _HELD_OUT}, (-0.03, 1.03)),
+    _Panel("Held-out accuracy", "rows, confidence interval", {"": _HELD_OUT}, _SHARE),
+    _Panel(
+        "Accuracy of pairs",
+        "pairs, chosen ahead",
+        {"training": "rewards/accuracies|accuracy", "held out": "eval_rewards/accuracies"},
+        _SHARE,
+    ),
+    _Panel(
+        "Margin of pairs",
+        "chosen minus rejected",
+        {"training": "rewards/margins|margin", "held out": "eval_(?:rewards/margins|margin)"},
+    ),
     _Panel("Reward functions", "mean of completions", {"": "rewards/(.+)/mean"}),
     _Panel("Entropy", "nats per token", {"entropy": "entropy"}),
     _Panel(
@@ -70,6 +82,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     - the reward, ± the standard deviation over completions, and `eval_reward`;
     - held-out accuracy, also without a kind of media, pass@k and majority@k with their confidence intervals, see
       [`GenerationEvalCallback`];
+    - accuracy and margin of pairs, of preferences and reward models, also held-out ones;
     - each reward function, if there are several;
     - the entropy of tokens;
     - the length of completions, from the shortest to the longest;
@@ -93,7 +106,8 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     figure = figure_module.Figure(figsize=(_WIDTH, _ROW_HEIGHT * len(rows) + 0.4), dpi=_DPI, layout="constrained")
     last_step = max(1, *(entry["step"] for entry in log_history))
     for name, axes in figure.subplot_mosaic(rows).items():
-        (panel, curves), is_share = drawn[name], name == "Held-out accuracy"
+        panel, curves = drawn[name]
+        is_share = panel.limits == _SHARE
         _draw(axes, curves, metrics, "{:.1%}" if is_share else "{:.3g}", first_colour=int(is_share))
         axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.set_ylabel(panel.unit, fontsize=9)

@@ -43,7 +43,8 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
 
     Args:
         values (`Mapping[str, Sequence[float]]`):
-            Values by their name, which is the panel's title. Those without values have no panel.
+            Values by their name, which is the panel's title and, up to " of ", the unit of its horizontal axis.
+            Those without values have no panel.
         count_of (`str`):
             Things that the vertical axis counts.
         bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
@@ -63,6 +64,7 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
         axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
         shown = f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
         axes.set_title(f"median {shown}", loc="right", fontsize=8, color="C1")
+        axes.set_xlabel(name.partition(" of ")[0], fontsize=8)
         axes.set_ylabel(count_of if i % n_columns == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
@@ -82,12 +84,14 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
     names = [name for name in values if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()
+    ink = require_module("matplotlib", "plots").rcParams["text.color"]  # light in a style with a dark background
     for i, name in enumerate(names):
-        axes.barh(i, values[name], color="C1" if name == "accuracy" else "C0", height=0.7)
+        axes.barh(i, values[name], color="C1" if name == "accuracy" else "C0", height=0.7, alpha=0.6)
         if f"{name}_low" in values:  # enough rows for an interval
             ends = [values[f"{name}_low"], values[f"{name}_high"]]
-            axes.plot(ends, [i, i], color="black", linewidth=1.2, marker="|", markersize=6)
+            axes.plot(ends, [i, i], color=ink, linewidth=1.2, marker="|", markersize=6)
         axes.text(1.03, i, f"{values[name]:.1%}", fontsize=8, va="center")
+    axes.set_xlabel("rows with a right answer", fontsize=8)
     labels = ["all rows" if name == "accuracy" else name.removeprefix("accuracy/") for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8)
     axes.set_xlim(0, 1)

@@ -53,9 +53,6 @@ _REMEDIES = {
 }
 
 
-_LONGEST_HELP = 280  # characters; a longer first sentence stays whole
-
-
 def help_from_docstring(config_class: type) -> type:
     """Fills in the missing help texts of a config's fields from its docstring, and returns the class."""
     text = inspect.cleandoc(config_class.__doc__ or "")
@@ -65,10 +62,8 @@ def help_from_docstring(config_class: type) -> type:
             description = " ".join(descriptions[option.name].split())
             # Replaces links by their texts, and leaves lists in brackets
             description = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", description)
-            sentences = re.split(r"(?<=[.;])\s+", description.replace("`~", "`").replace("$\\lambda$", "lambda"))
-            while len(" ".join(sentences)) > _LONGEST_HELP and len(sentences) > 1:
-                sentences.pop()
-            option.metadata = MappingProxyType({**option.metadata, "help": " ".join(sentences).rstrip(".;") + "."})
+            description = description.replace("`~", "`").replace("$\\lambda$", "lambda")
+            option.metadata = MappingProxyType({**option.metadata, "help": description})
     return config_class
 
 

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
-from ..data.rows.cells import Cell, filled, finite_number, truth_value
+from ..data.rows.cells import Cell, finite_number, truth_value
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
@@ -33,9 +33,7 @@ _UNPAIRED_AT_ONCE = 1000  # rows whose chosen completions come before the reject
 
 def label_of(cell: Cell, row: int) -> bool:
     """Returns the label in a cell. Raises a `ValueError` for all but truth values, 0 and 1."""
-    if filled(cell) is None:
-        raise ValueError(f"row {row}, column 'label': is empty; fill it, or leave the row out.")
-    return truth_value(cell, "label", row)
+    return truth_value(cell, "label", row, is_required=True)
 
 
 @dataclass(eq=False)

@@ -34,10 +34,15 @@ def finite_number(cell: Cell, column: str, row: int) -> float | None:
     return float(value)
 
 
-def truth_value(cell: Cell, column: str, row: int) -> bool:
-    """Returns whether a cell is true; a missing one is false. Raises a `ValueError` for all but booleans, 0 and 1."""
+def truth_value(cell: Cell, column: str, row: int, *, is_required: bool = False) -> bool:
+    """
+    Returns whether a cell is true. A missing one is false, or an error if it is required. Raises a `ValueError` for
+    all but booleans, 0 and 1.
+    """
     value = filled(cell)
+    if value is None and is_required:
+        raise ValueError(f"row {row}, column '{column}': is empty; fill it, or leave the row out.")
     if isinstance(value, (Real, Decimal, type(None))) and value in (None, 0, 1):
         return bool(value)
-    actual = f"{value!r:.40} of type {type(value).__name__}"
-    raise ValueError(f"row {row}, column '{column}': is {actual}; give True or False, or None if it is missing.")
+    actual, missing = f"{value!r:.40} of type {type(value).__name__}", ", or None if it is missing" * (not is_required)
+    raise ValueError(f"row {row}, column '{column}': is {actual}; give True or False{missing}.")

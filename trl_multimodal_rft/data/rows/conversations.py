@@ -42,7 +42,9 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
 
 
 def conversation(
-    row: dict[str, Any], index: int, columns: tuple[str, ...] = ("messages", "conversations", "instruction", "query")
+    row: dict[str, Any],
+    index: int,
+    columns: tuple[str, ...] = ("messages", "conversations", "conversation", "instruction", "query"),
 ) -> tuple[list[dict[str, str]], str]:
     """Returns the messages of a row, and the column from which they come."""
     column = next((name for name in columns if row.get(name)), columns[-1])
@@ -65,6 +67,7 @@ def conversation(
                 f"row {index}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
                 "of another layout?"
             )
+        turns = [message for turn in turns for message in _messages_of(turn)]
     chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for i, turn in enumerate(turns):
         turn = {key: value for key, value in turn.items() if value is not None}
@@ -76,6 +79,12 @@ def conversation(
                 "or a system; write it as one (calls of tools and blocks aren't converted), or remove the row."
             )
     return chat, column
+
+
+def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of an entry: itself, or those of ms-swift's pairs, `{"human": text, "assistant": text}`."""
+    said = [{"role": role, "content": turn[role]} for role in ("human", "assistant") if turn.get(role) is not None]
+    return said or [turn]
 
 
 def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:

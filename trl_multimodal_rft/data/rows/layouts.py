@@ -70,7 +70,8 @@ def load_conversations(
     - LLaVA (https://github.com/haotian-liu/LLaVA/blob/main/docs/Finetune_Custom_Data.md): `conversations` as above,
       and `image` (or `video`), one path or a list.
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
-      as above; or `query`, `response` and `history` (pairs), or Alpaca's `instruction`, `input` and `output`.
+      as above; or `query`, `response` and `history` (pairs), Alpaca's `instruction`, `input` and `output`, or
+      `conversation`, a list of `human` and `assistant` texts.
     - Pairs of LLaMA-Factory have `chosen` and `rejected`, messages or texts; pairs of ms-swift have
       `rejected_response` or `rejected_messages`, the alternative to the last message.
 
@@ -120,14 +121,18 @@ def load_conversations(
         if task == "kto":
             required(row, index, *LABELS)
             name = next(name for name in LABELS if row.get(name) is not None)
-            return {"prompt": chat[:-1], "completion": chat[-1:], "label": truth_value(row[name], name, index)}
+            return {
+                "prompt": chat[:-1],
+                "completion": chat[-1:],
+                "label": truth_value(row[name], name, index, is_required=True),
+            }
         if has_answer and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if has_answer else None
         solution = row.get("solution")
         return {"prompt": chat, "solution": answer if solution is None else solution}
 
-    used = {"messages", "conversations", "query", "response", "history", "system"}
+    used = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
     used |= {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
     path, rename = source_of(path)
     dataset = _convert(path, split, media_dir, convert, used, rename)

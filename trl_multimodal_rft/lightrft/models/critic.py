@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from ...families import family_of
 from ...forward.attention import install_prefix_attention
 from ...forward.logprobs import completion_values
-from ...forward.requests import ScoreRequest
 from ...forward.masks import sharing_obstacle
+from ...forward.requests import ScoreRequest
 from ...models import critic as critic_module
 from .bare_inputs import padded_completions
 
