@@ -91,9 +91,9 @@ class Live:
 
     trainer_name: str  # the trainer's class, in names of profiled blocks
     report_to: list[str] = field(default_factory=list)  # services that get the seconds of these blocks
-    model: Any = None  # the policy, as prepared for training
-    model_wrapped: Any = None  # the policy in wrappers of engines
-    ref_model: Any = None  # `None` for the policy without its adapter
+    model: nn.Module = field(init=False)  # the policy, as prepared for training
+    model_wrapped: nn.Module = field(init=False)  # the policy in wrappers of engines
+    ref_model: nn.Module | None = None  # `None` for the policy without its adapter
     state: TrainerState = field(default_factory=TrainerState)
 
     def profile(self, name: str) -> AbstractContextManager:

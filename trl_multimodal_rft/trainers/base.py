@@ -99,13 +99,13 @@ class MultimodalTrainer(CheckpointMixin):
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
     _trains_on_reference = True  # else the reference matters for rewards alone
     # Attributes of TRL's trainers, whose types TRL leaves open
-    model: Any = held("_live", "model")
-    model_wrapped: Any = held("_live", "model_wrapped")
-    ref_model: Any = held("_live", "ref_model")
-    state: Any = held("_live", "state")
-    reward_funcs: Any = held("_rewards", "functions")
-    reward_func_names: Any = held("_rewards", "names")
-    reward_processing_classes: Any = held("_rewards", "processors")
+    model = held("_live", "model")
+    model_wrapped = held("_live", "model_wrapped")
+    ref_model = held("_live", "ref_model")
+    state = held("_live", "state")
+    reward_funcs = held("_rewards", "functions")
+    reward_func_names = held("_rewards", "names")
+    reward_processing_classes = held("_rewards", "processors")
     num_generations_eval: Any = 1
     num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False

@@ -65,11 +65,7 @@ class RewardFunctions:
 
 def held(holder: str, name: str) -> Any:
     """Returns an attribute that an object of the run holds, such as `model` of `_live`."""
-
-    def set_value(owner: Any, value: Any) -> None:
-        setattr(getattr(owner, holder), name, value)
-
-    return property(attrgetter(f"{holder}.{name}"), set_value)
+    return property(attrgetter(f"{holder}.{name}"), lambda owner, value: setattr(getattr(owner, holder), name, value))
 
 
 @dataclass
