@@ -32,24 +32,27 @@ from trl_multimodal_rft.rewards import accuracy_reward
 ROOT = Path(__file__).parent.parent
 
 
+HELD = {"train": 40, "test": 16}  # rows of datasets by name
 ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1")
-# The demos with forty held-out rows and, except `test_tools`, a cold start of a few steps
+# The demos with fewer rows, forty of them held out, and a cold start of fewer steps
 BRIEF = """
 import functools, runpy, sys
 sys.path.insert(0, "examples")
+most, sys.argv = int(sys.argv[1]), sys.argv[2:]
 import demo, tasks
 def brief(task):
     @functools.wraps(task)
     def rows(*args, **options):
         splits = task(*args, **options)
-        splits["test"] = splits["test"].select(range(40))
+        for split, n in {"train": 400, "test": 40}.items():
+            splits[split] = splits[split].select(range(min(n, len(splits[split]))))
         return splits
     return rows
-for name in ("handwritten_digits", "hidden_digits", "long_recordings", "moving_digits", "spoken_digits"):
+for name in ("handwritten_digits", "hidden_digits", "long_recordings", "spoken_digits"):
     setattr(tasks, name, brief(getattr(tasks, name)))
-whole, most, sys.argv = demo.cold_start, int(sys.argv[1]), sys.argv[2:]
-if most:
-    demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": most})
+tasks.moving_digits = functools.partial(tasks.moving_digits, 400, 40)
+whole = demo.cold_start
+demo.cold_start = lambda *args, **options: whole(*args, **{**options, "max_steps": most})
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -115,7 +118,7 @@ def test_vision_and_video(script, tmp_path):
 
 @pytest.mark.slow
 def test_preferences(tmp_path):
-    output = launch("preference_audio", tmp_path)
+    output = launch("preference_audio", tmp_path, "--max_steps", "1")
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics.keys() == {"accuracy_before", "reward_accuracy", "accuracy_grpo", "accuracy_dpo"}
     assert f"{metrics['accuracy_before']:.1%} before, {metrics['accuracy_grpo']:.1%} after GRPO" in output
@@ -125,12 +128,12 @@ def test_preferences(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "cold_start"), [("grpo_tools_audio", 2), ("grpo_tools_vision", 0)])
+@pytest.mark.parametrize(("script", "cold_start"), [("grpo_tools_audio", 2), ("grpo_tools_vision", 40)])
 def test_tools(script, cold_start, tmp_path):
     output = launch(script, tmp_path, cold_start=cold_start)
     check_results(tmp_path, output)
     assert "Accuracy without the tool, at best: 10.0%" in output
-    if cold_start:
+    if cold_start < 40:
         return
     assert json.loads((tmp_path / "demo_metrics.json").read_text())["accuracy_before"] > 0.1
     calls = re.findall(r"'tools/call_frequency': '?([\d.]+)", output)
@@ -150,7 +153,7 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     for name, split in rows().items():
-        split.select(range(40)).to_parquet(tmp_path / "data" / f"{name}.parquet")
+        split.select(range(HELD[name])).to_parquet(tmp_path / "data" / f"{name}.parquet")
     options = (
         *("--model_name_or_path", str(tmp_path / "model"), "--dtype", "float32", *more),
         *("--dataset_name", str(tmp_path / "data"), "--num_generations", "8", "--max_completion_length", "16"),
@@ -226,12 +229,12 @@ def test_ppo(script, tmp_path):
 
 @pytest.mark.slow
 def test_distillation(tmp_path):
-    """A student that sees noisy digits learns from a teacher that sees clean ones."""
-    options = ["--max_steps", "60", "--per_device_train_batch_size", "64"]
-    options += ["--student_view", "diffusion_noise(step=200)"]
-    output = launch("distillation_vision", tmp_path, *options, cold_start=60)
-    metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
-    assert metrics["updates"] == 60 and metrics["accuracy_after"] > 0.2 > metrics["accuracy_before"]
+    """A student that sees noisy digits comes close to a teacher that sees clean ones."""
+    options = ["--max_steps", "12", "--per_device_train_batch_size", "32"]
+    output = launch("distillation_vision", tmp_path, *options, cold_start=12)
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(losses) == 12 and losses[-1] < 0.5 * losses[0]
     assert "'packing/shared_frac':" in output and "distillation" in (tmp_path / "README.md").read_text()
 
 
@@ -307,8 +310,8 @@ def test_script_that_stands_alone(tmp_path):
     features = Features({"problem": Value("string"), "answer": Value("string"), "images": List(Image())})
     rows = [{"problem": "<image>What digit?", "answer": row["solution"], "images": [row["image"]]} for row in pictures]
     dataset = Dataset.from_list(rows, features)
-    for split in ("train", "test"):
-        dataset.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    for split, n in HELD.items():
+        dataset.select(range(n)).to_parquet(tmp_path / "data" / f"{split}.parquet")
     options = ("--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data"), "--use_cpu")
     options += ("--dtype", "float32", "--bf16", "False", "--num_generations", "8", "--max_completion_length", "4")
     options += ("--use_peft", "--lora_target_modules", "all-linear", "--eval_strategy", "steps", "--eval_steps", "1")

@@ -243,7 +243,7 @@ def token_budget(folder, trainer_class=InjectingTrainer, budget=110, **others):
     Each of two micro-batches holds two groups. One process forwards a micro-batch whole. Of two ranks, the second has
     the longer prompts and can't forward two at once.
     """
-    options = {**REUSED, "gradient_checkpointing": True, **others}
+    options = {**REUSED, "max_steps": 2, "gradient_checkpointing": True, **others}
     if PartialState().num_processes > 1:
         options["max_tokens_per_microbatch"] = budget
     trainer_class = type("Parts", (RemembersParts, trainer_class), {})
@@ -264,7 +264,7 @@ UNEVEN = [{**row, **training.row("What is in the image? " * (1 + 9 * (i > 3)))} 
 def balanced(folder, run=None, **options):
     """Two ranks have two micro-batches of two groups each, which they keep, then exchange, before two updates."""
     run = run or functools.partial(train, family="qwen2_5_vl", rows=UNEVEN, trainer_class=InjectedTrainer)
-    options = {"batch": 4 * GROUP, **REUSED, **PAPO, **options}
+    options = {"batch": 4 * GROUP, **REUSED, **PAPO, **options, "max_steps": 2}
     kept, moved = (run(folder / str(on), balance_ranks=on, **options) for on in (False, True))
     updates = [result["update"] for _, result in (kept, moved)]
     norms = [
@@ -302,7 +302,7 @@ class Poison(TrainerCallback):
 
 def not_finite(folder):
     """Covers skipped updates, the end of a run after too many in a row, and non-finite weights, which aren't saved."""
-    options = {**REUSED, "lr_scheduler_type": "linear", "weight_decay": 0.1, "gradient_checkpointing": True}
+    options = {**REUSED, "max_steps": 3, "learning_rate": 0.6, "lr_scheduler_type": "linear", "weight_decay": 0.1}
     _, result = train(folder / "once", "qwen2_5_vl", image_rows(), 2 * GROUP, BreakingTrainer, **options)
     errors = []
     once = type("Once", (BreakingTrainer,), {"_max_skipped": 0})

@@ -109,7 +109,7 @@ def ppo_parts(folder):
 
 def ppo_saved(folder):
     """Samples one step after the injected ones, then saves and loads policy, critic and average."""
-    trainer, result = ppo(folder, "qwen2_audio", audio_rows(), batch=2 * GROUP, max_steps=5)
+    trainer, result = ppo(folder, "qwen2_audio", audio_rows(), batch=2 * GROUP, num_ppo_epochs=1, max_steps=3)
     trained = weights(trainer.model)
     trainer.save_model(folder / "saved")
     PartialState().wait_for_everyone()
@@ -137,7 +137,7 @@ def ppo_saved(folder):
 
 def ppo_resumed(folder):
     """Stops in the second epoch of a generation batch, before the policy's first step."""
-    options = {"gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 6}
+    options = {"gradient_accumulation_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 5}
     options |= {"value_learning_rate": 0.02, "save_strategy": "steps", "save_steps": 3, "steps_per_generation": 4}
     options |= {"batch": 2 * GROUP, "freezing_actor_steps": 4}
     _, straight = ppo(folder / "straight", **options)

@@ -37,10 +37,18 @@ ISOLATED = ["mixed_isolated", "mixed_isolated_numbers"]
 REFUSAL = "Ranks hold different modalities, but this model needs separate forward passes"
 
 
+def scenarios_of(engine):
+    """Returns the scenarios of an engine that train."""
+    return [*(name for name in ENCODERS if engine in engines_of(name)), *([*SEARCHED, *ISOLATED] * (engine == "ddp"))]
+
+
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """Runs the scenarios in one process, in the background of the first test."""
-    run = Run("ddp", 1, [*ENCODERS, *SEARCHED, *ISOLATED], tmp_path_factory.mktemp("mixed") / "one")
+def one_process(request, tmp_path_factory):
+    """Runs the scenarios of the selected engines in one process, in the background of the first test."""
+    items = [item for item in request.session.items if item.module is request.module]
+    engines = [item.callspec.params["engine"] for item in items if "one_process" in item.fixturenames]
+    names = dict.fromkeys(name for engine in engines for name in scenarios_of(engine))
+    run = Run("ddp", 1, [*names], tmp_path_factory.mktemp("mixed") / "one")
     yield run
     run.stop()
 
@@ -52,16 +60,15 @@ def one_process(tmp_path_factory):
 def test_processes_with_different_media_train_as_one_process(engine, one_process, tmp_path):
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
-    in_parts = engine != "ddp"
-    encoders = {name: kinds for name, kinds in ENCODERS.items() if engine in engines_of(name)}
-    two = Run(engine, 2, [*encoders, *([] if in_parts else SEARCHED), *ISOLATED], tmp_path / "two")
+    names = scenarios_of(engine)
+    encoders = {name: ENCODERS[name] for name in names if name in ENCODERS}
+    two = Run(engine, 2, [*dict.fromkeys([*names, *ISOLATED])], tmp_path / "two")
     try:
         results, alone = two.results(), one_process.results()
     finally:
         two.stop()
-    for name in ISOLATED:
-        if in_parts:
-            assert all(rank["message"].startswith(REFUSAL) for rank in results.pop(name)), name
+    for name in {*ISOLATED} - {*names}:  # weights are in parts
+        assert all(rank["message"].startswith(REFUSAL) for rank in results.pop(name)), name
     for name, ranks in results.items():
         assert_same_training(name, ranks, alone[name][0])
     for name in encoders.keys() & MEASURED:

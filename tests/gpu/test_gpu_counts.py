@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What the host of a GPU does in an update, by the log of the stand-in."""
 
+import functools
+
 import pytest
 from helpers.devices import GPU, IS_STAND_IN
 
@@ -10,21 +12,29 @@ pytestmark = [*GPU, pytest.mark.skipif(not IS_STAND_IN, reason="needs the log of
 MOST = {"image": (4, 1), "audio": (5, 2)}
 
 
+@functools.cache
+def counted(case, **sizes):
+    """Returns the counts of a step, which several tests read."""
+    from gpu_counts import count
+
+    return count(case, **sizes)
+
+
 @pytest.mark.parametrize("case", MOST)
 def test_counts_of_an_update(case):
     """
     Neither kernels nor waits depend on the number of completions, and no layer waits. What the host waits for is
     transformers', but for one read of the completions.
     """
-    from gpu_counts import count, per_layer  # which need the stand-in
+    from gpu_counts import per_layer  # which needs the stand-in
 
-    base, larger = count(case), count(case, group=16)
+    base, larger = counted(case), counted(case, group=16)
     for each, most in zip(("forward", "backward"), MOST[case], strict=True):
         assert base[each].waits.total() <= most, base[each].waits
         assert base[each].totals[1:] == larger[each].totals[1:]
     assert sum("_packed_batch" in line for line in base["forward"].waits) == 1
     for depth in ("layers", "depth"):
-        layer = per_layer(base, count(case, **{depth: 4}))
+        layer = per_layer(base, counted(case, **{depth: 4}))
         assert not any(waits for _, _, waits, _ in layer.values())
         assert layer["forward"][0] <= 95 and layer["backward"][0] <= 175, layer
 
@@ -34,9 +44,8 @@ def test_compiled_layers_dispatch_a_third():
     """A graph counts as one operator."""
     from gpu_counts import count, per_layer  # which need the stand-in
 
-    plain, compiled = (
-        per_layer(count("image", compiled=each), count("image", layers=4, compiled=each)) for each in (False, True)
-    )
+    plain = per_layer(counted("image"), counted("image", layers=4))
+    compiled = per_layer(count("image", compiled=True), count("image", layers=4, compiled=True))
     totals = [sum(layer[each][0] for each in ("forward", "backward")) for layer in (plain, compiled)]
     assert 3 * totals[1] <= totals[0], totals
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.completions import random_completions
 from helpers.devices import GPU, NO_STAND_IN
+from helpers.marks import by_turns
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
 from helpers.trainer_utils import relative_difference
 from test_generation import build as build_to_sample
@@ -63,8 +64,7 @@ def kernel_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "checkpointing"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "attention"), by_turns(KINDS, ["sdpa", "eager", "checkpointing"], mark=NO_STAND_IN))
 def test_float32(name, attention, device):
     if device == "cpu" and name != "qwen2_5_vl":
         pytest.skip("`test_packing` has it")
@@ -76,7 +76,14 @@ def test_float32(name, attention, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [*((name, False) for name in KINDS), ("qwen2_5_vl", True), ("qwen3_5", True)]
+    ("name", "checkpointing"),
+    [
+        *[(name, False) for name in ("qwen2_5_vl", "gemma3", "paligemma", "qwen3_5")],
+        ("qwen2_5_vl", True),
+        # Their kernels are those of the first
+        *[pytest.param(*case, marks=NO_STAND_IN) for case in (("qwen2_audio", False), ("qwen3_vl_moe", False))],
+        pytest.param("qwen3_5", True, marks=NO_STAND_IN),
+    ],
 )
 def test_bfloat16(name, checkpointing, device, kernel_calls):
     """Decoders use torch's variable-length kernel, with windows and for branches behind images that see themselves."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.devices import GPU, GPU_OR_CPU, IS_STAND_IN, NO_STAND_IN
 from helpers.four_bits import NF4, save_wide
+from helpers.marks import by_turns
 from helpers.recorded_step import RecordedStep
 from test_decoding import assert_same, build, operations_of_a_token, options, sample
 
@@ -37,8 +38,7 @@ def in_autocast(forward, device):
     return call
 
 
-@pytest.mark.parametrize("short", [0, 64])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize(("name", "short"), by_turns(["qwen2_5_vl", "gemma3", "qwen3_5"], [0, 64], mark=NO_STAND_IN))
 def test_tokens_and_random_state_are_those_of_generate(name, short, device, monkeypatch):
     """Completions end between two looks at whether all have; short prompts are copied."""
     monkeypatch.setattr(decoding, "SHORT_PROMPT", short)
@@ -60,8 +60,14 @@ def test_bfloat16(name, device):
     assert 0 < errors[1] <= 1.5 * errors[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "gemma3", "qwen3_5", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    by_turns(
+        ["qwen2_5_vl", "qwen2_audio", "gemma3", "qwen3_5", "qwen3_vl_moe"],
+        ["float32", "bfloat16", "autocast"],
+        mark=NO_STAND_IN,
+    ),
+)
 def test_graph_generates_the_same_tokens(name, dtype, device, monkeypatch):
     """Rooms grow, windows slide, states change in place, and completions that have ended leave."""
     if name == "qwen3_5" and device == "cpu" and dtype != "float32":

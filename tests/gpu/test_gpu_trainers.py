@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Two updates of each trainer on a GPU, with bfloat16 autocast and the self-check."""
+"""Two updates of each trainer on a GPU, with bfloat16 autocast, and the self-check of each family."""
 
 import math
 
@@ -17,12 +17,13 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
+from trl_multimodal_rft.checks.rounding import NOISE_FACTOR
 
 
 GRPO, PPO = MultimodalGRPOTrainer, MultimodalPPOTrainer
 TEACHER = {"reward": None, "teacher_view": "blank"}
 RUNS = {
-    "grpo": (GRPO, "qwen2_5_vl", {"beta": 0.04, "num_iterations": 2}),
+    "grpo": (GRPO, "qwen2_5_vl", {"beta": 0.04, "num_iterations": 2, "self_check": True}),
     "grpo, checkpointing, parts": (
         GRPO,
         "qwen2_5_vl",
@@ -36,7 +37,7 @@ RUNS = {
     "grpo, linear attention": (GRPO, "qwen3_5", {}),
     "grpo, sound in videos' model": (GRPO, "qwen2_5_omni", {}),
     "grpo, one prompt per forward": (GRPO, "llava_onevision", {}),
-    "grpo, padded": (GRPO, "qwen2_5_vl", {"packing": "padded"}),
+    "grpo, padded": (GRPO, "qwen2_5_vl", {"packing": "padded", "self_check": True}),
     "grpo, frozen tower": (GRPO, "qwen2_5_vl", {"freeze": ["vision_tower"], "activation_checkpointing": True}),
     "grpo, sampled again": (GRPO, "qwen2_5_vl", {"dynamic_sampling": 4, "replay_buffer_size": 8}),
     "grpo, entropies": (GRPO, "qwen2_5_vl", {"top_entropy_quantile": 0.5, "entropy_source": "rollout"}),
@@ -64,7 +65,8 @@ def make(name, device, folder):
     trainer_class, family, options = RUNS[name]
     model, processor = load(family)
     objects = {"model": model, "processing_class": processor}
-    options = {"use_cpu": device == "cpu", "bf16": True, "max_steps": 2, "learning_rate": 1e-3, **options}
+    # Without options of its own, a run is the first of its family
+    options = {"use_cpu": device == "cpu", "bf16": True, "learning_rate": 1e-3, "self_check": not options, **options}
     if trainer_class is MultimodalSFTTrainer:
         return trainer_class(
             args=MultimodalSFTConfig(str(folder), **{**PLAIN, **options}), train_dataset=picture_rows(), **objects
@@ -72,7 +74,7 @@ def make(name, device, folder):
     if name == "distillation":
         objects["teacher_model"] = teacher(family)
     rows = ROWS.get(family, image_rows)()
-    return make_trainer(trainer_class, None, rows, folder, objects=objects, **AS_SHIPPED, **options)
+    return make_trainer(trainer_class, None, rows, folder, objects=objects, **{**AS_SHIPPED, **options})
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -85,6 +87,15 @@ def test_two_updates(name, device, tmp_path):
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {device}
     assert any(not torch.equal(parameter, before[each]) for each, parameter in trainer.model.named_parameters())
     assert not any(entry.get("skipped_updates") for entry in trainer.state.log_history)
-    if not isinstance(trainer, MultimodalSFTTrainer):
-        fallbacks = trainer.checks.self_check.fallbacks
-        assert fallbacks.packing == (trainer.args.packing != "padded") and not fallbacks.logits_from_model
+    if not isinstance(trainer, MultimodalSFTTrainer) and trainer.args.self_check:
+        check, packs = trainer.checks.self_check, trainer.args.packing != "padded"
+        assert check.fallbacks.packing == packs and not check.fallbacks.logits_from_model
+        if packs:
+            check_tolerances(check)
+
+
+def check_tolerances(check):
+    """They require no remedy."""
+    limit = check.tolerance + NOISE_FACTOR * check.rounding
+    assert check.tolerance > 1e-3 and max(check.padded, check.packed, check.rows, check.sampled) <= limit
+    assert check.fallbacks.shared_prefill and min(check.media.values()) > 0

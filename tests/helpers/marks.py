@@ -16,12 +16,10 @@ def slow_but(values: Iterable, *kept) -> list:
     ]
 
 
-def by_turns(cases: Iterable, others: Sequence) -> list:
-    """Combines cases with other values. One combination of each case, by turns with each value, isn't slow."""
+def by_turns(cases: Iterable, others: Sequence, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
+    """Combines cases with other values. One combination of each case, by turns with each value, isn't marked."""
     return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), other, marks=[pytest.mark.slow] * (j != i % len(others))
-        )
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), other, marks=[mark] * (j != i % len(others)))
         for i, case in enumerate(cases)
         for j, other in enumerate(others)
     ]
