@@ -146,6 +146,15 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
     # Update
 
+    def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
+        """Scores of the learned tokens of all completions, 0 on others; TRL's loss sums them without a mask."""
+        learned = inputs["learned"].bool()
+        return (
+            super()
+            ._score(model, inputs, compute_aux_loss)
+            .rearranged(lambda values: torch.where(learned, values, 0.0))
+        )
+
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._measure_contribution(model, inputs)
         inputs = self._with_logps_of_reference(inputs)
@@ -199,10 +208,13 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
 
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score."""
+    """
+    Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score, with a
+    mask of their learned tokens.
+    """
     n = 2 * len(inputs["sequences"])
     return {
         "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),
-        "completion_mask": pad(inputs["completion_mask"][:n], (1, 0)),
+        "completion_mask": pad(inputs["learned"][:n], (1, 0)),
         **{name: inputs[name] for name in ("attention_mask", *REFERENCE[:2]) if name in inputs},
     }

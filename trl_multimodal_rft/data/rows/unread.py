@@ -130,8 +130,8 @@ def check_columns(
         of_answers = [media.path for media in unread if re.search("chosen|rejected", media.column)]
         if of_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
             raise MediaError(
-                f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about media of a "
-                "prompt, or name the columns in `ignored_media_columns`"
+                f"{name}: no answer gets {of_answers}; put media of answers into blocks of 'chosen' and 'rejected', "
+                "or name the columns in `ignored_media_columns`"
             )
         takes = {*MODALITIES}.intersection(takes)
         certain = any(media.certain or (media.everywhere and media.is_of(takes)) for media in unread)
