@@ -180,7 +180,7 @@ def _compare(
 
 
 def _as_processed(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
-    """Returns a row with the media of a processor's outputs, which processes all media of a conversation in one call."""
+    """Returns a row with the media of a processor's outputs for the whole conversation, if there are outputs."""
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
 

@@ -32,7 +32,8 @@ Answer B:
 
 Think in <think> </think>, then write which answer is better in <answer> </answer>: A, B or tie."""
 _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
-_TAG = re.compile(rf"<({'|'.join(MODALITIES)})>")
+# Places of media in texts
+MARK = re.compile(rf"<({'|'.join(MODALITIES)})>")
 COMPLETIONS = ("chosen", "rejected")
 _COLUMNS = ("prompt", *COMPLETIONS)
 # Column that marks pairs whose completions are equally good, so that neither is better for being `chosen`
@@ -79,7 +80,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
         for messages, name in zip(chats, COMPLETIONS, strict=True):
             check_read(messages, name, index, keys=("tool_calls",))
         # A tag in an answer stands for no medium
-        answers, tie = [_TAG.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
+        answers, tie = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
             fields = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
             content = [fields[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
@@ -158,10 +159,10 @@ def place_answers(
 
 
 def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
-    """Raises for parts of messages that nobody reads: blocks of answers that aren't text, and keys besides `keys`."""
+    """Raises for parts of messages that nobody reads: blocks of answers of other types, and keys besides `keys`."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
-        lost = [block["type"] for block in blocks if block["type"] != "text"]
+        lost = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]
         lost += [key for key in further_keys(message) if key not in (keys or [key])]
         if lost:
             problem = f"nobody would read {lost[0]!r} of the message; write it as text, or remove it"
