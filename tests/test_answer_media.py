@@ -372,10 +372,13 @@ def test_what_reads_no_media_of_answers_says_so(tmp_path):
         MediaError, match="row 0, column 'chosen': the answer has media and no text, and DPO trains text"
     ):
         dpo([alone], tmp_path).data_collator([alone])
+    fewer = {**in_columns(rows)[0], "images": [str(tmp_path / "0.png")]}
+    with pytest.raises(MediaError, match="row 0, column 'images': 1 for 2 image placeholders in the messages"):
+        dpo([fewer], tmp_path).data_collator([fewer])
     model, processor = ALL_FAMILIES["paligemma"].build()
     encoder = supervised.SupervisedEncoder(processor, model)
     with pytest.raises(MediaError, match=r"row 0, column 'chosen\[0\].content\[1\]': paligemma attends to media thr"):
-        encoder.encode_preference(supervised.Row(0, rows[0]))
+        encoder.encode_preference(supervised.Row(0, {**rows[0], "prompt": rows[1]["prompt"]}))
 
 
 def test_sounds_of_a_conversation_that_would_change_each_other_are_refused(tmp_path):

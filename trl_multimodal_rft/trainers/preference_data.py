@@ -12,7 +12,8 @@ from trl.data_utils import get_dataset_column_names
 
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.cells import finite_number, truth_value
-from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.columns import MEDIA_COLUMNS, has_media
+from ..data.rows.features import undecoded
 from ..data.rows.pairs import COMPLETIONS, TIE
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
@@ -140,8 +141,10 @@ class PreferenceCollator(SupervisedCollator):
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
-        pairs = dataset.select_columns(["chosen", "rejected"]) if isinstance(dataset, Dataset) else [{"chosen": 0}]
-        if self.view is None and all(pair["chosen"] == pair.get("rejected") for pair in pairs):
+        rows = undecoded(dataset.select_columns([*COMPLETIONS])) if isinstance(dataset, Dataset) else ()
+        pairs = (rows.__getitems__([i])[0].values() for i in range(len(rows)))
+        # Answers that are placeholders are equal, too
+        if self.view is None and len(rows) and all(a == b and not has_media(a) for a, b in pairs):
             raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 

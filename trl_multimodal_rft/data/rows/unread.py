@@ -138,12 +138,14 @@ def check_columns(
         takes = {*MODALITIES}.intersection(takes)
         certain = any(media.certain or (media.everywhere and media.is_of(takes)) for media in unread)
         alone = certain and not (has_media or (extent == "first" and sources))
+        layout = other_layout(sample)
         message = (
             f"{name}: no prompt gets these "
             f"media{', and there are no others, so that the model would get text alone' * alone}: "
             f"{'; '.join(media.describe(columns) for media in unread)}. If only reward functions read a column, name "
             "it in `ignored_media_columns`."
         )
+        message += "" if layout is None else f" Or {prepared(layout)}."
         if alone and extent != "some":
             raise MediaError(message)
     kinds |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
