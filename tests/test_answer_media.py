@@ -4,6 +4,7 @@
 import copy
 import functools
 
+import PIL.Image
 import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
@@ -15,6 +16,7 @@ from helpers.marks import slow_but
 from helpers.trainer_utils import PLAIN, assert_update_is_gradient, shifted
 from helpers.trainer_utils import load as load_model
 from test_dpo import IN_ORDER
+from test_judges import run_script
 from test_reward_trainer import fresh
 from torch.nn.functional import logsigmoid
 
@@ -28,7 +30,7 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.data import judge_rows
+from trl_multimodal_rft.data import judge_rows, write_folder
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
 from trl_multimodal_rft.evaluation import score_pairs
@@ -197,6 +199,13 @@ def files(folder, n=4):
         }
         for i in range(n)
     ]
+
+
+def opened(messages):
+    """Messages with the images of their files."""
+    parts = [[PIL.Image.open(p["image"]) if "image" in p else p for p in message["content"]] for message in messages]
+    parts = [[p if isinstance(p, dict) else {"type": "image", "image": p} for p in content] for content in parts]
+    return [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
 
 
 def in_columns(rows):
@@ -408,3 +417,16 @@ def test_scores_are_those_of_the_models_own_forward(family):
     right = (expected[:, 0] > expected[:, 1]).float().mean().item()
     assert result.metrics["accuracy"] == right and scores.std() > 1e-3
     assert "<" in result.rows[0]["completions"][0] and len({pair["fingerprint"] for pair in result.rows}) == 4
+
+
+def test_the_command_scores_pairs_with_media_in_answers(tmp_path):
+    write_folder(stored(files(tmp_path)), tmp_path / "pairs")
+    model, processor = fresh()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    written = run_script(tmp_path, f"--reward_model_name_or_path={tmp_path / 'model'}")
+    rows = [{**row, **{k: opened(row[k]) for k in ("prompt", "chosen", "rejected")}} for row in files(tmp_path)]
+    with torch.no_grad():
+        chosen, rejected = own_scores(model.eval(), processor, rows)
+    assert written["metrics"]["margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    assert written["metrics"]["accuracy"] == (chosen > rejected).float().mean().item()

@@ -69,6 +69,7 @@ IN_TURN = {
     "sft_rows": ZERO2,
     "sft_parts": FSDP2,
     "dpo_parts": ZERO3,
+    "dpo_answers": FSDP2,
     "dpo_resumed": FSDP2,
     "kto_parts": FSDP2,
     "reward_pairs": FSDP2,
