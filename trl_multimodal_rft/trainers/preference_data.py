@@ -103,8 +103,8 @@ class PreferenceCollator(SupervisedCollator):
         pair = self._encoded_pair(row)
         self._check_room(pair, row)
         answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
-        completions = {name: self._cut(pair, getattr(pair, name)) for name in COMPLETIONS}
-        pair = replace(pair, **completions, answers=answers)
+        chosen, rejected = (self._cut(pair, ids) for ids in (pair.chosen, pair.rejected))
+        pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
         if self.view is not None and not self.view.type.needs_other:  # which needs a micro-batch
             self._add_view(pair, [row], [None], 0)
         return pair
@@ -141,10 +141,11 @@ class PreferenceCollator(SupervisedCollator):
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
-        rows = undecoded(dataset.select_columns([*COMPLETIONS])) if isinstance(dataset, Dataset) else ()
-        pairs = (rows.__getitems__([i])[0].values() for i in range(len(rows)))
+        rows: Any = undecoded(dataset.select_columns([*COMPLETIONS])) if isinstance(dataset, Dataset) else ()
+        pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
         # Answers that are placeholders are equal, too
-        if self.view is None and len(rows) and all(a == b and not has_media(a) for a, b in pairs):
+        is_equal = (pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs)
+        if self.view is None and len(rows) and all(is_equal):
             raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 

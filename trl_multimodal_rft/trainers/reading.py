@@ -170,7 +170,8 @@ class CompletionTrainer(CheckpointMixin):
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        self.card_notes.add(set().union(*stored), filter(None, prompts), (encoded.modalities for encoded in sequences))
+        kinds = (encoded.modalities for encoded in batch.get("prompts", sequences))  # those of answers included
+        self.card_notes.add(set().union(*stored), filter(None, prompts), kinds)
         if split == "train":
             self._show(stored[0], sequences[0])
         return batch
