@@ -27,7 +27,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.counts import empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
-from ..data.rows.pairs import COMPLETIONS, place_answers
+from ..data.rows.pairs import COMPLETIONS, put_answer_media
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.media import decode_media
@@ -111,7 +111,7 @@ class RowChecker(torch.utils.data.Dataset):
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
         ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
-        row = place_answers(row, ignored, rules=rules) if all(row.get(name) for name in COMPLETIONS) else row
+        row = put_answer_media(row, ignored, rules=rules) if all(row.get(name) for name in COMPLETIONS) else row
         (prompt,) = self.encoder.messages([row])
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):

@@ -14,7 +14,7 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import filled, truth_value
 from ..data.rows.columns import read_messages, rows_to_messages
-from ..data.rows.pairs import COMPLETIONS, check_text_only, place_answers, read_answer
+from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views import View
@@ -318,7 +318,7 @@ class SupervisedEncoder:
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
-        return place_answers(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
+        return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
         """Returns a row with one of its completions, its messages, and the number of messages of the prompt."""

@@ -19,7 +19,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
-from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, place_answers, read_answer
+from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, put_answer_media, read_answer
 from ..data.rows.row import DatasetRows, Row
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
@@ -151,7 +151,7 @@ def score_pairs(
             bar.update(len(batch))
             rows = [row.row_index for row in batch for _ in COMPLETIONS]
             try:
-                placed = [place_answers(row, rules=media_rules) for row in batch]
+                placed = [put_answer_media(row, rules=media_rules) for row in batch]
                 arguments = _arguments(batch, placed, media_rules)
                 functions = {name: checked_reward(reward_func, name, media_rules, rows)}
                 scores = call_rewards(functions, arguments, loop)[name]

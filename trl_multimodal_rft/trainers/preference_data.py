@@ -141,12 +141,12 @@ class PreferenceCollator(SupervisedCollator):
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
-        rows: Any = undecoded(dataset.select_columns([*COMPLETIONS])) if isinstance(dataset, Dataset) else ()
-        pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
-        # Answers that are placeholders are equal, too
-        is_equal = (pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs)
-        if self.view is None and len(rows) and all(is_equal):
-            raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
+        if self.view is None and isinstance(dataset, Dataset):
+            rows = undecoded(dataset.select_columns([*COMPLETIONS]))
+            pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
+            # Answers that are placeholders are equal, too
+            if all(pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs):
+                raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):

@@ -181,7 +181,7 @@ class CompletionTrainer(CheckpointMixin):
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
             (prompt, target, rejected), collator = sequence.example(), self.data_collator
-            messages: Any = collator.conversation(row) if sequence.modalities else None
+            messages = collator.conversation(row) if sequence.modalities else None
             display.show_example(
                 collator.model, self.processing_class, prompt, messages, target, rejected_ids=rejected
             )

@@ -724,7 +724,9 @@ def _placed_pair(
 
     def blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
         parts = [[*enumerate(marks.split(message["content"]))] for message in chat]
-        contents = [[{"type": p} if i % 2 else {"type": "text", "text": p} for i, p in each if p] for each in parts]
+        contents = [
+            [{"type": p} if i % 2 else {"type": "text", "text": p} for i, p in pieces if p] for pieces in parts
+        ]
         return [{**message, "content": content} for message, content in zip(chat, contents, strict=True)]
 
     if not marked:

@@ -127,7 +127,7 @@ def check_text_only(messages: list[dict[str, Any]]) -> None:
         )
 
 
-def place_answers(
+def put_answer_media(
     row: Row, ignored: Collection[str] = (), placeholders: Collection[str] = (), rules: MediaRules = DEFAULT_RULES
 ) -> Row:
     """
