@@ -55,9 +55,9 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
             [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns, for the prompt
-            and for placeholders of `prompt`, `chosen` and `rejected`, in this order. Optional columns are `margin`, the
-            number by which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`, the
-            prompt is the common start of both completions.
+            and for placeholders of `prompt`, `chosen` and `rejected`, in this order. Optional columns are `margin`,
+            the number by which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`,
+            the prompt is the common start of both completions.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
