@@ -21,6 +21,7 @@ from trl_multimodal_rft.data import (
     load_conversations,
     load_deepeyes,
     load_easyr1,
+    load_generations,
     load_omni_preference,
     load_preferences,
     load_verl,
@@ -329,7 +330,7 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
 
 
 def trains(dataset, family, folder, kind="dpo"):
-    """One update on all pairs by DPO, or on all labelled completions by KTO."""
+    """One update on all pairs by DPO or of a reward model, or on all labelled completions by KTO."""
     trainer = make_trainer(TRAINERS[kind], family, dataset, folder, reward=None, max_steps=1, self_check=False)
     trainer.train()
     return trainer.state.log_history[0]["grad_norm"] > 1e-3
@@ -603,3 +604,82 @@ def test_options_and_rules(files, tmp_path, capsys):
     command = shown.strip().splitlines()[-1].split()[1:]
     main([*command[:-1], str(saved("qwen2_5_vl")), "--num_workers", "0"])
     assert "All 3 rows would train." in capsys.readouterr().out
+
+
+GENERATED = {  # rows of a layout, and the widths of the chosen and of the rejected images
+    "hpsv3": (
+        [
+            {
+                "prompt": "A cat",
+                "path1": "media/1.png",
+                "path2": "media/2.png",
+                "confidence": 0.9,
+                "choice_dist": [9, 1],
+            }
+        ],
+        [[84, 112]],
+    ),
+    "unifiedreward": (
+        [
+            {"caption": "A cat", "jpg_0": "media/1.png", "jpg_1": "media/2.png", "label_0": each}
+            for each in (1, 0, 0.5)
+        ],
+        [[84, 112], [112, 84], [84, 112]],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", GENERATED)
+def test_pairs_of_generated_images(layout, files, tmp_path, capsys):
+    rows, widths = GENERATED[layout]
+    path, out = files(rows), str(tmp_path / "out")
+    main(["prepare", layout, str(path), "--output_dir", out])
+    dataset = load_dataset(out, split="train", cache_dir=str(tmp_path / "cache"))
+    shown = [[blocks(row[name][0]) for name in ("prompt", "chosen", "rejected")] for row in dataset]
+    assert shown == [[["A cat"], ["image"], ["image"]]] * len(rows)
+    assert [[each.width for each in row["images"]] for row in dataset] == widths
+    assert dataset["tie"][:] == [row.get("label_0") == 0.5 for row in rows]
+    assert layout != "hpsv3" or dataset["confidence"][:] == [0.9]
+    assert trains(dataset, "qwen2_5_vl", tmp_path / "trained", "reward")
+    broken = files([{**rows[0], "path1": None, "label_0": 2}], "broken.json")
+    with pytest.raises(ValueError, match="row 0.* needs prompt, path1, path2 or|row 0, column 'label_0': is 2"):
+        load_generations(broken)
+    with pytest.raises(ValueError, match=f"prepare {layout}`"):
+        trains(Dataset.from_list(rows), "qwen2_5_vl", tmp_path / "raw", "reward")
+    saved_in = ["--dataset_name", out, "--model_name_or_path", str(saved("qwen2_5_vl"))]
+    main(["check", *saved_in])
+    assert f"| image | {len(rows)} | 2 | 2 | 2 |" in capsys.readouterr().out
+
+
+def test_pairs_of_generated_videos(files, tmp_path):
+    for i in range(2):
+        clip = video_file(mosaic(6, 56, 56 + 28 * i, seed=i), codec="mpeg4", rate=2)
+        (tmp_path / "data" / "media" / f"{i}.mp4").write_bytes(clip)
+    rows = [{"id": "a", "caption": "A cat", "chosen": "media/1.mp4", "rejected": "media/0.mp4"}]
+    dataset = load_generations(files(rows))
+    assert blocks(dataset[0]["chosen"][0]) == blocks(dataset[0]["rejected"][0]) == ["video"]
+    assert trains(dataset, "qwen3_vl", tmp_path / "trained", "reward")
+
+
+def test_marks_in_answers_are_images_of_the_answers(files, tmp_path):
+    """In rows of LLaMA-Factory with an image for each mark; other marks in answers are text."""
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": "<image>\nDraw it."}],
+            "chosen": {"from": "gpt", "value": "So: <image>"},
+            "rejected": {"from": "gpt", "value": "<image>\n<image>"},
+            "images": [f"media/{i}.png" for i in (0, 1, 2, 0)],
+        },
+        {
+            "conversations": [{"from": "human", "value": "What is it?"}],
+            "chosen": {"from": "gpt", "value": "A cat."},
+            "rejected": {"from": "gpt", "value": "<image> <image>"},
+            "images": ["media/1.png"],
+        },
+    ]
+    dataset = load_conversations(files(rows), task="dpo")
+    shown = [[blocks(row[name][0]) for name in ("prompt", "chosen", "rejected")] for row in dataset]
+    assert shown[0] == [["image", "\nDraw it."], ["So: ", "image"], ["image", "\n", "image"]]
+    assert shown[1] == [["image", "What is it?"], ["A cat."], ["<image> <image>"]]
+    assert [[each.width for each in row["images"]] for row in dataset] == [[56, 84, 112, 56], [84]]
+    assert trains(dataset, "qwen2_5_vl", tmp_path / "trained", "reward")

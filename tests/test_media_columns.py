@@ -197,7 +197,7 @@ def test_tool_calls_survive():
         ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
         (
             {"prompt": user({"type": "image"}, {"type": "image"}, text("?")), "images": ["i", "j", "k"]},
-            "row 1, column 'images': 3 for 2 image placeholders in the prompt; write one {'type': 'image'} block",
+            "row 1, column 'images': 3 for 2 image placeholders in the messages; write one {'type': 'image'} block",
         ),
         (
             {"prompt": user(text("?"), {"type": "video", "fps": 2}), "audio": "a"},

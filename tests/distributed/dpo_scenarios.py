@@ -90,6 +90,20 @@ dpo_adapter = partial(
 )
 
 
+def dpo_answers(folder):
+    """Media of the prompt, of both answers, of one, or of none, so that ranks have other encoders to run."""
+    rows = []
+    for i, row in enumerate(pairs()):
+        counts = {"prompt": i % 2, "chosen": i // 2 % 2, "rejected": i // 4 % 2}
+        chats = {
+            name: [{"type": "image"}] * count + [{"type": "text", "text": row[name]}] for name, count in counts.items()
+        }
+        images = [image(*SIZES[(i + j) % 4], seed=3 * i + j)["image"] for j in range(sum(counts.values()))]
+        roles = dict.fromkeys(counts, "assistant") | {"prompt": "user"}
+        rows.append({**{name: turn(roles[name], chats[name]) for name in counts}, "images": images})
+    return train(folder, rows)[1]
+
+
 def resumed_with(train, folder, **options):
     """Compares a run whose rows are shuffled with one that resumes before its last step."""
     options |= {"optim": "adamw_torch", "learning_rate": 0.01, "train_sampling_strategy": "random", "max_steps": 4}

@@ -65,6 +65,7 @@ IN_TURN = {
     "dpo_pairs": FSDP2,
     "dpo_parts": ZERO2,
     "dpo_adapter": ZERO3,
+    "dpo_answers": FSDP2,
     "dpo_resumed": FSDP2,
     "kto_parts": FSDP2,
     "reward_pairs": ZERO3,

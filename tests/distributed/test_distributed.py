@@ -623,6 +623,14 @@ def test_preferences_train_as_in_one_process(engine, two, one):
     assert engine != "fsdp2" or two[0]["sharded"]
 
 
+@in_turn("dpo_answers")
+def test_preferences_of_answers_with_media_train_as_in_one_process(engine, two, one):
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, PAIRS)
+    assert engine != "fsdp2" or two[0]["sharded"]
+
+
 @in_turn("kto_parts")
 def test_labelled_completions_train_as_in_one_process(engine, two, one):
     """Ranks have different media, tokens and numbers of labels, over accumulated micro-batches."""

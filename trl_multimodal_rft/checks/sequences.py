@@ -3,15 +3,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..data.rows.pairs import COMPLETIONS
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.contexts import with_answer
 from ..forward.requests import ScoreRequest
 from ..models.modes import measuring
 from ..policy import PolicyForward
@@ -22,7 +26,9 @@ from .self_check import SelfCheck
 _LAST = 256  # tokens at the end of a row that are compared, few enough for their logits to fit into memory
 
 # Returns the outputs of the processor as loaded for a row with media, by the row's index
-Plain = Callable[[int], dict[str, torch.Tensor]]
+Plain = Callable[..., dict[str, torch.Tensor]]
+# A pair, the column of an answer with media, and the outputs of the processor as loaded for prompt and answer
+Shown = tuple[PreferencePair, str, dict[str, torch.Tensor]]
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
@@ -76,33 +82,66 @@ def check_pairs(
     rewards: bool = False,
 ) -> SelfCheck:
     """
-    Measures a policy on the completions of the pairs with the longest and the shortest prompts.
+    Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
+    with media in answers.
 
-    See [`check_sequences`] for arguments and errors. In packed rows, both completions share one prompt. With
-    `rewards`, the scores of a reward model are compared in place of log-probabilities.
+    See [`check_sequences`] for arguments and errors; `plain` also takes the column of an answer that follows the
+    prompt. In packed rows, both completions share one prompt. With `rewards`, the scores of a reward model are
+    compared in place of log-probabilities.
     """
     measure = Measure(policy, model, engine_positions=False)
-    cases = _cases(measure, pairs, plain)
-    rows = [row for pair in cases[2] for row in pair.sequences(measure.model)]
-    completions = [row.input_ids[row.learned] for row in rows]
+    targets, donors, rows = _cases(measure, pairs, plain)
+    shown = _shown(measure, pairs, plain)
+    rows = [*rows, *dict.fromkeys(pair for pair, _, _ in shown)]
+    media = {(pair, name): outputs for pair, name, outputs in shown}
+    sequences = [
+        _as_processed(sequence, media.get((pair, name)))
+        for pair in rows
+        for name, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True)
+    ]
+    completions = [torch.tensor(ids, dtype=torch.long) for pair in rows for ids in (pair.chosen, pair.rejected)]
     ids, mask = (values.to(measure.device) for values in padded(completions))
     last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST
+    learned = [pair.learned(name) for pair in rows for name in COMPLETIONS]
+    learned = pad_sequence(learned, batch_first=True).to(measure.device)
 
     def by_model() -> torch.Tensor:
         if rewards:
-            return torch.cat([measure.row_reward(row) for row in rows])
-        values = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
+            return torch.cat([measure.row_reward(row) for row in sequences])
+        values = [
+            measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(sequences, completions, strict=True)
+        ]
         return pad_sequence(values, batch_first=True)
 
     def score(chosen: list[Any], packed: bool) -> torch.Tensor:
-        prompts = [pair for pair in chosen for _ in range(2)]
+        answered = [(pair, pair.answers.get(name)) for pair in chosen for name in COMPLETIONS]
+        prompts = [with_answer(measure.model, pair, answer) for pair, answer in answered]
         if rewards:
             completions = prompts, ids, mask
             return policy.rewards(model, completions, packed=packed, fallbacks=measure.fallbacks).values
         request = ScoreRequest(prompts, ids, mask, packed=packed)
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
-    return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)
+    cases = targets, donors, rows
+    return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else learned & last, packs, shown)
+
+
+def _shown(measure: Measure, pairs: Sequence[PreferencePair], plain: Plain) -> list[Shown]:
+    """Returns the answers with media of the first pair of all ranks that has some, with the processor's outputs."""
+    first = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
+    holders = [process for process, holds in enumerate(gather_object([first is not None])) if holds]
+    if not holders:
+        return []
+    is_holder = measure.accelerator.process_index == holders[0]
+
+    def read() -> list[Shown]:
+        if not is_holder or first is None:
+            return []
+        index, pair = first[0], replace(first[1])  # a copy is a row of its own on all ranks
+        return [(pair, name, plain(index, name)) for name in pair.answers]
+
+    name = "its processor, as `AutoProcessor.from_pretrained` loads it,"
+    return broadcast_object_list([measure.require(name, read)], from_process=holders[0])[0]
 
 
 def _compare(
@@ -112,10 +151,11 @@ def _compare(
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
+    shown: Sequence[Shown] = (),
 ) -> SelfCheck:
     """
     Compares padded and packed scores with the model's own forward and with scores under other media, where the mask is
-    true, and media tensors with the processor's.
+    true, and media tensors with the processor's. `shown` are answers with media of one of the rows.
     """
     (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
@@ -125,15 +165,33 @@ def _compare(
         noise = functools.cache(lambda: measure.noise(by_model, mask))
         score_rows = functools.partial(score, rows)
         scores, padded, packed = measure.settle(score_rows, truth, mask, noise, packs=packs, isolates=True)
-        for row in (case.prompt for case in targets):
 
-            def swap(other: EncodedPrompt, row: EncodedPrompt = row) -> torch.Tensor:
-                return score([other if entry is row else entry for entry in rows], False)
+        # Media to replace by others, each with the function that returns rows with a replacement
+        replaceable = [(case.prompt, functools.partial(_put, rows, case.prompt)) for case in targets]
+        for pair, name, _ in shown:
+            replaceable.append((pair.answers[name], functools.partial(_put_answer, rows, pair, name)))
+        for row, put in replaceable:
+
+            def swap(other: EncodedPrompt, put: Callable[[EncodedPrompt], list[Any]] = put) -> torch.Tensor:
+                return score(put(other), False)
 
             for kind in sorted(row.modalities - media.keys()):
                 media[kind] = measure.effect(kind, row, donors.get(kind), swap, scores, mask)
     facts = {"tolerance": measure.tolerance, "fallbacks": measure.fallbacks, "media": media}
     return SelfCheck(features=max(features, default=None), padded=padded, packed=packed, **facts)
+
+
+def _as_processed(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
+    """Returns a row with the media of a processor's outputs for the whole conversation, if there are outputs."""
+    return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
+
+
+def _put(rows: list[Any], row: EncodedPrompt, other: EncodedPrompt) -> list[Any]:
+    return [other if entry is row else entry for entry in rows]
+
+
+def _put_answer(rows: list[Any], pair: PreferencePair, name: str, other: SupervisedSequence) -> list[Any]:
+    return _put(rows, pair, replace(pair, answers={**pair.answers, name: other}))
 
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:

@@ -27,8 +27,10 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.counts import empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
+from ..data.rows.pairs import COMPLETIONS, put_answer_media
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
+from ..encoding.media import decode_media
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
@@ -108,12 +110,14 @@ class RowChecker(torch.utils.data.Dataset):
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
+        ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
+        row = put_answer_media(row, ignored, rules=rules) if all(row.get(name) for name in COMPLETIONS) else row
         (prompt,) = self.encoder.messages([row])
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
             prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media
-        refs = list(iter_refs(prompt))
-        for ref in refs:
+        refs, of_answers = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
+        for ref in refs + of_answers:
             checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
             path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
             if isinstance(path, str | os.PathLike):
@@ -121,6 +125,7 @@ class RowChecker(torch.utils.data.Dataset):
             with suppress(MediaError):  # encoding reports the error below
                 for name, size in media_size(ref).items():
                     checked.sizes.setdefault(f"{name} {_OF[ref.modality]}", []).append(size)
+        decode_media(of_answers, self.encoder.processor, self.encoder.audio_overlong)
         try:
             encoded = self.encoder.encode(prompt, row.row_index)
         except ValueError as error:
@@ -324,7 +329,8 @@ def run(args: argparse.Namespace) -> None:
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
     report = Report(title, limit, args.audio_overlong == "truncate")
     try:
-        warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=input_modalities(model))
+        ignored, takes = args.ignored_media_columns or (), input_modalities(model)
+        warning = check_columns(rows, "the dataset", ignored, reads=("prompt", *COMPLETIONS), takes=takes)
         if warning is not None:
             report.warnings.append(warning)
         report.warnings += check_reads(load_reward_funcs(args.reward_funcs or ()), rows)
@@ -333,7 +339,8 @@ def run(args: argparse.Namespace) -> None:
         report.is_refused = True
     report.empty = empty_cells(rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ()))
     if "prompt" in (rows.column_names or ()):
-        rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
+        read = ("prompt", *COMPLETIONS, *MEDIA_COLUMNS)
+        rows = rows.select_columns([name for name in rows.column_names if name in read])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
     for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
         report.add(checked)

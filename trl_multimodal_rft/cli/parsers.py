@@ -22,6 +22,7 @@ LAYOUTS = {
     "charades-sta": "load_charades_sta",
     **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
     "omni-preference": "load_omni_preference",
+    **dict.fromkeys(("hpsv3", "unifiedreward"), "load_generations"),
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
 # By strategy, whether weights, gradients and optimizer state are sharded

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         load_conversations,
         load_deepeyes,
         load_easyr1,
+        load_generations,
         load_geo3k,
         load_omni_preference,
         load_preferences,

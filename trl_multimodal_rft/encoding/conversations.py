@@ -111,16 +111,31 @@ def encode_turn(
             "The chat template renders the messages before a tool's result differently once the result follows, so "
             "the sampled completion can't be continued. Use a template that preserves its prefix."
         )
-    continuation = longer[cut:]
     check_written([*before, *messages], processor, template_kwargs, row, first=len(before))
+    options: dict[str, Any] = {"template_kwargs": template_kwargs, "audio_overlong": audio_overlong, "row": row}
+    return encode_continuation(longer[cut:], messages, processor, model, keep_decoded=keep_decoded, **options)
+
+
+def encode_continuation(
+    text: str,
+    messages: list[dict[str, Any]],
+    processor: Processor,
+    model: PreTrainedModel,
+    *,
+    template_kwargs: dict[str, Any],
+    audio_overlong: Literal["raise", "truncate"] = "raise",
+    keep_decoded: bool = False,
+    row: int | None = None,
+) -> EncodedPrompt:
+    """Encodes the text that the chat template writes for messages behind a prompt, with the media of the messages."""
     if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
-        ids = torch.tensor(processor(continuation, add_special_tokens=False)["input_ids"], dtype=torch.long)
+        ids = torch.tensor(processor(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
         return EncodedPrompt(ids, {}, {}, ids.new_empty(1, 0), row=row)
     turn = encode_messages(
         messages,
         processor,
         model,
-        template_kwargs={**template_kwargs, **_VERBATIM, "continuation": continuation},
+        template_kwargs={**template_kwargs, **_VERBATIM, "continuation": text},
         audio_overlong=audio_overlong,
         keep_decoded=keep_decoded,
         row=row,
@@ -128,12 +143,28 @@ def encode_turn(
     )
     if not turn.modalities:
         return replace(turn, media={}, on_device={})  # without blank media
-    if masks := family_of(model).token_masks:
-        raise MediaError(
-            f"{model.config.model_type} attends to media through a mask per token ({', '.join(masks)}), so tools "
-            "can't return media to it."
+    family = family_of(model)
+    if masks := [*family.token_masks, *family.token_field_fill]:
+        raise next(iter_refs(messages)).error(
+            f"{model.config.model_type} attends to media through values per token ({', '.join(masks)}), so only its "
+            "prompts hold media; move it there, or remove the row"
         )
     return turn
+
+
+def check_joins(
+    parts: Sequence[EncodedPrompt], turn: EncodedPrompt, model: PreTrainedModel, isolate: str | None = None
+) -> None:
+    """Raises [`MediaError`] if media of a turn would change the padding, and so the features, of media before it."""
+    if (isolate or family_of(model).isolate) is None or not turn.media:
+        return
+    for before in parts:
+        for name in before.media.keys() & turn.media.keys():
+            if before.media[name].shape[1:] != turn.media[name].shape[1:]:
+                raise MediaError(
+                    f"{model.config.model_type} pads media of one conversation to one size, which changes what "
+                    "it sees of them; give all media of a conversation one size"
+                )
 
 
 def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import Any, Literal
 
 import torch
@@ -13,11 +14,12 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import filled, truth_value
 from ..data.rows.columns import read_messages, rows_to_messages
-from ..data.rows.pairs import COMPLETIONS, check_text_only, read_answer
+from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
 from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
 from ..views.views import View
 from .control_tokens import checked_prompt
+from .conversations import check_joins, encode_continuation, encode_prefix
 from .join import common_start, continued_field, padded
 from .messages import check_written, write_chat
 from .processors import Processor, tokenizer_of
@@ -30,14 +32,13 @@ class SupervisedSequence(EncodedPrompt):
 
     learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
-    def example(self, row: Row) -> tuple[Sequence, list[int], list[int], None]:
-        """Returns the row's messages, ids before the first learned token, learned ids, and `None` for rejected ids."""
+    def example(self) -> tuple[list[int], list[int], None]:
+        """Returns ids before the first learned token, learned ids, and `None` for rejected ids."""
         first = int(self.learned.int().argmax())
-        chat = row.get("messages") or row.get("prompt") or []
-        return chat, self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist(), None
+        return self.input_ids[:first].tolist(), self.input_ids[self.learned].tolist(), None
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
-        """Returns the first or last `n` tokens of a sequence without media, at the positions of the first ones."""
+        """Returns the first or last `n` tokens, with all media, at the positions of the first ones."""
         part = slice(-n, None) if from_end else slice(n)
         return replace(
             self,
@@ -55,16 +56,22 @@ class PreferencePair(EncodedPrompt):
 
     chosen: list[int] = field(kw_only=True)
     rejected: list[int] = field(kw_only=True)
+    # Completions that hold media, by column; tokens of their text are learned
+    answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
     view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which `chosen` is rejected
 
-    def example(self, row: Row) -> tuple[Sequence, list[int], list[int], list[int]]:
-        """Returns the messages of the prompt, and ids of the prompt, the chosen and the rejected completion."""
-        chat = [] if row.get("chosen") is None else _with_prompt(row)["prompt"]  # tokenized rows have no messages
-        return chat, self.input_ids.tolist(), self.chosen, self.rejected
+    def example(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns ids of the prompt, the chosen and the rejected completion."""
+        return self.input_ids.tolist(), self.chosen, self.rejected
+
+    def learned(self, column: str) -> torch.Tensor:
+        """Returns whether a token of the completion in a column is learned, `(C,)`."""
+        ids: list[int] = getattr(self, column)
+        return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """Returns two sequences of the prompt and one completion, of which the completion is learned."""
-        return [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
+        return [_answered(self, column, model) for column in COMPLETIONS]
 
 
 @dataclass(eq=False)
@@ -228,24 +235,28 @@ class SupervisedEncoder:
         Raises:
             `ValueError`: If a completion is missing, or isn't the assistant's, or if the chat template can't render it
                 after the prompt.
-            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in a completion.
+            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder; if a completion has media
+                that the model takes in prompts alone; or, unless `whole`, if it has media and no text.
         """
         if whole and row.get("chosen_ids") and row.get("rejected_ids"):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
             return _with_common_start(*map(self.encode_tokens, tokenized))
-        name, completions, prompt, texts = f"row {row.row_index}", {}, None, []
-        whole = whole and not family_of(self.model).token_field_fill  # these families need the boundary
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
-        for column in COMPLETIONS:
-            pair, messages, n = self._preference(row, column)
-            if whole and next(iter_refs(messages), None) is None:
-                texts.append(self._encode_text(pair, messages))
-                continue
-            completions[column] = self._completion_ids(pair, messages, n, name, self._end)
-            if prompt is None:
-                prompt = self._encode(_prompt_of(pair, messages[:n]), pair)
-        return _with_common_start(*texts) if texts else PreferencePair(**vars(prompt), **completions)
+        placed, name = self._placed(row), f"row {row.row_index}"
+        pairs = {column: self._preference(placed, column) for column in COMPLETIONS}
+        has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
+        if whole and not has_media and not family_of(self.model).token_field_fill:  # these families need the boundary
+            return _with_common_start(*(self._encode_text(pair, messages) for pair, messages, _ in pairs.values()))
+        pair, messages, n = pairs["chosen"]
+        prompt, answers, completions = self._encode(_prompt_of(pair, messages[:n]), pair), {}, {}
+        for column, (pair, messages, n) in pairs.items():
+            if next(iter_refs(messages[n:]), None) is None:
+                completions[column] = self._completion_ids(pair, messages, n, name, self._end)
+            else:
+                answers[column] = self._encode_answer(prompt, messages, n, column, text_alone=not whole)
+                completions[column] = answers[column].input_ids.tolist()
+        return PreferencePair(**vars(prompt), **completions, answers=answers)
 
     def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
         """
@@ -263,25 +274,27 @@ class SupervisedEncoder:
                 it after the prompt.
             [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in the completion.
         """
-        read_messages(row.get("completion"), "completion", row.row_index)
+        check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
         columns, messages, n = self._preference(row, "completion")
         tokens = self._completion_ids(columns, messages, n, f"row {row.row_index}", self._end)
         return self._encode(_prompt_of(columns, messages[:n]), columns), tokens
 
-    def conversation(self, row: Row) -> str | list:
+    def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """
         Returns the prompt of a row, or its whole `messages`, with its media.
 
         Args:
             row ([`~data.rows.row.Row`]):
                 Row.
+            answer (`str`, *optional*):
+                Column of a completion of a pair that follows the prompt.
 
         Returns:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
         if row.get("chosen") is not None:
-            pair, messages, n = self._preference(row, "chosen")
-            return _prompt_of(pair, messages[:n])
+            pair, messages, n = self._preference(self._placed(row), answer or "chosen")
+            return _prompt_of(pair, messages[: None if answer else n])
         chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
         return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
 
@@ -299,6 +312,13 @@ class SupervisedEncoder:
             [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
         """
         return self._encode(self.conversation(row), row, view)
+
+    def _placed(self, row: Row) -> Row:
+        """Returns a row with preferences, whose answers hold their media."""
+        columns = Row(row.row_index, _with_prompt(row))
+        if not columns["prompt"]:
+            raise _no_prompt(f"row {row.row_index}")
+        return put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
 
     def _preference(self, row: Row, column: str) -> tuple[Row, list, int]:
         """Returns a row with one of its completions, its messages, and the number of messages of the prompt."""
@@ -400,6 +420,39 @@ class SupervisedEncoder:
             return self.encode_text(row["prompt"] + row["completion"], row.row_index)
         return self._encode(messages, row, add_generation_prompt=False)
 
+    def _encode_answer(
+        self, prompt: EncodedPrompt, messages: list, n: int, column: str, text_alone: bool
+    ) -> SupervisedSequence:
+        """
+        Encodes a completion with media behind the prompt, which is the first `n` messages. With `text_alone`, tokens
+        are learned that the template also writes without the media.
+        """
+        name = f"row {prompt.row}"
+        before, whole = self._render(messages, n, name)
+        options: dict[str, Any] = {"template_kwargs": self.template_kwargs, "audio_overlong": self.audio_overlong}
+        answer = encode_continuation(
+            whole.removeprefix(before), messages[n:], self.processing_class, self.model, row=prompt.row, **options
+        )
+        try:
+            check_joins([prompt], answer, self.model)
+        except MediaError as error:
+            raise MediaError(f"{name}, column '{column}': {error}") from error
+        ids, learned = answer.input_ids.tolist(), torch.ones(len(answer), dtype=torch.bool)
+        if text_alone:
+            texts = [[block for block in message["content"] if block["type"] == "text"] for message in messages[n:]]
+            if not any(block["text"].strip() for blocks in texts for block in blocks):
+                raise MediaError(
+                    f"{name}, column '{column}': the answer has media and no text, and DPO trains text alone; train a "
+                    "reward model on such rows, or leave them out"
+                )
+            plain = [{**m, "content": blocks} for m, blocks in zip(messages[n:], texts, strict=True)]
+            text = self._render([*messages[:n], *plain], n, name)[1].removeprefix(before)
+            kept = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            learned = torch.zeros_like(learned)
+            for start, _, size in SequenceMatcher(None, ids, kept, autojunk=False).get_matching_blocks():
+                learned[start : start + size] = True
+        return SupervisedSequence(**vars(answer), learned=learned)
+
     def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str = "") -> list[int]:
         """
         Tokenizes the completion behind the prompt, which is the first `n` messages. A pair of texts without media gets
@@ -496,6 +549,14 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
     )
 
 
+def _answered(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
+    """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
+    if (answer := pair.answers.get(column)) is None:
+        return _followed(pair, getattr(pair, column), model)
+    whole = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
+    return SupervisedSequence(**vars(whole), learned=torch.arange(len(whole)) >= len(pair))
+
+
 def _with_prompt(row: Row) -> dict[str, Any]:
     """Returns the columns of a row with preferences, with the common start of both as prompt if it has none."""
     return dict(row) if row.get("prompt") else extract_prompt(dict(row))
@@ -547,7 +608,9 @@ def _chat(row: Row, name: str, column: str = "completion") -> tuple[list, Any]:
             "`messages` with the assistant's answer at the end."
         )
     read_messages(prompt, "prompt", row.row_index)
-    read_answer(completion, column, row.row_index)
+    answer = read_answer(completion, column, row.row_index)
+    if column not in COMPLETIONS:
+        check_text_only(answer)
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     return prompt, completion

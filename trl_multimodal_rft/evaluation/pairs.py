@@ -19,7 +19,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..data.rows.features import restore_media, restore_rows
-from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, read_answer
+from ..data.rows.pairs import COMPLETIONS, TIE, check_pairs, check_read, put_answer_media, read_answer
 from ..data.rows.row import DatasetRows, Row
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
@@ -151,7 +151,8 @@ def score_pairs(
             bar.update(len(batch))
             rows = [row.row_index for row in batch for _ in COMPLETIONS]
             try:
-                arguments = _arguments(batch, media_rules)
+                placed = [put_answer_media(row, rules=media_rules) for row in batch]
+                arguments = _arguments(batch, placed, media_rules)
                 functions = {name: checked_reward(reward_func, name, media_rules, rows)}
                 scores = call_rewards(functions, arguments, loop)[name]
             except MediaError as error:
@@ -159,11 +160,13 @@ def score_pairs(
                     raise
                 skipped[rows[0]] = str(error)
                 continue
-            prompts, texts = ([as_text(strip_media(v)) for v in arguments[k]] for k in ("prompts", "completions"))
-            media = [checksum(row["prompt"]) for row in rows_to_messages(batch, rules=media_rules)]
-            for i, row, fingerprint in zip(range(0, len(scores), 2), batch, media, strict=True):
-                pair: dict[str, Any] = {"index": row.row_index, "prompt": prompts[i], "fingerprint": fingerprint}
-                pair["completions"] = texts[i : i + 2]
+            shown = [
+                [row[name] for name in ("prompt", *COMPLETIONS)] for row in rows_to_messages(placed, rules=media_rules)
+            ]
+            for i, row, messages in zip(range(0, len(scores), 2), batch, shown, strict=True):
+                prompt, *texts = (as_text(strip_media(chat)) for chat in messages)
+                pair: dict[str, Any] = {"index": row.row_index, "prompt": prompt, "fingerprint": checksum(messages)}
+                pair["completions"] = texts
                 pair |= _compared(scores[i], scores[i + 1], truth_value(row.get(TIE), TIE, row.row_index), tie_margin)
                 pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
@@ -177,14 +180,24 @@ def score_pairs(
     return EvaluationResult(metrics, pairs, settings, skipped)
 
 
-def _arguments(batch: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
-    """Returns the arguments of a reward function for both completions of each pair, as trainers pass them."""
+def _arguments(batch: Sequence[Row], placed: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
+    """
+    Returns the arguments of a reward function for both completions of each pair, as trainers pass them. In `placed`
+    rows, answers hold the media of columns, which are no arguments then.
+    """
     for row in batch:
         for name in COMPLETIONS:
             check_read(read_answer(row[name], name, row.row_index), name, row.row_index)
-    prompts = restore_media([row["prompt"] for row in rows_to_messages(batch, rules=media_rules)])
-    rows = [{k: v for k, v in row.items() if k not in COMPLETIONS} for row in restore_rows(batch, media_rules)]
-    completions: list = [strip_media(row[name]) for row in batch for name in COMPLETIONS]
+    prompts = restore_media([row["prompt"] for row in rows_to_messages(placed, rules=media_rules)])
+    rows = [
+        {name: value for name, value in row.items() if name in placed[i] and name not in COMPLETIONS}
+        for i, row in enumerate(restore_rows(batch, media_rules))
+    ]
+    completions: list = [
+        restore_media(row[name]) if row is not batch[i] else strip_media(row[name])
+        for i, row in enumerate(placed)
+        for name in COMPLETIONS
+    ]
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
     prompts, rows = ([item for item in values for _ in COMPLETIONS] for values in (prompts, rows))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Completions with rewritten contexts, forwarded as one row per context, and scored as one row again."""
+"""Completions with media, and with rewritten contexts, forwarded as one row per context, and scored as one again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
+from ..encoding.conversations import conversation, encode_prefix
 from ..encoding.prompts import EncodedPrompt
+from .masks import linear_masks
 
 
 @dataclass(eq=False)
@@ -48,3 +51,24 @@ def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tupl
     """Returns the contexts of completions of these `lengths`, and the number of tokens behind each context."""
     behind = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
     return [context for prompt in prompts for context in prompt.contexts], [n for counts in behind for n in counts]
+
+
+def with_media(
+    model: PreTrainedModel, prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt
+) -> EncodedPrompt:
+    """Returns the prompt to score a completion with: the `whole` sequence's, whose turns `shown` hold media if any."""
+    if not shown:
+        return prompt
+    # Media behind the prompt may change its positions and masks
+    positions = whole.position_ids[..., : len(prompt)]
+    same = torch.equal(positions, prompt.position_ids.expand_as(positions))
+    is_causal = same and all(mask is None for mask in linear_masks(model, whole, 0).values())
+    return conversation(prompt, shown, whole, is_causal)
+
+
+def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
+    """Returns the prompt to score an `answer` with media with, or the prompt itself without one."""
+    if answer is None:
+        return prompt
+    whole = encode_prefix(prompt, answer.input_ids.tolist(), [(0, answer)], model)
+    return with_media(model, prompt, [answer], whole)

@@ -404,7 +404,8 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits completions into parts that share a forward, as ascending indices; a group stays in one part.
+    Splits completions into parts that share a forward, as ascending indices; a group stays in one part, unless media
+    behind its prompt don't join.
 
     Some encoders have no mask for padding, so that a clip's features depend on the longest clip in the batch, and some
     models take one modality per call. `"media"` groups prompts whose media join exactly (same modalities, no padding,
@@ -416,7 +417,8 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         return list(group_by_prompt(prompts).values())
     parts: dict[tuple, list[int]] = {}
     text_only = []
-    for members in group_by_prompt(prompts).values():
+    groups = group_by_prompt(prompts).values()
+    for members in (members for group in groups for members in _joining(prompts, group)):
         pieces = list({piece: None for i in members for piece in prompts[i].parts if piece.media})
         if not pieces:
             text_only += members
@@ -433,6 +435,17 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         has_masks = any(values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values())
         split = [*split, text_only] if has_masks or not split else [split[0] + text_only, *split[1:]]
     return [sorted(part) for part in split]
+
+
+def _joining(prompts: Sequence[EncodedPrompt], group: list[int]) -> list[list[int]]:
+    """Splits a prompt's completions by the shapes of their media if these differ."""
+    by_shapes: dict[tuple, list[int]] = {}
+    for i in group:
+        media = [(name, value) for piece in prompts[i].parts for name, value in piece.media.items()]
+        shapes = {(name, tuple(value.shape[1:])) for name, value in media}
+        by_shapes.setdefault(tuple(sorted(shapes)), []).append(i)
+    names = [name for name, _ in {shape for shapes in by_shapes for shape in shapes}]
+    return [group] if len(names) == len({*names}) else list(by_shapes.values())
 
 
 def pack(

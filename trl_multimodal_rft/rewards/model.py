@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, strip_media
+from ..data.rows.columns import MEDIA_COLUMNS, has_media, read_messages, rows_to_messages, strip_media
 from ..data.rows.features import as_encoded
 from ..encoding.join import common_start, join_media, padded, same_prompt
 from ..encoding.media import decode_media
@@ -49,9 +49,10 @@ class RewardModel:
     """
     A reward function that scores with a model, with the signature of TRL's.
 
-    The model gets prompt, media and completion through its processor and chat template; its family may differ from the
-    policy's. It stays on its device, and runs in evaluation mode without gradients. Consecutive completions of one
-    prompt share its decoded media and, where the model allows it, one encoding and one forward pass of the prompt.
+    The model gets prompt, completion and the media of both through its processor and chat template; its family may
+    differ from the policy's. It stays on its device, and runs in evaluation mode without gradients. Consecutive
+    completions of text to one prompt share its decoded media and, where the model allows it, one encoding and one
+    forward pass of the prompt.
 
     Args:
         model (`torch.nn.Module`):
@@ -149,7 +150,14 @@ class RewardModel:
     ) -> list[float]:
         """Scores completions. Prompts without media get those of the media columns. Trainers pass `media_rules`."""
         rows = rows_of_batch(prompts, columns)
-        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
+        rules = media_rules.without_budgets()
+        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=rules)]
+        completions = [
+            answer
+            if isinstance(answer, str) or not has_media(answer)
+            else read_messages(answer, "completions", i, rules)
+            for i, answer in enumerate(as_encoded(completions))
+        ]
         whole, groups = self._encode(prompts, completions)
         scores = torch.empty(len(rows))
         self.model.eval()
@@ -166,10 +174,11 @@ class RewardModel:
         """Returns whole sequences to forward, by row index, and groups that share the forward pass of their prompt."""
         whole, groups, start = {}, [], 0
         for stop in range(1, len(prompts) + 1):
-            if stop < len(prompts) and same_prompt(prompts[stop], prompts[start]):
+            shown = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
+            if stop < len(prompts) and not shown and same_prompt(prompts[stop], prompts[start]):
                 continue
             rows, prompt = range(start, stop), prompts[start]
-            refs, start = list(iter_refs(prompt)), stop
+            refs, start = [*iter_refs(prompt), *iter_refs(completions[start])], stop
             media, chats = self._load(refs), [self._chat(prompt, completions[i]) for i in rows]
             first = self._encode_row(chats[0], refs, *media)
             group = None if self._reader is None or len(rows) == 1 else self._group(rows, first, chats)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,14 +23,13 @@ from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
-from ..encoding.conversations import Contexts, conversation, encode_prefix, encode_turn, normalize_tool_calls
+from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, normalize_tool_calls
 from ..encoding.messages import opened_thoughts
 from ..encoding.processors import Processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
-from ..families import family_of
-from ..forward.masks import linear_masks
+from ..forward.contexts import with_media
 from .environments import EnvironmentFailure, as_error
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
@@ -229,7 +227,7 @@ class ToolLoop:
             keep_decoded=self.engine_length is not None,
             row=trajectory.row,
         )
-        self._check_joins(trajectory, turn)
+        check_joins([trajectory.prompt, *trajectory.media], turn, self.encoder.model, self.isolate)
         return None, turn
 
     def _call_tools(self, trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -292,18 +290,6 @@ class ToolLoop:
         trajectory.counts["failures"] += len(failed)
         content = self._failure(error)
         return [{**message, "content": content} if message in failed else message for message in results]
-
-    def _check_joins(self, trajectory: Trajectory, turn: EncodedPrompt) -> None:
-        """Raises [`MediaError`] if media of a tool would change the padding, and so the features, of earlier media."""
-        if (self.isolate or family_of(self.encoder.model).isolate) is None or not turn.media:
-            return
-        for before in (trajectory.prompt, *trajectory.media):
-            for name in before.media.keys() & turn.media.keys():
-                if before.media[name].shape[1:] != turn.media[name].shape[1:]:
-                    raise MediaError(
-                        f"{self.encoder.model.config.model_type} pads media of one conversation to one size, which "
-                        "changes what it sees of them; return media of the size of those before"
-                    )
 
     def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt) -> None:
         """Samples the turns after the results; a rank without any results samples once, to join collectives."""
@@ -410,13 +396,7 @@ def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
     """Returns the prompt to score the tokens behind a trajectory's context with."""
     prompt, whole = trajectory.prompt, trajectory.whole
-    if whole is None or not trajectory.media:
-        return prompt
-    # Appended results may change the prompt's positions and masks
-    positions = whole.position_ids[..., : len(prompt)]
-    same = torch.equal(positions, prompt.position_ids.expand_as(positions))
-    is_causal = same and all(mask is None for mask in linear_masks(model, whole, 0).values())
-    return conversation(prompt, trajectory.media, whole, is_causal)
+    return prompt if whole is None else with_media(model, prompt, trajectory.media, whole)
 
 
 def _read_messages(messages: list[dict[str, Any]], row: int, rules: MediaRules) -> list[dict[str, Any]]:

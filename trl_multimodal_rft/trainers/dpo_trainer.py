@@ -34,8 +34,10 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     Trainer for Direct Preference Optimization (DPO) of models that see and hear, see
     [Direct Preference Optimization](https://huggingface.co/papers/2305.18290).
 
-    [`~trl.DPOTrainer`] with audio, video and images in prompts: losses, metrics and options are TRL's. A prompt and
-    its media are encoded once, and forwarded once for both completions.
+    [`~trl.DPOTrainer`] with audio, video and images: losses, metrics and options are TRL's. A prompt and its media are
+    encoded once, and forwarded once for both completions. Completions may hold media, too, which the model reads: the
+    loss is that of their tokens of text alone, without those that stand for a medium or that the chat template writes
+    around it.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -47,8 +49,9 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, each text or messages, and with the media columns that
-            [`MultimodalGRPOTrainer`] takes, with media of the prompt. Without `prompt`, the common start of both
-            completions is the prompt.
+            [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns, for the prompt
+            and for placeholders of `prompt`, `chosen` and `rejected`, in this order. Without `prompt`, the common
+            start of both completions is the prompt.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -146,6 +149,15 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
     # Update
 
+    def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
+        """Scores of the learned tokens of all completions, 0 on others; TRL's loss sums them without a mask."""
+        learned = inputs["learned"].bool()
+        return (
+            super()
+            ._score(model, inputs, compute_aux_loss)
+            .rearranged(lambda values: torch.where(learned, values, 0.0))
+        )
+
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._measure_contribution(model, inputs)
         inputs = self._with_logps_of_reference(inputs)
@@ -199,10 +211,13 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
 
 def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score."""
+    """
+    Returns a micro-batch as TRL's loss reads it: completions after a first token, which the loss doesn't score, with a
+    mask of their learned tokens.
+    """
     n = 2 * len(inputs["sequences"])
     return {
         "input_ids": pad(inputs["completion_ids"][:n], (1, 0)),
-        "completion_mask": pad(inputs["completion_mask"][:n], (1, 0)),
+        "completion_mask": pad(inputs["learned"][:n], (1, 0)),
         **{name: inputs[name] for name in ("attention_mask", *REFERENCE[:2]) if name in inputs},
     }

@@ -40,9 +40,9 @@ def label_of(cell: Cell, row: int) -> bool:
 class LabelledCompletion(PreferencePair):
     """A prompt with its own completion (`chosen`) and that of another row (`rejected`), for the KL estimate."""
 
-    def example(self, row: Row) -> tuple[Sequence, list[int], list[int], None]:
-        """Returns messages of the row's prompt, and ids of the prompt and of its completion."""
-        return row["prompt"], self.input_ids.tolist(), self.chosen, None
+    def example(self) -> tuple[list[int], list[int], None]:
+        """Returns ids of the prompt and of its completion."""
+        return self.input_ids.tolist(), self.chosen, None
 
 
 @dataclass

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -12,13 +12,15 @@ from trl.data_utils import get_dataset_column_names
 
 from ..data.reading.refs import MediaError, OverlongRow
 from ..data.rows.cells import finite_number, truth_value
-from ..data.rows.columns import MEDIA_COLUMNS
-from ..data.rows.pairs import TIE
+from ..data.rows.columns import MEDIA_COLUMNS, has_media
+from ..data.rows.features import undecoded
+from ..data.rows.pairs import COMPLETIONS, TIE
 from ..data.rows.row import Row
 from ..data.rows.unread import lists_columns, other_layout
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt, check_ids
-from ..encoding.supervised import PreferencePair
+from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.contexts import with_answer
 from ..policy import Completions, PolicyForward
 from ..rollout.collect import view_of_row
 from ..views.views import View
@@ -50,31 +52,33 @@ class PreferenceCollator(SupervisedCollator):
                 Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
 
         Returns:
-            `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `prompts`, `completion_ids` and
-            `completion_mask`, `(2 * B + V, C)`, and `lengths`, of the chosen completions, then of the rejected ones,
-            then of the chosen ones of the `V` pairs with a view; `viewed`, the indices of these pairs;
+            `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `prompts`, `completion_ids`,
+            `completion_mask` and `learned`, which is 1 on tokens of text, `(2 * B + V, C)`, and `lengths`, of the
+            chosen completions, then of the rejected ones, then of the chosen ones of the `V` pairs with a view;
+            `viewed`, the indices of these pairs;
             `attention_mask`, `(1, tokens)`, which counts the tokens of padded rows, as TRL's does; the reference's
             log-probabilities, `(B,)`, if rows have them, or further columns of a subclass; `plain`, see
             [`~trainers.sft_data.SupervisedCollator`]; and `encode_view`, which encodes a row's prompt under a view.
         """
         pairs, stored = self._encoded(rows), self._stored(rows)
         if self.view is not None and self.view.type.needs_other:
-            messages = [self.encoder.conversation(row) for row in stored]
+            messages = [self.conversation(row) for row in stored]
             for i, pair in enumerate(pairs):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
-        both = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
-        completions = [*both, *(both[i] for i in viewed)]
-        ids, mask = padded([torch.tensor(completion, dtype=torch.long) for completion in completions])
+        both = [(pair, name, pair) for name in COMPLETIONS for pair in pairs]
+        rows = [*both, *((pairs[i], "chosen", cast(EncodedPrompt, pairs[i].view)) for i in viewed)]
+        ids, mask = padded([torch.tensor(getattr(pair, name), dtype=torch.long) for pair, name, _ in rows])
         return {
             "sequences": pairs,
-            "prompts": [*pairs, *pairs, *(pairs[i].view for i in viewed)],
+            "prompts": [with_answer(self.model, prompt, pair.answers.get(name)) for pair, name, prompt in rows],
             "completion_ids": ids,
             "completion_mask": mask,
-            "lengths": list(map(len, completions)),
+            "learned": padded([pair.learned(name).long() for pair, name, _ in rows])[0],
+            "lengths": mask.sum(1).tolist(),
             "viewed": viewed,
-            "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + sum(map(len, both))),
-            "plain": lambda load, i: self._plain(stored[i], load()),
+            "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + int(mask[: len(both)].sum())),
+            "plain": lambda load, i, answer=None: self._plain(stored[i], load(), answer),
             "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
             **self._columns(stored),
         }
@@ -98,7 +102,9 @@ class PreferenceCollator(SupervisedCollator):
         """Encodes a row as a pair whose completions end at `max_length`, the prompt included."""
         pair = self._encoded_pair(row)
         self._check_room(pair, row)
-        pair = replace(pair, chosen=self._cut(pair, pair.chosen), rejected=self._cut(pair, pair.rejected))
+        answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
+        chosen, rejected = (self._cut(pair, ids) for ids in (pair.chosen, pair.rejected))
+        pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
         if self.view is not None and not self.view.type.needs_other:  # which needs a micro-batch
             self._add_view(pair, [row], [None], 0)
         return pair
@@ -117,6 +123,17 @@ class PreferenceCollator(SupervisedCollator):
         longest = self.args.max_length
         return completion if longest is None else completion[: longest - len(prompt)]
 
+    def _cut_answer(self, prompt: EncodedPrompt, answer: SupervisedSequence, name: str) -> SupervisedSequence:
+        """Returns a completion with media within `max_length`. Raises if that cuts a medium, or all of the text."""
+        n, (_, end) = len(self._cut(prompt, answer.input_ids.tolist())), cast(tuple[int, int], answer.media_span)
+        if n <= end or not answer.learned[:n].any():
+            raise OverlongRow(
+                f"row {prompt.row}, column '{name}': `max_length` ({self.args.max_length}) leaves {n} of the answer's "
+                f"{len(answer)} tokens, but its media, up to token {end}, and a text aren't cut; raise it, or make "
+                "the media smaller"
+            )
+        return answer.first(n)
+
     def _prepare(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
             return dataset  # a transform returns other columns
@@ -124,9 +141,12 @@ class PreferenceCollator(SupervisedCollator):
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         if not {"chosen", "rejected"} <= columns or (layout is not None and "prompt" not in columns):
             raise lacking(name, columns, "`prompt`, `chosen` and `rejected`", layout)
-        pairs = dataset.select_columns(["chosen", "rejected"]) if isinstance(dataset, Dataset) else [{"chosen": 0}]
-        if self.view is None and all(pair["chosen"] == pair.get("rejected") for pair in pairs):
-            raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
+        if self.view is None and isinstance(dataset, Dataset):
+            rows = undecoded(dataset.select_columns([*COMPLETIONS]))
+            pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
+            # Answers that are placeholders are equal, too
+            if all(pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs):
+                raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):

@@ -159,7 +159,7 @@ class PreferenceTrainer(CompletionTrainer):
             return
         self._measured_step = step if training else self._measured_step
         ids, mask = inputs["completion_ids"][:n], inputs["completion_mask"][:n]
-        completions = inputs["sequences"], ids, mask
+        completions = inputs["prompts"][:n], ids, mask
         for name, value in media_contribution(self._policy, model, completions, mask, inputs["encode_view"]).items():
             metrics[name].append(value)
 

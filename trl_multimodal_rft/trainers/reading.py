@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 from ..checks.run_checks import Checks
 from ..checks.sequences import check_pairs
 from ..data.rows.batches import BatchShape, seeded_order
-from ..data.rows.columns import rows_to_messages
 from ..data.rows.row import Row
 from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import family_of
@@ -171,7 +170,8 @@ class CompletionTrainer(CheckpointMixin):
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        self.card_notes.add(set().union(*stored), filter(None, prompts), (encoded.modalities for encoded in sequences))
+        kinds = (encoded.modalities for encoded in batch.get("prompts", sequences))  # those of answers included
+        self.card_notes.add(set().union(*stored), filter(None, prompts), kinds)
         if split == "train":
             self._show(stored[0], sequences[0])
         return batch
@@ -180,11 +180,8 @@ class CompletionTrainer(CheckpointMixin):
         """Shows the first row of a run on the console, if the run has a console."""
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None and display.needs_example:
-            (chat, prompt, target, rejected), messages, collator = sequence.example(row), None, self.data_collator
-            if sequence.modalities:
-                ignored, placeholders = self.args.ignored_media_columns or (), collator.encoder.placeholders
-                [shown] = rows_to_messages([{**row, "prompt": chat}], ignored, placeholders, self.args.rules)
-                messages = shown["prompt"]
+            (prompt, target, rejected), collator = sequence.example(), self.data_collator
+            messages = collator.conversation(row) if sequence.modalities else None
             display.show_example(
                 collator.model, self.processing_class, prompt, messages, target, rejected_ids=rejected
             )

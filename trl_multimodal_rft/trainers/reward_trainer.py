@@ -40,10 +40,11 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     Trainer for reward models that see and hear, which learn scores from comparisons of two completions, see
     [Learning to summarize from human feedback](https://huggingface.co/papers/2009.01325).
 
-    Extends [`~trl.RewardTrainer`] by audio, video and images in prompts; loss, metrics and options are TRL's. A prompt
-    and its media are encoded once, and forwarded once for both completions. The trained model can reward completions
-    in [`MultimodalGRPOTrainer`] (`reward_funcs="path"`) and initialize the critic of [`MultimodalPPOTrainer`]. If
-    transformers has a sequence classifier for the model's family, the trained model is one.
+    Extends [`~trl.RewardTrainer`] by audio, video and images in prompts and completions; loss, metrics and options are
+    TRL's. A prompt and its media are encoded once, and forwarded once for both completions. The trained model can
+    reward completions in [`MultimodalGRPOTrainer`] (`reward_funcs="path"`) and initialize the critic of
+    [`MultimodalPPOTrainer`]. If transformers has a sequence classifier for the model's family, the trained model is
+    one.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -53,9 +54,10 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
-            [`MultimodalGRPOTrainer`] takes, for the media of the prompt. Optional columns are `margin`, the number by
-            which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`, the prompt is
-            the common start of both completions.
+            [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns, for the prompt
+            and for placeholders of `prompt`, `chosen` and `rejected`, in this order. Optional columns are `margin`,
+            the number by which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`,
+            the prompt is the common start of both completions.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):

@@ -146,7 +146,7 @@ def warn_of_unread(
     trainer's arguments, `takes` are the model's modalities, and with `extent="first"` only first rows are given.
     """
     for argument, value in datasets.items():
-        reads = ("completion", "messages") if supervised else args.teacher_columns
+        reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
         ignored, needs = (
             args.ignored_media_columns or (),
             changed_media(vars(args)) if argument == "train_dataset" else {},

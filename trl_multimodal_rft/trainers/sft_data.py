@@ -81,14 +81,18 @@ class SupervisedCollator:
     def _stored(self, rows: Sequence[Any]) -> list[Row]:
         return [row.stored if isinstance(row, EncodedRow) else Row(i, row) for i, row in enumerate(rows)]
 
-    def _plain(self, row: Row, processor: ProcessorMixin) -> dict[str, Any]:
+    def conversation(self, row: Row, answer: str | None = None) -> str | list:
+        """See [`~encoding.supervised.SupervisedEncoder.conversation`]."""
+        return self._encoder_of(row).conversation(row, answer)
+
+    def _plain(self, row: Row, processor: ProcessorMixin, answer: str | None = None) -> dict[str, Any]:
         """Returns the outputs of a processor for the conversation of a row, by the chat template of the run."""
         base, encoder = (
             {"chat_template": getattr(self.processing_class, "chat_template", None)},
             self._encoder_of(row),
         )
         kwargs = base | {name: value for name, value in encoder.template_kwargs.items() if value is not None}
-        return plain_outputs(encoder.conversation(row), processor, self.args.audio_overlong, kwargs)
+        return plain_outputs(encoder.conversation(row, answer), processor, self.args.audio_overlong, kwargs)
 
     def encode(self, row: Row) -> SupervisedSequence:
         """Returns a row as a sequence of at most `max_length` tokens."""

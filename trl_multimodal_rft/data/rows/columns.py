@@ -159,9 +159,11 @@ def rows_to_messages(
     ]
 
 
-def read_messages(messages: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
+def read_messages(
+    messages: str | list | None, column: str, row: int, rules: MediaRules = DEFAULT_RULES
+) -> list[dict[str, Any]]:
     """Returns the messages of a column, or its text as a message, as [`rows_to_messages`] reads them from a row."""
-    reader = _RowReader(row, DEFAULT_RULES)
+    reader = _RowReader(row, rules)
     reader.check_prompt(messages, column)
     chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages or ())
     return [reader.parse_message(message, f"{column}[{m}]") for m, message in enumerate(chat)]
@@ -357,7 +359,7 @@ class _RowReader:
                 )
             if blocks and len(blocks) != len(refs):
                 block = f"{{'type': '{modality}'}}"
-                problem = f"{modality} placeholders in the prompt; write one {block} block for each, or none at all"
+                problem = f"{modality} placeholders in the messages; write one {block} block for each, or none at all"
                 if modality in tags:
                     problem = (
                         f"'<{modality}>' in the text of the prompt; write one for each, or {block} blocks, which make "
@@ -460,6 +462,8 @@ class _RowReader:
         if modality is not None:
             options = {key: item for key, item in block.items() if key not in _HINTS}
             options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
+            if sources and isinstance(sources[0], MediaRef):
+                return {"type": modality, modality: sources[0]}  # the block was read before
             ref = self.ref(modality, sources[0] if sources else None, path, options)
             _check_options(ref)
             return {"type": modality, modality: ref}

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,12 +21,12 @@ from ...families import MODALITIES
 from ..reading.refs import MediaRef, shortened
 from .benchmarks import PROBLEM_TEMPLATE
 from .cells import truth_value
-from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
+from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, file_modality, rows_to_messages
 from .conversations import conversation, source_of, with_answers
 from .letters import without_letters
 from .load import json_file, load_rows, read_json, read_video_questions, required
 from .nested import is_media_feature
-from .pairs import JUDGE_TEMPLATE, TIE, judge_rows
+from .pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, TIE, judge_rows
 from .row import Row
 
 
@@ -47,6 +48,9 @@ _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(deco
 # End of Omni-Preference's prompts: the question and two candidates
 _CANDIDATES = re.compile(r"Question:\s*(.+?)\s*Candidate A:\s*(.+?)\s*Candidate B:\s*(.+?)\s*\Z", re.DOTALL)
 _STEPS = {"A": 1, "B": -1, "equal": 1}  # step of the slice that puts the better candidate first
+
+# Columns of pairs of generated media: the text, and the files of the preferred medium and of the other
+_GENERATIONS = (("prompt", "path1", "path2"), ("caption", "jpg_0", "jpg_1"), ("caption", "chosen", "rejected"))
 
 # Function of a row and its index that returns columns: first the messages, whose texts mark the places of media
 _Convert = Callable[[dict[str, Any], int], dict[str, Any]]
@@ -76,7 +80,8 @@ def load_conversations(
       `rejected_response` or `rejected_messages`, the alternative to the last message.
 
     In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a modality
-    without any mark go to the start of the first user message.
+    without any mark go to the start of the first user message. Marks in answers of pairs are places of media, too, if
+    the row has one medium for each mark in the prompt, the chosen and the rejected answer, in this order.
 
     Args:
         path (`str` or `Path`):
@@ -135,7 +140,7 @@ def load_conversations(
     used = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
     used |= {"rejected_response", "rejected_messages"} if task == "dpo" else {*LABELS} if task == "kto" else set()
     path, rename = source_of(path)
-    dataset = _convert(path, split, media_dir, convert, used, rename)
+    dataset = _convert(path, split, media_dir, convert, used, rename, answers=task == "dpo")
     if task == "rl" and dataset.features["solution"] == Value("null"):
         return dataset.remove_columns("solution")
     return dataset
@@ -475,6 +480,52 @@ def load_omni_preference(
     return _for_task(dataset, task, template)
 
 
+def load_generations(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
+    """
+    Reads pairs of images or videos that were generated from a text, for a reward model, in the layouts of
+    [HPSv3](https://huggingface.co/papers/2508.03789) and [UnifiedReward](https://huggingface.co/papers/2503.05236).
+
+    A row of https://huggingface.co/datasets/MizzenAI/HPDv3 has `prompt`, and the paths `path1` of the preferred image
+    and `path2` of the other. A row of UnifiedReward (https://github.com/CodeGoat24/UnifiedReward) has `caption`, and
+    the paths `jpg_0` and `jpg_1`, of which `label_0` prefers the first (1), the second (0) or none (0.5), as in
+    Pick-a-Pic; or the paths `chosen` and `rejected` of videos.
+
+    See [`load_conversations`] for the arguments and the errors.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt`, `chosen` and `rejected` (messages; an answer is a placeholder),
+        `images` or `videos` (of the chosen, then of the rejected answer), `tie`, and the other columns.
+
+    Example:
+    ```python
+    dataset = load_generations("HPDv3/train.json", media_dir="HPDv3")
+    trainer = MultimodalRewardTrainer(model, args, dataset)
+    ```
+    """
+
+    def names_of(row: dict[str, Any], index: int) -> tuple[str, ...]:
+        names = next((names for names in _GENERATIONS if all(row.get(name) for name in names)), None)
+        if names is None:
+            needed = " or ".join(", ".join(names) for names in _GENERATIONS)
+            raise ValueError(f"row {index} has {sorted(row)}, and needs {needed}; is it of another layout?")
+        return names
+
+    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
+        _, *names = names_of(row, index)
+        if (label := row.get("label_0")) not in (None, 0, 0.5, 1):
+            raise ValueError(f"row {index}, column 'label_0': is {label!r}; write 1, 0 or 0.5 (a tie).")
+        files = [row[name] for name in (names[::-1] if label == 0 else names)]
+        is_video = isinstance(files[0], str) and file_modality(files[0]) == "video"
+        return {**row, "videos" if is_video else "images": files}
+
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        answer = "<video>" if row.get("videos") else "<image>"
+        return {**_pair(row[names_of(row, index)[0]], answer, answer), TIE: row.get("label_0") == 0.5}
+
+    used = {"label_0", *(name for names in _GENERATIONS for name in names)}
+    return _convert(path, split, media_dir, convert, used, with_media, answers=True)
+
+
 def _pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
     answers = {"chosen": chosen, "rejected": rejected}
     completions = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
@@ -536,23 +587,32 @@ def _convert(
     used: set[str] | None,
     with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, index: row,
     read: Callable[[Path], list[dict[str, Any]]] = read_json,
+    answers: bool = False,
 ) -> Dataset:
-    """Returns the columns that `convert` returns, media, and others that aren't `used`; if it is `None`, no others."""
+    """
+    Returns the columns that `convert` returns, media, and others that aren't `used`; if it is `None`, no others. With
+    `answers`, marks in answers of pairs may be places of media.
+    """
     rows, media = _read(path, split, media_dir, with_media, read)
     converted = [convert(row, index) for index, row in enumerate(rows)]
     columns = {name: [row[name] for row in converted] for name in converted[0]}
     chat = next(iter(columns))
-    columns[chat] = [_placed(messages, rows[index], index) for index, messages in enumerate(columns[chat])]
+    marked = [answers and _marks_answers(pair, row) for pair, row in zip(converted, rows, strict=True)]
+    chats = (chat, *COMPLETIONS) if any(marked) else (chat,)  # columns whose contents are blocks
+    for index, row in enumerate(rows):
+        texts = {name: columns[name][index] for name in chats}
+        for name, messages in _placed_pair(texts, row, index, marked[index]).items():
+            columns[name][index] = messages
     if used is not None:
         extras = {key: None for row in rows for key in row if key not in used | columns.keys() and not _is_media(key)}
         columns |= {key: [row.get(key) for row in rows] for key in extras}
-    blocks = [block for messages in columns[chat] for message in messages for block in message["content"]]
+    blocks = [b for name in chats for messages in columns[name] for message in messages for b in message["content"]]
     options = sorted({key for block in blocks for key in block} - {"type", "text"})
     types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
     block = {"type": Value("string"), "text": Value("string"), **types}
     parts = []
     for name, values in columns.items():
-        features = Features({name: List({"role": Value("string"), "content": List(block)})}) if name == chat else None
+        features = Features({name: List({"role": Value("string"), "content": List(block)})}) if name in chats else None
         try:
             parts.append(Dataset.from_dict({name: values}, features))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -655,9 +715,37 @@ def _ground_truth(row: dict[str, Any], index: int) -> Any:
     return required(answer if isinstance(answer, dict) else {}, index, "ground_truth")
 
 
-def _placed(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
+def _marks_answers(pair: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Returns whether marks in answers are places of media: there is one medium for each in the pair's messages."""
+    texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
+    counts = {modality: [text.count(f"<{modality}>") for text in texts] for modality in MODALITIES}
+    return any(any(n[1:]) and sum(n) == len(row.get(f"{modality}s") or ()) for modality, n in counts.items())
+
+
+def _placed_pair(
+    chats: dict[str, list[dict[str, str]]], row: dict[str, Any], index: int, marked: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns a row's chats as messages of blocks, the first with its media; if they are `marked`, also the others."""
+
+    def blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
+        parts = [[*enumerate(marks.split(message["content"]))] for message in chat]
+        contents = [
+            [{"type": p} if i % 2 else {"type": "text", "text": p} for i, p in pieces if p] for pieces in parts
+        ]
+        return [{**message, "content": content} for message, content in zip(chat, contents, strict=True)]
+
+    if not marked:
+        first, *others = chats
+        texts = {name: blocks(chats[name], re.compile("(?!)")) for name in others}
+        return {first: _placed(chats[first], row, index), **texts}
+    placed = iter(_placed(blocks(sum(chats.values(), []), MARK), row, index))
+    return {name: [*islice(placed, len(chat))] for name, chat in chats.items()}
+
+
+def _placed(chat: list[dict[str, Any]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
     """Returns messages of blocks, with a placeholder block for each medium."""
-    words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
+    texts = [message["content"] for message in chat if message["role"] != "assistant"]
+    words = " ".join(text for text in texts if isinstance(text, str))
     for modality in MODALITIES:
         if f"<{modality}>" in words and not (row.get(modality) or row.get(f"{modality}s")):
             raise ValueError(

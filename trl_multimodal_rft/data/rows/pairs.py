@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Collection
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 
 from ...families import MODALITIES
 from ..reading.refs import MediaError, iter_refs
+from ..reading.rules import DEFAULT_RULES, MediaRules
 from .cells import truth_value
-from .columns import as_text, further_keys, read_messages, strip_media
+from .columns import MEDIA_COLUMNS, as_text, further_keys, read_messages, rows_to_messages, strip_media
+from .row import Row
 
 
 JUDGE_TEMPLATE = """\
@@ -30,7 +32,8 @@ Answer B:
 
 Think in <think> </think>, then write which answer is better in <answer> </answer>: A, B or tie."""
 _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
-_TAG = re.compile(rf"<({'|'.join(MODALITIES)})>")
+# Places of media in texts
+MARK = re.compile(rf"<({'|'.join(MODALITIES)})>")
 COMPLETIONS = ("chosen", "rejected")
 _COLUMNS = ("prompt", *COMPLETIONS)
 # Column that marks pairs whose completions are equally good, so that neither is better for being `chosen`
@@ -72,11 +75,12 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     texts = dataset.select_columns([name for name in (*_COLUMNS, TIE) if name in dataset.column_names])
     for index, row in enumerate(texts):
         chats = [read_answer(row[name], name, index) for name in COMPLETIONS]
+        check_text_only(chats[0] + chats[1])
         check_read(read_messages(row["prompt"], "prompt", index), "prompt", index, keys=("content",))
         for messages, name in zip(chats, COMPLETIONS, strict=True):
             check_read(messages, name, index, keys=("tool_calls",))
         # A tag in an answer stands for no medium
-        answers, tie = [_TAG.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
+        answers, tie = [MARK.sub(r"< \1>", as_text(strip_media(chat))) for chat in chats], row.get(TIE)
         for better, (first, second) in (("A", answers), ("B", answers[::-1])):
             fields = {"question": _blocks(row["prompt"]), "answer_a": [_block(first)], "answer_b": [_block(second)]}
             content = [fields[part] if i % 2 else [_block(part)] for i, part in enumerate(parts) if part]
@@ -102,28 +106,63 @@ def check_pairs(dataset: Dataset) -> None:
         raise ValueError("The dataset has no pairs; pass at least one row.")
 
 
-def read_answer(completion: str | list | None, column: str, row: int) -> list[dict[str, Any]]:
-    """Returns the messages of a completion. Raises unless they begin with the assistant's and hold no media."""
-    messages = read_messages(completion, column, row)
+def read_answer(
+    completion: str | list | None, column: str, row: int, rules: MediaRules = DEFAULT_RULES
+) -> list[dict[str, Any]]:
+    """Returns the messages of a completion. Raises a `ValueError` unless they begin with the assistant's."""
+    messages = read_messages(completion, column, row, rules)
     if isinstance(completion, str):
         return [{**messages[0], "role": "assistant"}]
     if (role := messages[0]["role"]) != "assistant":
         raise ValueError(f"row {row}, column '{column}': an answer must be the assistant's, got one of {role!r}.")
-    check_text_only(messages)
     return messages
 
 
 def check_text_only(messages: list[dict[str, Any]]) -> None:
     """Raises a [`MediaError`] for media in answers."""
     if (medium := next(iter_refs(messages), None)) is not None:
-        raise medium.error("assistant messages are text; only prompts hold media, so move it into those before them")
+        raise medium.error(
+            "this assistant message must be text, as only DPO and reward models read media of answers; move it into a "
+            "message before"
+        )
+
+
+def put_answer_media(
+    row: Row, ignored: Collection[str] = (), placeholders: Collection[str] = (), rules: MediaRules = DEFAULT_RULES
+) -> Row:
+    """
+    Moves the media of a pair's row into its messages if an answer holds any.
+
+    Placeholders of `prompt`, `chosen` and `rejected`, in this order, take the media of columns in order.
+
+    Args:
+        row ([`~data.rows.row.Row`]):
+            Row of `prompt`, `chosen`, `rejected` and media.
+        ignored, placeholders, rules (`Collection[str]`, `Collection[str]`, [`~data.reading.rules.MediaRules`]):
+            See [`rows_to_messages`].
+
+    Returns:
+        [`~data.rows.row.Row`]: The row itself if its answers are text; otherwise a row without media columns, whose
+        three columns are messages with references.
+
+    Raises:
+        [`MediaError`]: If placeholders don't match the media of columns.
+    """
+    answers = [read_answer(row.get(name), name, row.row_index, rules) for name in COMPLETIONS]
+    if next(iter_refs(answers), None) is None:
+        return row
+    chats = [read_messages(row.get("prompt"), "prompt", row.row_index, rules), *answers]
+    [placed] = rows_to_messages([Row(row.row_index, {**row, "prompt": sum(chats, [])})], ignored, placeholders, rules)
+    messages = iter(placed["prompt"])
+    columns = {name: list(islice(messages, len(chat))) for name, chat in zip(_COLUMNS, chats, strict=True)}
+    return Row(row.row_index, {name: value for name, value in row.items() if name not in MEDIA_COLUMNS} | columns)
 
 
 def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
-    """Raises for parts of messages that nobody reads: blocks of answers that aren't text, and keys besides `keys`."""
+    """Raises for parts of messages that nobody reads: blocks of answers of other types, and keys besides `keys`."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
-        lost = [block["type"] for block in blocks if block["type"] != "text"]
+        lost = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]
         lost += [key for key in further_keys(message) if key not in (keys or [key])]
         if lost:
             problem = f"nobody would read {lost[0]!r} of the message; write it as text, or remove it"

@@ -66,7 +66,7 @@ class EndlessRows:
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
     """Converts the numeric lists that Arrow returns for arrays back to arrays, which copy faster."""
     media = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
-    for column in ("prompt", "messages", f"{TEACHER}prompt"):
+    for column in ("prompt", "messages", "chosen", "rejected", f"{TEACHER}prompt"):
         if isinstance(row.get(column), list):
             media[column] = [
                 {**message, "content": [_as_array(block) for block in message["content"]]}

@@ -32,6 +32,8 @@ _LAYOUTS = (
     ("mmau", {"audio_id", "choices"}),
     ("easyr1", {"problem", "answer"}),
     ("rlaif-v", {"question", "chosen", "rejected"}),
+    ("hpsv3", {"prompt", "path1", "path2"}),
+    *(("unifiedreward", {"caption", *files}) for files in (("jpg_0", "jpg_1"), ("chosen", "rejected"))),
     *(("llama-factory --task dpo", {column, "chosen", "rejected"}) for column in ("conversations", "instruction")),
     *(("ms-swift --task dpo", {column}) for column in ("rejected_response", "rejected_messages")),
     ("ms-swift", {"query", "response"}),
@@ -130,18 +132,20 @@ def check_columns(
         of_answers = [media.path for media in unread if re.search("chosen|rejected", media.column)]
         if of_answers and not needs_prompt and {"chosen", "rejected"} <= {*columns}:
             raise MediaError(
-                f"{name}: only prompts hold media, and {of_answers} those of answers; compare texts about media of a "
-                "prompt, or name the columns in `ignored_media_columns`"
+                f"{name}: no answer gets {of_answers}; put media of answers into blocks of 'chosen' and 'rejected', "
+                "or name the columns in `ignored_media_columns`"
             )
         takes = {*MODALITIES}.intersection(takes)
         certain = any(media.certain or (media.everywhere and media.is_of(takes)) for media in unread)
         alone = certain and not (has_media or (extent == "first" and sources))
+        layout = other_layout(sample)
         message = (
             f"{name}: no prompt gets these "
             f"media{', and there are no others, so that the model would get text alone' * alone}: "
             f"{'; '.join(media.describe(columns) for media in unread)}. If only reward functions read a column, name "
             "it in `ignored_media_columns`."
         )
+        message += "" if layout is None else f" Or {prepared(layout)}."
         if alone and extent != "some":
             raise MediaError(message)
     kinds |= {MEDIA_COLUMNS.get(column.removeprefix(TEACHER)) for column in reads if column in columns} - {None}
