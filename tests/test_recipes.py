@@ -181,16 +181,22 @@ def save_preferences(folder, pictures):
         write_lines(omni / "dataset_jsonl" / modality / "final_rl_data.jsonl", [row] * 2)
 
 
-def prepared(path, tmp_path):
+@pytest.fixture(scope="module")
+def handmade(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("handmade") / "sources"
+    sources(folder)
+    return folder
+
+
+def prepared(path, handmade, tmp_path):
     """Returns the folder that the recipe's command writes from handmade files."""
-    sources(tmp_path / "sources")
     lines = " ".join(header(path)["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
     place = Path(words[2]) if words[2].endswith(("/train.jsonl", "/meta.json")) else Path(Path(words[2]).name)
-    words[2] = str(tmp_path / "sources" / place)
+    words[2] = str(handmade / place)
     if "--media_dir" in words:
         at = words.index("--media_dir") + 1
-        words[at] = str(tmp_path / "sources" / ("." if words[at] == "." else "media"))
+        words[at] = str(handmade / ("." if words[at] == "." else "media"))
     at = words.index("--output_dir") + 1
     name, words[at] = words[at], str(tmp_path / words[at])
     main(words)
@@ -343,9 +349,9 @@ FAST = ("qwen2_audio_7b/avqa_grpo", "qwen2_5_omni_7b/avqa_r1_grpo")
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-def test_trains(name, tmp_path, monkeypatch, request):
+def test_trains(name, handmade, tmp_path, monkeypatch, request):
     path = RECIPES[name]
-    folder = prepared(path, tmp_path)
+    folder = prepared(path, handmade, tmp_path)
     recipe = yaml.safe_load(path.read_text())
     assert folder == recipe["dataset_name"]
     family = next(family for start, family in FAMILIES.items() if start in recipe["model_name_or_path"])
