@@ -20,7 +20,7 @@ ANSWERS = ["Blue", "Hello, my friend!", "No, it is hot.", "Eight."]
 WORSE = ["Nine, I think.", "Good", "Yes.", "Seven"]
 # As users train: with momentum, whose steps hardly depend on how large a gradient is
 OPTIONS = {
-    "max_steps": 10,
+    "max_steps": 4,
     "optim": "adamw_torch",
     "learning_rate": 1e-5,
     "max_grad_norm": 1.0,
@@ -53,14 +53,13 @@ def answered():
     return pairs().rename_column("chosen", "completion").remove_columns("rejected")
 
 
-# Rows, options, and what is trained, by the names of the trainers. Ten updates by all five methods would take 270
-# seconds of CPU time, so four make four
+# Rows, options, and what is trained, by the names of the trainers
 CASES = {
     "GRPO": (asked, SAMPLED, LAST),
-    "RLOO": (asked, {**SAMPLED, "beta": 0.0, "max_steps": 4}, LAST),
-    "SFT": (answered, {**READ, "per_device_train_batch_size": 2, "max_steps": 4}, None),
-    "DPO": (pairs, {**READ, "max_steps": 4}, LAST),
-    "Reward": (pairs, {**READ, "max_steps": 4}, LAST),
+    "RLOO": (asked, {**SAMPLED, "beta": 0.0}, LAST),
+    "SFT": (answered, {**READ, "per_device_train_batch_size": 2}, None),
+    "DPO": (pairs, READ, LAST),
+    "Reward": (pairs, READ, LAST),
 }
 
 
@@ -91,8 +90,8 @@ def trained(name, library, **more):
 @pytest.mark.parametrize("name", CASES)
 def test_updates_are_those_of_trl(name):
     """
-    With the tokens that each samples itself. Over ten updates, and five of RLOO, metrics and gradient norms differed
-    by 7e-6 and 4e-6, what the updates added up to by 9e-5 of its length, and the weights by 1e-8 of theirs.
+    With the tokens that each samples itself. Over ten updates, of which four run here, metrics and gradient norms
+    differed by 7e-6 and 4e-6, what the updates added up to by 9e-5 of its length, and the weights by 1e-8 of theirs.
     """
     theirs, before = trained(name, trl)
     more = {"keep_groups_together": False} if CASES[name][0] is asked else {}
