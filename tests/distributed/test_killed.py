@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 LAST = 9  # step, in the middle of an epoch and of a generation batch
 KEPT = 2  # checkpoints
 PARTIAL = "_partial_checkpoint"
-KILLS = int(os.environ.get("KILLS", 5))  # of a run that a server samples for
+KILLS = int(os.environ.get("KILLS", 3))  # of a run that a server samples for
 
 CASES = {
     "grpo": {"algorithm": "grpo", "engine": None, "processes": 1},
@@ -269,7 +269,7 @@ def test_killed_while_it_writes_shards(worker, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["ppo", "zero2"], indirect=True)
+@pytest.mark.parametrize("case", ["zero2"], indirect=True)
 def test_killed_at_random(worker, case, tmp_path):
     seed = random.randrange(2**32)
     run = Restarted(worker, case, tmp_path, seed)
@@ -353,7 +353,7 @@ class Asked:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param("grpo", marks=pytest.mark.gate), *slow_but(["ddp", "fsdp2"])],
+    [pytest.param("grpo", marks=pytest.mark.gate), *slow_but(["fsdp2"])],
     indirect=True,
 )
 def test_signalled_to_end(worker, case, tmp_path):
@@ -441,17 +441,9 @@ def test_second_run_in_a_folder_is_refused(worker, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "name", "saves"),
-    [
-        ("torchrun", "SIGKILL", False),
-        ("torchrun", "SIGTERM", True),
-        ("accelerate", "SIGKILL", True),
-        ("accelerate", "SIGINT", True),
-    ],
-)
-def test_launcher_is_killed(launcher, name, saves, tmp_path):
-    """The launched process ends with the launcher, whether it forwards the signal or not."""
+@pytest.mark.parametrize(("launcher", "saves"), [("torchrun", False), ("accelerate", True)])
+def test_launcher_is_killed(launcher, saves, tmp_path):
+    """The launched process ends with the launcher. One that a launcher forwards is that of `test_signalled_to_end`."""
     job = train("grpo", tmp_path, tmp_path / "output", max_steps=10_000)
     job["options"] |= {"enable_jit_checkpoint": saves, "save_strategy": "no", "disable_tqdm": True}
     script = [HERE / "killed_worker.py", "train", json.dumps(job)]
@@ -465,7 +457,7 @@ def test_launcher_is_killed(launcher, name, saves, tmp_path):
         wait_until((tmp_path / "resumed-0.json").exists, tmp_path)
         left = [int(pid) for pid in Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()]
         assert len(left) == 1
-        launched.send_signal(signal.Signals[name])
+        launched.kill()
         wait_until(lambda: not any(map(is_running, left)), tmp_path)
     finally:
         launched.kill()

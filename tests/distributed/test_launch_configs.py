@@ -279,8 +279,10 @@ def assert_trained_alike(outcome, other, given, frozen=()):
 
 
 @pytest.fixture(scope="module")
-def multi_gpu(tmp_path_factory, given):
-    return trained("multi_gpu", tmp_path_factory.mktemp("multi_gpu") / "run", given, as_users_type=True)
+def multi_gpu(request, tmp_path_factory, given):
+    """Runs as a user types it for its own test, and forked as the baseline of others."""
+    is_tested = any(item.function is test_multi_gpu for item in request.session.items)
+    return trained("multi_gpu", tmp_path_factory.mktemp("multi_gpu") / "run", given, as_users_type=is_tested)
 
 
 @pytest.mark.gate
