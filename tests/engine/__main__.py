@@ -29,7 +29,8 @@ import weekly  # noqa: E402
 from helpers import cpu_seconds, forked  # noqa: E402
 
 
-IMPORTED = ["vllm_cpu", "vllm", "vllm.entrypoints.llm", "helpers.families"]
+IMPORTED = ["vllm_cpu", "vllm", "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "helpers.families"]
+IMPORTED += ["trl_multimodal_rft.trainers.grpo_trainer", "trl_multimodal_rft.evaluation"]
 PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported already
 AT_ONCE = 2
 TOGETHER = ["engine/test_asynchronous.py", "engine/test_processes.py", "engine/test_server.py"]  # they share a server
