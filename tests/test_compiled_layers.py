@@ -70,11 +70,11 @@ def assert_equal(actual, expected):
 def test_scores_and_gradients_are_equal(family, backend):
     """No length needs another graph, names of weights stay, and a copy runs its own weights."""
     model, prompts = build(family)
-    expected, names = [scored(model, prompts, seed) for seed in range(8)], list(model.state_dict())
+    expected, names = [scored(model, prompts, seed) for seed in range(5)], list(model.state_dict())
     reported = []
     counter = compiled(model, backend, reported.append)
     counts = []
-    for seed in range(8):
+    for seed in range(5):
         assert_equal(scored(model, prompts, seed), expected[seed])
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1] <= GRAPHS[family] <= 8, counts
@@ -98,7 +98,7 @@ def test_checkpoints_are_outside_of_graphs():
     assert 4 <= counter.frame_count <= 8
 
 
-@pytest.mark.parametrize(("family", "most"), slow_but([("qwen2_5_vl", 6), ("gemma3", 7), ("qwen3_5", 10)], None))
+@pytest.mark.parametrize(("family", "most"), slow_but([("gemma3", 7), ("qwen3_5", 10)], None))
 def test_samples_the_same_tokens(family, most):
     """Neither a layer nor a token needs another graph behind a cache."""
     model, tokenizer, rows = build_for_sampling(family)
@@ -127,9 +127,9 @@ def test_reports_what_ends_a_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objects", [{}, {"peft_config": LoraConfig(target_modules="all-linear", r=4)}])
-def test_trains_the_same(objects):
-    """The trainer compiles layers and not the model."""
+def test_trains_the_same():
+    """The trainer compiles layers and not the model, here below an adapter; without one, on two ranks."""
+    objects = {"peft_config": LoraConfig(target_modules="all-linear", r=4)}
     given = {"use_cpu": True, "learning_rate": 1e-1, "self_check": False, "objects": objects}
     plain = run(InjectedOurs, "qwen2_5_vl", image_rows(), **given)
     ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **given, torch_compile_backend="eager")

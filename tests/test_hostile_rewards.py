@@ -86,7 +86,7 @@ def check_time(function, solution, text, tenth=None):
     raise AssertionError((ascii(text[:20]), seconds))
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 260), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 160), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READY)
 def test_hostile_completions_have_rewards_in_linear_time(name, seeds):
     if name in ("cer_reward", "wer_reward"):
@@ -95,7 +95,7 @@ def test_hostile_completions_have_rewards_in_linear_time(name, seeds):
     for seed in seeds:
         lengths = (100_000, 10_000) if seed >= 60 and seed % 2 else [(1, 10, 100, 1000)[seed // 2 % 4]]
         check_time(function, references[seed % len(references)], *(hostile(seed, length) for length in lengths))
-    for text in KNOWN:
+    for text in KNOWN * (0 in seeds):
         check_time(function, references[0], text, text[: len(text) // 10])
 
 
