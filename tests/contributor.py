@@ -3,7 +3,8 @@
 A contributor's day: follows the rows of CONTRIBUTING.md, one addition each, in a copy of the repository.
 
 The rows name the files and the commands. What an addition writes anywhere else is an error, as is a command that the
-row doesn't name; then the default tests that look at it have to pass. `python tests/contributor.py` prints each step.
+row doesn't name. Then `make fix` has to write what follows from other changes, and the default tests that look at all
+of them to pass. `python tests/contributor.py` prints each step.
 """
 
 import os
@@ -61,8 +62,21 @@ def add(tree: Path, path: str, where: str, text: str) -> None:
 
 # What looks at every name that is registered, exported or documented, and the tests of the additions
 WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses hostile_rewards reference_api mutations"
+WHOLE += " fix added"
 PARTS = "families advantages losses views ready_rewards grpo_sampling plain contract cli nothing_twice"
 NEW = f"{FAMILY} greedy reinforce mirror full_stop echo plain versions every_override table help listed"
+CONFIG, OPTIONS = f"{PACKAGE}/trainers/multimodal_config.py", f"{PACKAGE}/cli/options.json"
+# Lines, unformatted, in a module that pages link to; a test file; and an option
+CHANGES = [
+    (f"{PACKAGE}/rollout/rollout.py", "| from dataclasses", "import  os\n\n\n\n"),
+    ("tests/test_added.py", "", "import pytest\n\ndef test_a(): pass\n\n@pytest.mark.slow\ndef test_b(): pass\n"),
+    (CONFIG, "| balance_ranks: bool", "added_option: int = 3\n"),
+    (
+        CONFIG,
+        "| balance_ranks (`bool`",
+        "    Whether to.\nadded_option (`int`, *optional*, defaults to `3`):\n    Added here.\n",
+    ),
+]
 
 
 def rows(page: str) -> dict[str, str]:
@@ -120,15 +134,32 @@ def follow(tree: Path) -> None:
         for command in commit:
             run(command, tree)
         print(title, "is added", flush=True)
+    for path, where, text in CHANGES:
+        add(tree, path, where, text)
+    for command in commit:
+        run(command, tree)
     everything = [*always, *(path for title in additions() for path in named(table[title])[0])]
-    for command in [*commands, *finally_]:
-        run([sys.executable, *shlex.split(command)[1:]], tree)
+    everything += [path for path, _, _ in CHANGES]
+    for command in [*commands, *finally_]:  # the last one is `make fix`
+        printed = run([sys.executable, *shlex.split(command)[1:]], tree)
         print(command, flush=True)
     if others := [path for path in changed(tree) if not is_named(path, everything)]:
         raise RuntimeError(f"Commands of the rows write what no row names: {', '.join(others)}")
+    check_fix(printed, tree)
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:helpers.cpu_seconds"]
-    for names, selected in ((WHOLE, []), (PARTS, ["-k", " or ".join(NEW.split())])):
-        print(run([*pytest, *(f"tests/test_{name}.py" for name in names.split()), *selected], tree)[-300:], flush=True)
+    whole, parts = ([f"test_{name}.py" for name in names.split()] for names in (WHOLE, PARTS))
+    files = [f"tests/{name}" for name in (*whole, *parts)]
+    print(run([*pytest, *files, "-k", " or ".join([*whole, *NEW.split()])], tree)[-300:], flush=True)
+
+
+def check_fix(printed: str, tree: Path) -> None:
+    """Raises an error unless `make fix` has written what other changes leave stale, and writes nothing once more."""
+    written = printed.partition("make fix: ")[2].strip().split(", ")
+    if missing := {"tests/test_added.py", CHANGES[0][0], OPTIONS} - {*written}:
+        raise RuntimeError(f"`make fix` doesn't write {', '.join(sorted(missing))}, only {', '.join(written)}")
+    again = run([sys.executable, "tests/fix.py"], tree)
+    if "nothing was stale" not in again:
+        raise RuntimeError(f"`make fix` writes again: {again}")
 
 
 def is_named(path: str, patterns: list[str]) -> bool:
