@@ -152,6 +152,26 @@ def test_updates_of_a_reward_model_are_those_of_plain_forwards(family, options, 
     assert_update_is_gradient(before, trainer.model, plain, learning_rate=0.1)
 
 
+def test_sounds_of_two_answers_that_would_change_each_other_are_forwarded_apart(tmp_path):
+    """Granite Speech pads the sounds of a batch, which its encoder hears."""
+    first, second = (chats.audio(seconds, seed=i) for i, seconds in enumerate((0.4, 0.9)))
+    answers = {"chosen": [text("So"), first, text("a bird.")], "rejected": [second, text("No")]}
+    row = {
+        "prompt": chat("user", [text("Sing.")]),
+        **{name: chat("assistant", each) for name, each in answers.items()},
+    }
+    model, processor = ALL_FAMILIES["granite_speech"].build()
+    torch.manual_seed(1)
+    model = as_reward_model(model).double().eval()
+    args = MultimodalRewardConfig(str(tmp_path), **PLAIN, self_check=False)
+    trainer = MultimodalRewardTrainer(model, args, lazily([row]), processing_class=processor)
+    with torch.no_grad():
+        batch = trainer.data_collator([lazily([row])[0]])
+        scores = trainer._loss(model, batch, None)[1].values[:, 0]
+        expected = torch.cat(own_scores(model, processor, [row]))
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("options", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_updates_of_dpo_are_those_of_plain_forwards(family, options, tmp_path):
