@@ -440,7 +440,8 @@ def test_scores_are_those_of_the_models_own_forward(family):
 
 
 def test_the_command_scores_pairs_with_media_in_answers(tmp_path):
-    write_folder(stored(files(tmp_path)), tmp_path / "pairs")
+    pairs = Dataset.from_list(in_columns(files(tmp_path))).cast_column("images", List(Image()))
+    write_folder(pairs, tmp_path / "pairs")
     model, processor = fresh()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
