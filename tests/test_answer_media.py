@@ -389,7 +389,7 @@ def test_a_missing_file_names_row_and_column(make, columns, tmp_path):
 
 def test_what_reads_no_media_of_answers_says_so(tmp_path):
     rows = files(tmp_path)
-    message = "this assistant message must be text, as only DPO and reward models read media of answers"
+    message = "assistant messages are text here, as only DPO and reward models read media of answers"
     completions = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in rows]
     for trainer, config in ((MultimodalSFTTrainer, MultimodalSFTConfig), (MultimodalKTOTrainer, MultimodalKTOConfig)):
         with pytest.raises(MediaError, match=rf"row 0, column 'completion\[0\].content\[1\]': {message}"):
@@ -440,7 +440,8 @@ def test_scores_are_those_of_the_models_own_forward(family):
 
 
 def test_the_command_scores_pairs_with_media_in_answers(tmp_path):
-    write_folder(stored(files(tmp_path)), tmp_path / "pairs")
+    pairs = Dataset.from_list(in_columns(files(tmp_path))).cast_column("images", List(Image()))
+    write_folder(pairs, tmp_path / "pairs")
     model, processor = fresh()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")

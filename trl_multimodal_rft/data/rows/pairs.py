@@ -122,7 +122,7 @@ def check_text_only(messages: list[dict[str, Any]]) -> None:
     """Raises a [`MediaError`] for media in answers."""
     if (medium := next(iter_refs(messages), None)) is not None:
         raise medium.error(
-            "this assistant message must be text, as only DPO and reward models read media of answers; move it into a "
+            "assistant messages are text here, as only DPO and reward models read media of answers; move it into a "
             "message before"
         )
 
