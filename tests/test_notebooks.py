@@ -113,8 +113,8 @@ def test_committed_preferences_are_learned():
     notebook = nbformat.read(FOLDER / "dpo_audio.ipynb", as_version=4)
     *_, table = shown(notebook, "text/html")
     assert all(word in table for word in ("training", "held out", "accuracy", "margin"))
-    rows = [re.findall(r"<td[^>]*>([\d.-]*)</td>", row) for row in table.split("<tr>")[3:]]
-    first, last = ([float(cell) for cell in row if cell] for row in (rows[0], rows[-1]))
+    rows = [re.findall(r"<td[^>]*>([\d.-]+)</td>", row) for row in table.split("<tr>")]
+    (first, *_, last) = ([*map(float, row)] for row in rows if row)
     assert len(last) == 4 and last[0] > first[0] and last[1] > first[1] and last[2] > 0.8
     before, after = re.search(r"([\d.]+)% before, ([\d.]+)% after", printed(notebook)).groups()
     assert float(after) > float(before)
