@@ -48,6 +48,7 @@ from trl_multimodal_rft.extras.fake_run import FakeFloats, Watch, kernels_of_gpu
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.logprobs import completion_scores
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
@@ -227,7 +228,7 @@ def run_decoder(
 
     def forward() -> torch.Tensor:
         mask = torch.ones_like(completions)
-        return completion_scores(model, model, prompts, completions, mask, packed=packed).logps.mean()
+        return completion_scores(model, model, ScoreRequest(prompts, completions, mask, packed=packed)).logps.mean()
 
     return run_costs(machine, model, mode, forward)
 

@@ -38,6 +38,7 @@ from trl_multimodal_rft.encoding.prompts import EncodedPrompt, all_placeholder_i
 from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import PolicyForward
 
 
@@ -102,7 +103,7 @@ class Rounding:
         """Log-probabilities of the completions of each prompt of a batch, which share a forward."""
         prompts = [self.prompts[i] for i in batch for _ in range(G)]
         ids, mask = (torch.cat(parts) for parts in zip(*(self.completions[i] for i in batch), strict=True))
-        return list(self.policy.score(self.model, prompts, ids, mask, packed=packed).logps.split(G))
+        return list(self.policy.score(self.model, ScoreRequest(prompts, ids, mask, packed=packed)).logps.split(G))
 
     def _exact_logps(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of completions by the model's own forward in float64."""

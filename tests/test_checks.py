@@ -28,6 +28,7 @@ from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.engines.samplers import Sampler
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.views import as_view
 
@@ -52,7 +53,7 @@ def engine_check(checked, dtype=torch.float32):
 def sampled_by(checked, completions):
     """Returns log-probabilities like an engine with the policy's current weights."""
     with torch.no_grad():
-        return checked.policy.score(checked.model, *completions, packed=False, logit_bias=BIAS).logps
+        return checked.policy.score(checked.model, ScoreRequest(*completions, packed=False, logit_bias=BIAS)).logps
 
 
 def move(checked):
@@ -71,7 +72,7 @@ def test_a_bias_of_logits_is_part_of_the_distribution(listener):
     completions, bias = (prompts, torch.full_like(ids, 60), mask), 2.0
     with torch.no_grad():
         plain, biased = (
-            listener.policy.score(listener.model, *completions, packed=False, logit_bias=each).logps
+            listener.policy.score(listener.model, ScoreRequest(*completions, packed=False, logit_bias=each)).logps
             for each in (None, {60: bias})
         )
     expected = plain + bias - torch.log1p(plain.exp() * math.expm1(bias))
@@ -144,7 +145,9 @@ def test_contribution_is_the_mean_difference_without_a_medium(listener):
         place = slice(row, row + 1)
         with torch.no_grad():
             heard, unheard = (
-                listener.policy.score(listener.model, [each], ids[place], mask[place], packed=False).logps
+                listener.policy.score(
+                    listener.model, ScoreRequest([each], ids[place], mask[place], packed=False)
+                ).logps
                 for each in (prompts[row], encode(row, as_view("blank").only("audio")))
             )
         moved.append((heard - unheard).abs()[counts[place].bool()])

@@ -20,6 +20,7 @@ from trl_multimodal_rft import MultimodalSFTConfig
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.compiled import compile_layers
 from trl_multimodal_rft.forward.logprobs import completion_scores
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.trainers.loading import compile_options
 
 
@@ -49,7 +50,9 @@ def compiled(model, backend, report=None):
 def scored(model, prompts, seed, packed=True):
     """Returns log-probabilities and gradients of completions whose lengths depend on the seed."""
     ids, mask = random_completions(len(prompts), seed=seed)
-    scores = completion_scores(model, model, prompts, ids, mask, isolate=family_of(model).isolate, packed=packed)
+    scores = completion_scores(
+        model, model, ScoreRequest(prompts, ids, mask, isolate=family_of(model).isolate, packed=packed)
+    )
     return scores.logps.detach() * mask, backward(model, scores.logps, scores.entropies, mask)
 
 

@@ -20,6 +20,7 @@ from trl_multimodal_rft import models
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.logprobs import completion_values
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.lightrft import Critic
 from trl_multimodal_rft.models.critic import add_critic, policy_alone
 
@@ -48,7 +49,9 @@ def test_packed_equals_padded(name):
     critic, prompts, ids, mask, isolate = build(name)
 
     def run(packed, isolate):
-        values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, isolate=isolate)
+        values = completion_values(
+            critic, critic.model, ScoreRequest(prompts, ids, mask, packed=packed, isolate=isolate)
+        )
         return values, gradients(critic, values, mask)
 
     # Pads each prompt separately, without padding on the left
@@ -61,11 +64,11 @@ def test_packed_equals_padded(name):
 
 def test_values_are_those_before_the_actions():
     critic, prompts, ids, mask, _ = build("qwen2_5_vl")
-    values = completion_values(critic, critic.model, prompts, ids, mask)
+    values = completion_values(critic, critic.model, ScoreRequest(prompts, ids, mask))
     # A value doesn't depend on its action, and an action affects only later values
     other = ids.clone()
     other[:, 1] = (other[:, 1] + 1) * mask[:, 1]
-    changed = completion_values(critic, critic.model, prompts, other, mask)
+    changed = completion_values(critic, critic.model, ScoreRequest(prompts, other, mask))
     assert torch.equal(values[:, :2], changed[:, :2])
     later = (mask[:, 2] == 1).nonzero()[:, 0]
     assert (values[later, 2] != changed[later, 2]).all()
@@ -77,14 +80,14 @@ def test_first_values_are_0():
     ids, mask = random_completions(len(prompts))
     critic = Critic(model.to(torch.bfloat16))
     assert critic.head.weight.dtype == torch.float32
-    assert not completion_values(critic, critic.model, prompts, ids, mask).any()
+    assert not completion_values(critic, critic.model, ScoreRequest(prompts, ids, mask)).any()
 
 
 def test_saved_critic_is_the_same(tmp_path):
     critic, prompts, ids, mask, _ = build("qwen2_5_vl")
     critic.save_pretrained(tmp_path)
     again = Critic.from_pretrained(tmp_path, type(critic.model))
-    a, b = (completion_values(each, each.model, prompts, ids, mask) for each in (critic, again))
+    a, b = (completion_values(each, each.model, ScoreRequest(prompts, ids, mask)) for each in (critic, again))
     assert torch.equal(a, b)
 
 

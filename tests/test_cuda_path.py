@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, logprobs, masks
 from trl_multimodal_rft.forward.logprobs import completion_scores
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.forward.states import gather_copies
 
 
@@ -31,7 +32,7 @@ def test_shapes_for_which_cudnn_makes_plans(monkeypatch):
         with cuda_path(monkeypatch), Attentions() as attentions, torch.no_grad():
             for prompt, length in zip(prompts, lengths.tolist(), strict=True):
                 ids, mask = random_completions(2, length)
-                completion_scores(model, model, [prompt] * 2, ids, mask)
+                completion_scores(model, model, ScoreRequest([prompt] * 2, ids, mask))
         return len(attentions.planned)
 
     assert shapes() == 0
@@ -67,7 +68,9 @@ def test_no_masks_of_the_whole_row(name, monkeypatch):
 
     monkeypatch.setattr(logprobs, "pack", pack)
     with cuda_path(monkeypatch), torch.no_grad(), squares:
-        completion_scores(model, model, prompts, ids, torch.ones_like(ids), isolate=family_of(model).isolate)
+        completion_scores(
+            model, model, ScoreRequest(prompts, ids, torch.ones_like(ids), isolate=family_of(model).isolate)
+        )
     assert 256 < squares.size < 2**63 and not squares.found
 
 
@@ -88,7 +91,7 @@ def test_windows_bound_what_is_computed(name, has_image, monkeypatch):
     n_tokens = sum(map(len, prompts[::G])) + int(mask.sum())
     for path in (contextlib.nullcontext(), cuda_path(monkeypatch)):
         with path as kernel, Attentions() as dense:
-            scores = completion_scores(model, model, prompts, ids, mask)
+            scores = completion_scores(model, model, ScoreRequest(prompts, ids, mask))
             found = backward(model, scores.logps, scores.entropies, mask)
         assert (scores.logps - truth * mask).abs().max() <= 1e-5
         assert relative_difference(gradients, found) <= 1e-5
@@ -158,7 +161,7 @@ def test_gradients_of_shared_keys_are_summed_in_float32(name, monkeypatch):
     ids, mask = random_completions(len(prompts))
     for path in (cuda_path(monkeypatch), contextlib.nullcontext()):
         with path:
-            logps = completion_scores(model, model, prompts, ids, mask).logps
+            logps = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
             layers = [layer for layer in model.get_decoder().layers if hasattr(layer, "self_attn")]
             projection = layers[-1].self_attn.k_proj.weight
             with Sums() as sums:  # from the scores back to keys

@@ -25,6 +25,7 @@ from trl_multimodal_rft.forward.divergence import (
     top_k_tokens,
 )
 from trl_multimodal_rft.forward.head import HeadRule, head_rule
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.forward.token_budget import backward_by_parts
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
@@ -169,7 +170,7 @@ def test_scores_against_a_target(name, k):
     for packed, budget in ((True, None), (False, None), (True, longest), (False, longest)):
         model.zero_grad()
         policy = PolicyForward(fallbacks=Fallbacks(isolate=family_of(model).isolate), max_tokens=budget)
-        scores = policy.score(model, prompts, ids, mask, packed=packed, target=target)
+        scores = policy.score(model, ScoreRequest(prompts, ids, mask, packed=packed, target=target))
         assert_close(scores.divergences, expected, atol=1e-5, rtol=1e-5)
         assert_close(scores.entropies, entropies, atol=1e-5, rtol=1e-5)
         assert scores.logps is None
@@ -180,6 +181,6 @@ def test_scores_against_a_target(name, k):
         loss.backward()
         ours = {n: p.grad for n, p in model.named_parameters() if n in gradients}
         assert relative_difference(gradients, ours) <= 1e-5
-    states = policy.score(teacher, prompts, ids, mask, packed=True, hidden=True, logps=False)
+    states = policy.score(teacher, ScoreRequest(prompts, ids, mask, packed=True, hidden=True, logps=False))
     assert states.logps is None
     assert_close(states.hidden, theirs, atol=1e-5, rtol=1e-5)

@@ -22,6 +22,7 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.trainers.engine import check_settings
 
@@ -135,7 +136,7 @@ def test_by_name(name, tmp_path):
         scores = plain_scores(plain, inputs[i // G], ids[i, :length])
         (scores * weights[:, i, :length]).sum().backward()
         expected[:, i, :length] = scores.detach()
-    scores = policy.score(model, repeated, ids, mask, packed=packs)
+    scores = policy.score(model, ScoreRequest(repeated, ids, mask, packed=packs))
     scores = torch.stack([scores.logps, scores.entropies])
     (scores * weights).sum().backward()
     assert (scores - expected).abs().max() <= (2e-5 if name == "qwen3_5" else 1e-5)  # its large weights round more

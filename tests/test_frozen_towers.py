@@ -39,6 +39,7 @@ from trl_multimodal_rft.forward import features, inputs, logprobs
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.models.modes import fix_encoders
 from trl_multimodal_rft.models.parts import freeze, named_parts
 from trl_multimodal_rft.models.towers import find_tower
@@ -79,7 +80,7 @@ def of_media(model, prompts):
     ids, mask = random_completions(len(prompts), vocab=(50, 100))
     packed, isolate = sharing_obstacle(model) is None, family_of(model).isolate
     model.zero_grad()
-    scores = logprobs.completion_scores(model, model, prompts, ids, mask, packed=packed, isolate=isolate)
+    scores = logprobs.completion_scores(model, model, ScoreRequest(prompts, ids, mask, packed=packed, isolate=isolate))
     scores.logps.sum().backward()
     return scores.logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -26,6 +26,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.forward.requests import ScoreRequest
 
 
 FAMILY = {"image": "qwen2_5_vl", "audio": "qwen2_audio"}
@@ -70,7 +71,10 @@ class Alone(Recorded):
     def _score_alone(self, model, batch):
         rows = zip(batch.prompts, batch.completion_ids, batch.completion_mask, strict=True)
         return torch.cat(
-            [self._policy.score(model, [p], ids[None], mask[None], packed=False).logps for p, ids, mask in rows]
+            [
+                self._policy.score(model, ScoreRequest([p], ids[None], mask[None], packed=False)).logps
+                for p, ids, mask in rows
+            ]
         )
 
 

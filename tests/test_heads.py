@@ -26,6 +26,7 @@ from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import HeadRule, add_fused_head, head_rule
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.models.wrapped import replaced
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
@@ -74,7 +75,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
         fallbacks=Fallbacks(isolate=isolate, logits_from_model=not has_head), temperature=TEMPERATURE
     )
     for packed in {False, packing}:
-        scores = policy.score(model, prompts, ids, mask, packed=packed)
+        scores = policy.score(model, ScoreRequest(prompts, ids, mask, packed=packed))
         torch.testing.assert_close(scores.logps, expected.detach(), rtol=0, atol=2e-5)
         assert scores.entropies.isfinite().all()
         for key, gradient in backward(model, scores.logps).items():

@@ -32,6 +32,7 @@ from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.inputs import media_inputs, to_model
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 from trl_multimodal_rft.versions import cache_name
 
@@ -48,7 +49,7 @@ def test_without_the_row_of_the_family_it_would_be_wrong(name, monkeypatch):
         install_prefix_attention(model)
     with torch.no_grad():
         expected = own_logps(model, repeated, ids, mask)
-        logps = completion_scores(model, model, repeated, ids, mask, packed=packed).logps
+        logps = completion_scores(model, model, ScoreRequest(repeated, ids, mask, packed=packed)).logps
     assert (logps - expected).abs().max() > 1e-2
 
 
@@ -68,7 +69,7 @@ def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path
     repeated = [prompt for prompt in encoded for _ in range(2)]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     with torch.no_grad():
-        logps = trainer._policy.score(trainer.model, repeated, ids, mask, packed=True).logps
+        logps = trainer._policy.score(trainer.model, ScoreRequest(repeated, ids, mask, packed=True)).logps
         assert (logps - own_logps(trainer.model, repeated, ids, mask)).abs().max() <= 1e-5
 
 
@@ -98,7 +99,9 @@ def test_a_window_that_only_the_config_knows():
     assert add_fused_head(model, outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
     for packed in (False, True):
-        logps = completion_scores(model, model, repeated, ids, mask, packed=packed, isolate="media").logps
+        logps = completion_scores(
+            model, model, ScoreRequest(repeated, ids, mask, packed=packed, isolate="media")
+        ).logps
         assert (logps - expected).abs().max() <= 1e-5
         for key, gradient in backward(model, logps).items():
             assert (gradient - own[key]).abs().max() <= 1e-5 * scale, key

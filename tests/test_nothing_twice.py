@@ -52,9 +52,9 @@ def trainer_class(kind: str, *, plain: bool, engine: bool = False):
             self.n_tokens -= sum(map(len, dummies))
             return dummies
 
-        def counting(self, model, *args, **options):
-            self.n_scored += model is self.model and options.get("logps", True) and not torch.is_grad_enabled()
-            return self.score(model, *args, **options)
+        def counting(self, model, request):
+            self.n_scored += model is self.model and request.logps and not torch.is_grad_enabled()
+            return self.score(model, request)
 
     class Plain(Counting):
         _n_on_policy = 0  # all old scores come from a separate pass

@@ -23,6 +23,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores, completion_values
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.models import Critic, ValueHead
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 
@@ -66,7 +67,9 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         ways.append({"logits_temperature": 1.0})
     for way in ways:
         for packed in [False, True][: 1 + (obstacle is None)]:
-            logps = completion_scores(model, model, repeated, ids, mask, packed=packed, isolate=isolate, **way).logps
+            logps = completion_scores(
+                model, model, ScoreRequest(repeated, ids, mask, packed=packed, isolate=isolate, **way)
+            ).logps
             assert (logps - expected).abs().max() <= 1e-5, (way, packed)
             for key, gradient in backward(model, logps).items():
                 assert (gradient - own[key]).abs().max() <= 1e-5 * scale, (way, packed, key)
@@ -155,12 +158,14 @@ def test_values_of_a_model_without_a_backbone(name):
     install_prefix_attention(model)
     for packed in (False, True):
         for way in [{}, {"logits_temperature": 1.0}][name == "nemotron_h_omni" :]:
-            values = completion_scores(model, model, repeated, ids, mask, packed=packed, value_head=head, **way).values
+            values = completion_scores(
+                model, model, ScoreRequest(repeated, ids, mask, packed=packed, critic=head, **way)
+            ).values
             assert (values - expected).abs().max() <= 1e-5, (packed, way)
     if name == "llama4":
         critic = Critic(model)
         critic.head = head
-        assert (completion_values(critic, model, repeated, ids, mask) - expected).abs().max() <= 1e-5
+        assert (completion_values(critic, model, ScoreRequest(repeated, ids, mask)) - expected).abs().max() <= 1e-5
 
 
 class Words(hf.ProcessorMixin):

@@ -27,6 +27,7 @@ from trl_multimodal_rft.forward.layout import group_by_prompt, pack, split_sampl
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.forward.partition import micro_batch_order, packed_length
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.forward.scores import Scores
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
@@ -40,7 +41,7 @@ def assert_packed_equals_padded(model, prompts, packing=nullcontext):
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
     with packing() as entered:
-        packed = completion_scores(model, model, prompts, ids, mask, isolate=family_of(model).isolate)
+        packed = completion_scores(model, model, ScoreRequest(prompts, ids, mask, isolate=family_of(model).isolate))
         packed_grads = backward(model, packed.logps, packed.entropies, mask)
     assert (packed.logps - logps * mask).abs().max() <= 1e-5
     assert (packed.entropies - entropies * mask).abs().max() <= 1e-5
@@ -75,7 +76,7 @@ def test_images_of_one_shape_but_several_sizes():
     ids = torch.randint(50, 200, (6, 4), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together, alone = (
-            completion_scores(model, model, prompts, ids, torch.ones_like(ids), isolate=isolate).logps
+            completion_scores(model, model, ScoreRequest(prompts, ids, torch.ones_like(ids), isolate=isolate)).logps
             for isolate in ("media", "prompt")
         )
     assert (together - alone).abs().max() < 1e-5
@@ -93,7 +94,7 @@ def test_load_balancing_loss(name):
         model(**batch.inputs, output_router_logits=True).aux_loss,
         *(
             PolicyForward(fallbacks=Fallbacks(**fallbacks))
-            .score(model, prompts, ids, mask, packed=packed, compute_aux_loss=True)
+            .score(model, ScoreRequest(prompts, ids, mask, packed=packed, compute_aux_loss=True))
             .aux_loss
             for packed in (True, False)
             for fallbacks in ({}, {"logits_from_model": True}, {"isolate": "prompt"})
@@ -133,16 +134,16 @@ def test_rows_of_scores_stay_together():
 def test_masked_completions_take_no_tokens(name, cuda, monkeypatch):
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    expected = completion_scores(model, model, prompts, ids, mask).logps
+    expected = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     mask[1] = mask[3:6] = 0
     row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
     assert row.input_ids.size(1) == packed_length(prompts, mask.sum(1).tolist())
     with cuda_path(monkeypatch) if cuda else nullcontext():
-        scores = completion_scores(model, model, prompts, ids, mask)
+        scores = completion_scores(model, model, ScoreRequest(prompts, ids, mask))
         assert (scores.logps - expected * mask).abs().max() <= 1e-5
         assert not scores.logps[mask == 0].any() and not scores.entropies[mask == 0].any()
         mask[:] = 0
-        scores = completion_scores(model, model, prompts, ids, mask)
+        scores = completion_scores(model, model, ScoreRequest(prompts, ids, mask))
         scores.logps.sum().backward()
     assert not scores.logps.any()
 
@@ -235,7 +236,7 @@ def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
 def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     model, prompts = build("qwen2_5_vl")
     ids, mask = random_completions(len(prompts))
-    expected = completion_scores(model, model, prompts, ids, mask).logps
+    expected = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     assert held_masks(layouts[0]) > 0
     with cuda_path(monkeypatch) as kernel, monkeypatch.context() as patch:
 
@@ -244,7 +245,7 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
 
         for each in (kernel, kernel_before_2_13):
             patch.setattr(varlen, "varlen_attn", each)
-            logps = completion_scores(model, model, prompts, ids, mask).logps
+            logps = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
             assert (logps - expected).abs().max() <= 1e-5
             assert held_masks(layouts[-1]) == 0
 
@@ -262,7 +263,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     sizes = [len(prompt) for prompt in group_by_prompt(prompts)]
     ids, mask = random_completions(len(prompts), 240)
     longest = int(mask.sum(1).max())
-    logps = completion_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     held = held_masks(layouts[0])
     text = model.config.get_text_config()
     rows = longest * text.num_attention_heads // text.num_key_value_heads  # a query for each head that shares a key
@@ -283,7 +284,7 @@ def test_flash_attention_keeps_its_name(name, monkeypatch):
     """
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
-    expected = completion_scores(model, model, prompts, ids, mask).logps
+    expected = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     model, prompts = build(name)
     monkeypatch.setattr(attention, "_WRAPPED", set())
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", None)
@@ -291,7 +292,7 @@ def test_flash_attention_keeps_its_name(name, monkeypatch):
     for _ in range(2):
         install_prefix_attention(model)
         assert model.get_decoder().config._attn_implementation == "flash_attention_2"
-    logps = completion_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     assert (logps - expected).abs().max() <= 1e-5
 
 
@@ -308,7 +309,7 @@ def test_autocast_gives_attention_one_dtype(monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
     with torch.autocast("cpu", torch.bfloat16):
-        completion_scores(model, model, prompts, ids, mask)
+        completion_scores(model, model, ScoreRequest(prompts, ids, mask))
     assert seen == {(torch.bfloat16,) * 3}
 
 

@@ -35,8 +35,7 @@ class RecordingPPO(Recording, MultimodalPPOTrainer):
     def _supervised_batch(self):
         batch = super()._supervised_batch()
         if batch is not None:
-            prompts, ids, _ = batch
-            self.trained_on.append(([prompt.input_ids.tolist() for prompt in prompts], ids.tolist()))
+            self.trained_on.append(([prompt.input_ids.tolist() for prompt in batch.prompts], batch.ids.tolist()))
         return batch
 
 

@@ -4,6 +4,7 @@
 import copy
 import functools
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import _is_causal, linear_masks, trees_of
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import PolicyForward
 
 
@@ -74,7 +76,7 @@ def alone(model, prompts, ids, mask):
     for i, length in enumerate(mask.sum(1).tolist()):
         if length:
             row = prompts[i : i + 1], ids[i : i + 1, :length], mask[i : i + 1, :length]
-            scores = completion_scores(model, model, *row, packed=False)
+            scores = completion_scores(model, model, ScoreRequest(*row, packed=False))
             logps[i, :length], entropies[i, :length] = scores.logps[0], scores.entropies[0]
     return logps, entropies, backward(model, logps, entropies, mask)
 
@@ -115,10 +117,10 @@ def test_trees_equal_separate_rows(name, mode, monkeypatch, separate):
     isolate = family_of(model).isolate
     with cuda_path(monkeypatch) if mode == "cuda" else nullcontext():
         found = differences(
-            completion_scores(model, model, prompts, ids, mask, isolate=isolate), expected, model, mask
+            completion_scores(model, model, ScoreRequest(prompts, ids, mask, isolate=isolate)), expected, model, mask
         )
         with separate():
-            scores = completion_scores(model, model, prompts, ids, mask, isolate=isolate)
+            scores = completion_scores(model, model, ScoreRequest(prompts, ids, mask, isolate=isolate))
         before = differences(scores, expected, model, mask)
     # Chunked kernels of states round by where a chunk starts
     assert all(now <= max(1e-5, 2 * then) for now, then in zip(found, before, strict=True)), (found, before)
@@ -146,7 +148,7 @@ def test_random_trees(name, cuda, monkeypatch, separate):
         depths |= {sum(1 for _ in ancestors(node, nodes)) for node in nodes}
         expected = alone(model, prompts, ids, mask)
         with cuda_path(monkeypatch) if cuda else nullcontext():
-            scores = completion_scores(model, model, prompts, ids, mask)
+            scores = completion_scores(model, model, ScoreRequest(prompts, ids, mask))
             assert max(differences(scores, expected, model, mask)) <= 1e-5
     assert max(depths) >= 4
 
@@ -249,11 +251,11 @@ def test_padded_rows_repeat_their_prompt_and_are_as_long_as_the_longest():
 def test_router_statistics_count_each_token_once_per_completion(separate):
     model, prompts = built("qwen3_vl_moe", several_questions("qwen3_vl_moe"))
     ids, mask = random_completions(len(prompts))
-    args = model, model, prompts, ids, mask
-    ours = completion_scores(*args, output_router_logits=True).router
+    request = ScoreRequest(prompts, ids, mask, compute_aux_loss=True)
+    ours = completion_scores(model, model, request).router
     with separate():
-        expected = completion_scores(*args, output_router_logits=True).router
-    padded = completion_scores(*args, output_router_logits=True, packed=False).router
+        expected = completion_scores(model, model, request).router
+    padded = completion_scores(model, model, replace(request, packed=False)).router
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(ours, padded)
 

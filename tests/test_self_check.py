@@ -38,6 +38,7 @@ from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.forward.masks import linear_masks
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 from trl_multimodal_rft.versions import cache_name
@@ -176,9 +177,9 @@ def test_rows_that_padding_changes_are_isolated(monkeypatch):
 
 
 def test_rows_that_no_fallback_separates_raise(monkeypatch):
-    def one_after_the_other(model, prompts, *args, **kwargs):
-        scores = completion_scores(model, prompts, *args, **kwargs)
-        n_prompts = len({id(prompt) for prompt in args[0]})
+    def one_after_the_other(model, unwrapped, request):
+        scores = completion_scores(model, unwrapped, request)
+        n_prompts = len({id(prompt) for prompt in request.prompts})
         return replace(scores, logps=scores.logps + 0.01 * (n_prompts - 1))
 
     completion_scores = policy.completion_scores
@@ -425,9 +426,9 @@ def test_partners_are_prompts_with_other_grids():
     grids = []
 
     class Remembering(PolicyForward):
-        def score(self, model, prompts, *args, **options):
-            grids.append({tuple(p.media["image_grid_thw"].flatten().tolist()) for p in prompts if p.media})
-            return super().score(model, prompts, *args, **options)
+        def score(self, model, request, **options):
+            grids.append({tuple(p.media["image_grid_thw"].flatten().tolist()) for p in request.prompts if p.media})
+            return super().score(model, request, **options)
 
     subject("qwen2_5_vl", image_rows(4), policy_class=Remembering).check()
     assert max(len(each) for each in grids) == 4
@@ -623,11 +624,7 @@ def test_encoders_are_the_same_in_training_mode(option, tmp_path, capsys):
             torch.manual_seed(int(packed))
             with torch.no_grad():
                 scores[training, packed] = run._policy.score(
-                    run.model,
-                    batch.prompts,
-                    batch.completion_ids,
-                    batch.completion_mask,
-                    packed=packed,
+                    run.model, ScoreRequest(batch.prompts, batch.completion_ids, batch.completion_mask, packed=packed)
                 ).logps
     worst = max((each - scores[False, False]).abs().max() for each in scores.values())
     logged = [entry for entry in run.state.log_history if "clip_ratio/region_mean" in entry]

@@ -21,6 +21,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
+from trl_multimodal_rft.forward.requests import ScoreRequest
 
 
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
@@ -155,7 +156,7 @@ def test_scores_are_those_of_the_model(name, packed, clips):
         prompts_of_rows = [ours for ours, _ in pairs for _ in range(2)]
         options = {"packed": packed, "isolate": family_of(model).isolate}
         ones = torch.ones(4, 5, dtype=torch.long)
-        logps = completion_scores(model, model, prompts_of_rows, ids.repeat(2, 1), ones, **options).logps
+        logps = completion_scores(model, model, ScoreRequest(prompts_of_rows, ids.repeat(2, 1), ones, **options)).logps
     assert (logps - torch.stack(expected)).abs().max() <= 2e-5
 
 

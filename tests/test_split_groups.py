@@ -18,6 +18,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout, split_groups
 from trl_multimodal_rft.forward.layout import group_by_prompt
 from trl_multimodal_rft.forward.partition import split_by_tokens
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.forward.split_groups import chunk_ends
 from trl_multimodal_rft.forward.token_budget import backward_by_parts
 from trl_multimodal_rft.models.modes import checkpoint_activations
@@ -66,11 +67,11 @@ def test_scores_and_gradients(name):
     logps, entropies, expected = padded_reference(model, prompts, ids, mask)
     policy = split_policy(model)
     with counted(model) as lengths:
-        scores = policy.score(model, prompts, ids, mask, packed=True)
+        scores = policy.score(model, ScoreRequest(prompts, ids, mask, packed=True))
         assert len(scores.deferred.parts) == len(prompts)
         found = gradients(model, scores, mask)
     with torch.no_grad():
-        again = policy.score(model, prompts, ids, mask, packed=True)
+        again = policy.score(model, ScoreRequest(prompts, ids, mask, packed=True))
     for each in (scores, again):
         assert (each.logps - logps * mask).abs().max() <= 1e-5
         assert (each.entropies - entropies * mask).abs().max() <= 1e-5
@@ -96,7 +97,7 @@ def test_in_double_precision(name, attention):
     ids, mask = random_completions(len(prompts))
     policies = [split_policy(model, None), split_policy(model, max(map(len, prompts)) + 12)]
     for _ in range(2):
-        whole, parts = (policy.score(model, prompts, ids, mask, packed=True) for policy in policies)
+        whole, parts = (policy.score(model, ScoreRequest(prompts, ids, mask, packed=True)) for policy in policies)
         expected = backward(model, whole.logps, whole.entropies, mask)
         assert 1 < len(parts.deferred.parts) < len(prompts)
         assert (parts.logps - whole.logps).abs().max() <= 1e-6
@@ -109,9 +110,9 @@ def test_a_frozen_tower_and_frozen_first_layers():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1." in name and "visual" not in name)
     ids, mask = random_completions(len(prompts))
-    whole = split_policy(model, None).score(model, prompts, ids, mask, packed=True)
+    whole = split_policy(model, None).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     expected = backward(model, whole.logps, whole.entropies, mask)
-    found = gradients(model, split_policy(model).score(model, prompts, ids, mask, packed=True), mask)
+    found = gradients(model, split_policy(model).score(model, ScoreRequest(prompts, ids, mask, packed=True)), mask)
     assert relative_difference(expected, found) <= 1e-5
 
 
@@ -122,13 +123,13 @@ def test_reentrant_checkpointing_repeats_the_prompt(reentrant):
     model, prompts = build("qwen2_5_vl")
     model.model.visual.requires_grad_(False)  # whose inputs have no gradient
     ids, mask = random_completions(len(prompts))
-    whole = split_policy(model, None).score(model, prompts, ids, mask, packed=True)
+    whole = split_policy(model, None).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     expected = backward(model, whole.logps, whole.entropies, mask)
     checkpoint_activations(model, {"use_reentrant": reentrant})
     model.enable_input_require_grads()
     model.train()
     assert split_groups.keeps_states(model) != reentrant
-    scores = split_policy(model).score(model, prompts, ids, mask, packed=True)
+    scores = split_policy(model).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     assert relative_difference(expected, gradients(model, scores, mask)) <= 1e-5
 
 
@@ -141,7 +142,7 @@ def test_dropout_draws_the_same_for_scores_and_gradients():
             module.attention_dropout = 0.5
     model.train()
     ids, mask = random_completions(len(prompts))
-    scores = split_policy(model).score(model, prompts, ids, mask, packed=True)
+    scores = split_policy(model).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     for index, outputs in enumerate(scores.deferred.outputs):
         assert torch.equal(scores.deferred.again(index).logps, outputs.logps)
 
@@ -151,9 +152,9 @@ def test_completions_without_tokens():
     ids, mask = random_completions(len(prompts))
     mask[1:G] = 0
     mask[G : G + 2] = 0
-    whole = split_policy(model, None).score(model, prompts, ids, mask, packed=True)
+    whole = split_policy(model, None).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     expected = backward(model, whole.logps, whole.entropies, mask)
-    parts = split_policy(model).score(model, prompts, ids, mask, packed=True)
+    parts = split_policy(model).score(model, ScoreRequest(prompts, ids, mask, packed=True))
     assert (parts.logps - whole.logps).abs().max() <= 1e-5
     assert relative_difference(expected, gradients(model, parts, mask)) <= 1e-5
 
@@ -233,7 +234,7 @@ def test_merged_attention_of_models(name, budget, monkeypatch):
     merged, own = [], kernels.merged_attention
     monkeypatch.setattr(kernels, "merged_attention", lambda *args, **kwargs: merged.append(1) or own(*args, **kwargs))
     with cuda_path(monkeypatch):
-        scores = split_policy(model, budget).score(model, prompts, ids, mask, packed=True)
+        scores = split_policy(model, budget).score(model, ScoreRequest(prompts, ids, mask, packed=True))
         found = gradients(model, scores, mask) if budget else backward(model, scores.logps, scores.entropies, mask)
     assert merged
     assert (scores.logps - logps * mask).abs().max() <= 1e-5

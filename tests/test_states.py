@@ -25,6 +25,7 @@ from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import pack
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 
 
 pytestmark = pytest.mark.skipif(
@@ -72,11 +73,11 @@ def test_packed_equals_the_plain_forward_of_each_completion(name, mode):
     if mode == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    logps = completion_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     assert (logps - expected).abs().max() <= 1e-5
     assert relative_difference(expected_gradients, backward(model, logps)) <= 1e-5
     with torch.no_grad():
-        padded = completion_scores(model, model, prompts, ids, mask, packed=False).logps
+        padded = completion_scores(model, model, ScoreRequest(prompts, ids, mask, packed=False)).logps
     assert (logps - padded).abs().max() <= 1e-4  # padding on the left alone changes it
 
 
@@ -90,7 +91,9 @@ def test_long_completions_are_no_further_off_than_padded_rows(name):
     with torch.no_grad():
         expected = own_logps(model, prompts, ids, mask)
         packed, padded = (
-            (completion_scores(model, model, prompts, ids, mask, packed=packed).logps - expected).abs().max()
+            (completion_scores(model, model, ScoreRequest(prompts, ids, mask, packed=packed)).logps - expected)
+            .abs()
+            .max()
             for packed in (True, False)
         )
     assert packed <= max(1e-5, 2 * padded)
@@ -100,13 +103,13 @@ def test_long_completions_are_no_further_off_than_padded_rows(name):
 def test_a_copy_runs_its_own_weights(name):
     model, prompts, ids, mask = build(name)
     install_prefix_attention(model)
-    logps = completion_scores(model, model, prompts, ids, mask).logps
+    logps = completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps
     other = copy.deepcopy(model)
     with torch.no_grad():
         for mixer in states._mixers(other):
             mixer.out_proj.weight.zero_()
-        assert torch.equal(completion_scores(model, model, prompts, ids, mask).logps, logps)
-        assert (completion_scores(other, other, prompts, ids, mask).logps - logps).abs().max() > 0.1
+        assert torch.equal(completion_scores(model, model, ScoreRequest(prompts, ids, mask)).logps, logps)
+        assert (completion_scores(other, other, ScoreRequest(prompts, ids, mask)).logps - logps).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

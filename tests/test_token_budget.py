@@ -26,6 +26,7 @@ from peft import LoraConfig
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.forward.partition import split_by_tokens
+from trl_multimodal_rft.forward.requests import ScoreRequest
 
 
 # GRPO divides by their number within the loss, RLOO after it
@@ -140,7 +141,10 @@ def test_groups_that_are_split(trainer_class, family, rows, options):
 def by_policy(trainer, model, inputs):
     rollout = inputs.rollout
     given = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-    return -(trainer._policy.score(model, *given, packed=rollout.packed).logps * rollout.loss_mask).sum() / 100
+    return (
+        -(trainer._policy.score(model, ScoreRequest(*given, packed=rollout.packed)).logps * rollout.loss_mask).sum()
+        / 100
+    )
 
 
 def twice(trainer, model, inputs):

@@ -123,7 +123,7 @@ def test_one_generation_batch_is_scored_in_one_way(tmp_path):
         InjectedOurs, "qwen2_audio", audio_rows(), tmp_path, num_generations=2, self_check=False, **options
     )
     packed, score = [], trainer._policy.score
-    trainer._policy.score = lambda *args, **options: packed.append(options["packed"]) or score(*args, **options)
+    trainer._policy.score = lambda model, request: packed.append(request.packed) or score(model, request)
     trainer.train()
     # Four reference parts of a generation batch, its micro-batches, and the two of the second optimizer step
     assert len(packed) == 2 * (4 + 4 + 2) and all(packed)

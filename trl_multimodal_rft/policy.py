@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -19,12 +19,12 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.contexts import by_context, context_rows
-from .forward.divergence import Target
-from .forward.layout import CompletionBatch, States, split_samples
+from .forward.layout import States, split_samples
 from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
+from .forward.requests import ScoreRequest
 from .forward.scores import DeferredParts, Scores, load_balancing_loss
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
@@ -140,122 +140,77 @@ class PolicyForward:
 
     # Scores
 
-    def score(
-        self,
-        model: nn.Module,
-        prompts: Sequence[EncodedPrompt],
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
-        *,
-        packed: bool,
-        fallbacks: Fallbacks | None = None,
-        compute_aux_loss: bool = False,
-        critic: Critic | ValueHead | None = None,
-        supervised: Completions | None = None,
-        logit_bias: dict[int, float] | None = None,
-        whole: bool = False,
-        hidden: bool = False,
-        logps: bool = True,
-        target: Target | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> Scores:
+    def score(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks | None = None) -> Scores:
         """
-        Returns scores of completions, differentiable where gradients are enabled.
+        Returns the requested scores of completions, `(B, C)`, differentiable where gradients are enabled.
 
-        `model` is the model that the accelerator prepared, with the fused head; completions of a group share one
-        object in `prompts`. Log-probabilities come from the model's logits if the `fallbacks` say so, or with an
-        engine's `logit_bias`. A `critic` adds values, `compute_aux_loss` the load-balancing loss of a mixture of
-        experts, `supervised` completions add their log-probabilities, and `hidden` the inputs of the LM head,
-        `(B, C, H)`, all in the same forward of the wrapper. `logps=False` leaves out log-probabilities and entropies;
-        for values alone, a separate `critic` needs no forward of the policy. With a `target`, the scores are entropies
-        and divergences from the target, without log-probabilities. With `whole`, `prompts` are whole sequences, see
-        [`~forward.logprobs.completion_scores`].
+        `model` is the model that the accelerator prepared, with the fused head. Log-probabilities come from the
+        model's logits if the `fallbacks`, by default those of the policy, say so, or with an engine's `logit_bias`.
+        The fallbacks also set the request's options of forwards: `isolate`, `min_forwards`, `logits_temperature`,
+        `extra_outputs` and `states`. All scores are computed in one forward of the wrapper.
 
         With more tokens than `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the
         `deferred` of the scores. A group above this limit is forwarded in chunks of completions, behind their prompt,
-        see [`~forward.split_groups.KeptPrompt`], or, if that isn't possible, with their prompt. If only some `rows`
-        matter, or only some have tokens in padded parts, other rows aren't forwarded and have scores of 0, and dummy
-        prompts replace their media. A completion whose context was rewritten is forwarded as a row for each context.
-
-        Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
+        see [`~forward.split_groups.KeptPrompt`], or, if that isn't possible, with their prompt. Completions beside the
+        request's `rows`, or without tokens in padded parts, aren't forwarded; dummy prompts replace their media. A
+        completion whose context was rewritten is forwarded as a row for each context.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
-        contexts = context_rows(prompts, completion_ids.size(1))
-        if contexts is not None:
-            prompts, target = contexts.prompts, None if target is None else target.map(contexts.cut)
-            completion_ids, completion_mask = contexts.cut(completion_ids), contexts.cut(completion_mask)
-            rows = None if rows is None else contexts.rows_of({*rows})
-        completions, n = CompletionBatch(prompts, completion_ids, completion_mask), len(prompts)
+        contexts = context_rows(request.prompts, request.ids.size(1))
+        request = request if contexts is None else request.by_context(contexts)
+        prompts, n, rows = request.prompts, len(request), request.rows
         # Parts depend on the lengths; reading them makes the host wait
-        lengths = None if self.max_tokens is None else completion_mask.sum(1).tolist()
-        if rows is None and lengths is not None and not (packed or whole or compute_aux_loss):
+        lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
+        if rows is None and lengths is not None and not (request.packed or request.whole or request.compute_aux_loss):
             scored = [i for i, length in enumerate(lengths) if length]
             rows = scored if len(scored) < n else None  # padded rows without tokens are as long as others
         if rows is not None:
-            chosen = completions.rows(rows)
+            chosen = request.select(rows)
             dummies = self.processes.dummies_for_rest(model, prompts, chosen.prompts)
-            completions = chosen.padded(dummies)
-            target = None if target is None else target.rows(rows).padded(len(dummies))
+            request = chosen.padded(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
-        if lengths is not None and (whole or (compute_aux_loss and packed)):
+        if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
             # Whole sequences have no completions; packed rows for the auxiliary loss have the last tokens, too
-            lengths = [0 if whole else length + (length > 0) for length in lengths]
+            lengths = [0 if request.whole else length + (length > 0) for length in lengths]
 
-        needs_policy = logps or hidden or target is not None or not isinstance(critic, Critic)
+        def score(index: int, part: ScoreRequest) -> Scores:
+            part = part if index == 0 else replace(part, supervised=None)
+            return self._score_part(model, part, fallbacks)
 
-        def score(index: int, part: list[int], states: States | None) -> Scores:
-            return self._score_part(
-                model,
-                completions.rows(part),
-                fallbacks,
-                critic,
-                CompletionBatch(*supervised) if supervised is not None and index == 0 else None,
-                logit_bias,
-                None if target is None else target.rows(part),
-                states,
-                packed=packed,
-                whole=whole,
-                compute_aux_loss=compute_aux_loss,
-                hidden=hidden,
-                logps=logps,
-                needs_policy=needs_policy,
-            )
-
-        models = [critic.model] if isinstance(critic, Critic) else []
-        models += [self.unwrapped(model)] * needs_policy
-        keeps = packed and not compute_aux_loss  # the auxiliary loss includes statistics of the prompt
-        scores = self._in_parts(score, model, models, completions, lengths, packed, keeps)
-        if compute_aux_loss:
+        models = [request.critic.model] if isinstance(request.critic, Critic) else []
+        models += [self.unwrapped(model)] * request.needs_policy
+        keeps = request.packed and not request.compute_aux_loss  # that loss includes statistics of the prompt
+        scores = self._in_parts(score, model, models, request, lengths, keeps)
+        if request.compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
         scores = scores if rows is None else scores.spread(rows, n)
         return scores if contexts is None else scores.rearranged(contexts.joined)
 
     def _in_parts(
         self,
-        score: Callable[[int, list[int], States | None], Scores],
+        score: Callable[[int, ScoreRequest], Scores],
         model: nn.Module,
         models: Sequence[PreTrainedModel],
-        completions: CompletionBatch,
+        request: ScoreRequest,
         lengths: list[int] | None,
-        packed: bool,
         keeps: bool,
     ) -> Scores:
         """
         Returns scores of completions, in parts of at most `max_tokens` if their `lengths` are given. `score` takes the
-        index of a part, its rows and, if it `keeps` the prompt of a group, its states in the unwrapped `models`.
+        index of a part and its request, which, if a group `keeps` its prompt, has the states of it in the unwrapped
+        `models`.
         """
-        prompts, device = completions.prompts, completions.ids.device
-        all_rows = list(range(len(prompts)))
+        prompts, device = request.prompts, request.ids.device
         if self.max_tokens is None or lengths is None:
-            return score(0, all_rows, None)
-        parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
+            return score(0, request)
+        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
         ends, n_parts = chunk_ends(prompts, parts), len(parts)
         if self.accelerator is not None:
             # Only these forwards have collectives, which all ranks need equally often
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):
                 n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=device)).max())
         if n_parts == 1:
-            return score(0, all_rows, None)  # in the order of the batch, which a part may change
+            return score(0, request)  # in the order of the batch, which a part may change
         kept: dict[EncodedPrompt, KeptPrompt] = {}
         for index in ends if keeps and all(map(self._keeps_prompts, models)) else ():
             prompt = prompts[parts[index][0]].shared
@@ -264,7 +219,8 @@ class PolicyForward:
 
         def part_score(index: int, part: list[int]) -> Scores:
             kept_prompt = kept.get(prompts[part[0]].shared) if index in ends else None
-            return score(index, part, None if kept_prompt is None else kept_prompt.states(*ends[index]))
+            states = None if kept_prompt is None else kept_prompt.states(*ends[index])
+            return score(index, replace(request.select(part), states=states))
 
         if torch.is_grad_enabled():
             return DeferredParts(part_score, parts, n_parts, device).joined()
@@ -286,86 +242,55 @@ class PolicyForward:
         Returns a reward model's scores of completions as `values` `(B, 1)`, differentiable where gradients are
         enabled; see [`~forward.logprobs.completion_rewards`].
         """
-        policy, batch = self.unwrapped(model), CompletionBatch(*completions)
+        policy, request = self.unwrapped(model), ScoreRequest(*completions, packed=packed)
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
 
-        def part(index: int, rows: list[int], states: States | None) -> Scores:
-            chosen = self._with_dummies(model, batch.rows(rows))
-            options = self._forwards(chosen, packed, fallbacks, states)
+        def score(index: int, part: ScoreRequest) -> Scores:
+            n, part = len(part), self._forwarded(self._with_dummies(model, part), fallbacks)
 
             def rewards(call: Forward) -> dict[str, torch.Tensor]:
-                return {"values": completion_rewards(call, policy, *chosen, **options)}
+                return {"values": completion_rewards(call, policy, part)}
 
             with self.autocast():
                 tensors = self._as_one_forward(model, rewards)
-            return Scores(**self._reaching_all(model, tensors, states)).rows(slice(len(rows)))
+            return Scores(**self._reaching_all(model, tensors, part.states)).rows(slice(n))
 
-        lengths = None if self.max_tokens is None else batch.mask.sum(1).tolist()
-        return self._in_parts(part, model, [policy], batch, lengths, packed, keeps=packed)
+        lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
+        return self._in_parts(score, model, [policy], request, lengths, keeps=packed)
 
-    def _score_part(
-        self,
-        model: nn.Module,
-        completions: CompletionBatch,
-        fallbacks: Fallbacks,
-        critic: Critic | ValueHead | None,
-        supervised: CompletionBatch | None,
-        logit_bias: dict[int, float] | None,
-        target: Target | None,
-        states: States | None,
-        *,
-        packed: bool,
-        whole: bool,
-        compute_aux_loss: bool,
-        hidden: bool,
-        logps: bool,
-        needs_policy: bool,
-    ) -> Scores:
+    def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         """Returns the scores of completions that fit into the token budget."""
-        n, policy = len(completions[0]), self.unwrapped(model)
-        completions = self._with_dummies(model, completions)
-        options = self._forwards(completions, packed, fallbacks, states)
-        logits_from_model = fallbacks.logits_from_model or logit_bias is not None
+        n, policy, critic, needs_policy = len(request), self.unwrapped(model), request.critic, request.needs_policy
+        in_one = request.hidden or not request.logps or request.target is not None  # engines must find these outputs
+        logits_from_model = fallbacks.logits_from_model or request.logit_bias is not None
         temperature = self.temperature if logits_from_model else None
-        head = {"logits_temperature": temperature, "logit_bias": logit_bias, "extra_outputs": self.extra_outputs}
-        value_head, critic = (critic, None) if isinstance(critic, ValueHead) else (None, critic)
-        if supervised is not None:
-            supervised_rows = self._with_dummies(model, supervised, with_others=True)
-            supervised_options = self._forwards(supervised_rows, False, fallbacks)
+        # The states of a model without a fused head come with its logits
+        logps = request.logps or (logits_from_model and isinstance(critic, ValueHead))
+        head = {"logits_temperature": temperature, "extra_outputs": self.extra_outputs}
+        supervised = n_supervised = None
+        if request.supervised is not None:
+            n_supervised = len(request.supervised)
+            supervised = self._with_dummies(model, request.supervised, with_others=True)
+            supervised = replace(self._forwarded(supervised, fallbacks), logit_bias=request.logit_bias, **head)
+        request = self._forwarded(self._with_dummies(model, request), fallbacks)
+        request = replace(request, logps=logps and request.target is None, **head)
         if needs_policy:
             _gather_head(policy)
 
         def score(call: Forward) -> dict[str, torch.Tensor]:
-            results = {}
-            if needs_policy:
-                results = completion_scores(
-                    call,
-                    policy,
-                    *completions,
-                    output_router_logits=compute_aux_loss,
-                    value_head=value_head,
-                    whole=whole,
-                    hidden=hidden,
-                    # The states of a model without a fused head come with its logits
-                    logps=target is None and (logps or (logits_from_model and value_head is not None)),
-                    target=None if target is None else target.padded(len(completions[0]) - n),
-                    **options,
-                    **head,
-                ).tensors()
-            if critic is not None:
-                results["values"] = completion_values(critic, critic.model, *completions, **options)
+            results = completion_scores(call, policy, request).tensors() if needs_policy else {}
+            if isinstance(critic, Critic):
+                results["values"] = completion_values(critic, critic.model, request)
             if supervised is not None:
-                likelihoods = completion_scores(call, policy, *supervised_rows, **supervised_options, **head).logps
-                results["supervised"] = likelihoods[: len(supervised[0])]
+                results["supervised"] = completion_scores(call, policy, supervised).logps[:n_supervised]
             return results
 
         with self.autocast():
             # DDP looks for unused parameters only in its last forward, so all forwards must be in one
-            is_ddp = isinstance(model, DistributedDataParallel)
-            in_one = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
-            in_one = in_one or hidden or not logps or target is not None  # engines must find these outputs
+            splits = fallbacks.isolate is not None and isinstance(model, DistributedDataParallel)
+            in_one |= isinstance(critic, Critic) or supervised is not None or splits
             tensors = self._as_one_forward(model, score) if in_one else score(model)
-        return Scores(**self._reaching_all(model, tensors, states)).rows(slice(n))  # without dummy prompts
+        return Scores(**self._reaching_all(model, tensors, request.states)).rows(slice(n))  # without dummy prompts
 
     def _reaching_all(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], states: States | None
@@ -382,19 +307,14 @@ class PolicyForward:
             return {**tensors, name: tensors[name] + zero}
         return tensors
 
-    def _forwards(
-        self, completions: CompletionBatch, packed: bool, fallbacks: Fallbacks, states: States | None = None
-    ) -> dict:
-        """Returns the options that split completions over forwards, with the states of their prompt, if kept."""
-        n_forwards = self.processes.n_forwards(completions[0], fallbacks.isolate)
-        return {"packed": packed, "isolate": fallbacks.isolate, "min_forwards": n_forwards, "states": states}
+    def _forwarded(self, request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
+        """Returns a request with the options that split completions over forwards."""
+        n_forwards = self.processes.n_forwards(request.prompts, fallbacks.isolate)
+        return replace(request, isolate=fallbacks.isolate, min_forwards=n_forwards)
 
-    def _with_dummies(
-        self, model: nn.Module, completions: CompletionBatch, with_others: bool = False
-    ) -> CompletionBatch:
+    def _with_dummies(self, model: nn.Module, request: ScoreRequest, with_others: bool = False) -> ScoreRequest:
         """Adds dummy prompts without a completion, which don't affect the others, see [`Processes.dummies`]."""
-        dummies = self.processes.dummies(model, completions.prompts, with_others)
-        return completions.padded(dummies) if dummies else completions
+        return request.padded(self.processes.dummies(model, request.prompts, with_others))
 
     def _as_one_forward(
         self, model: nn.Module, function: Callable[[Forward], dict[str, torch.Tensor]]

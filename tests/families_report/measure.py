@@ -27,6 +27,7 @@ from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.inputs import to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 
 from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, ordinary_ids
@@ -177,7 +178,9 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
 
     def score(fallbacks: Fallbacks) -> tuple[float, float]:
         model.zero_grad(set_to_none=True)
-        scores = policy.score(model, repeated, ids, mask, packed=fallbacks.packing, fallbacks=fallbacks).logps
+        scores = policy.score(
+            model, ScoreRequest(repeated, ids, mask, packed=fallbacks.packing), fallbacks=fallbacks
+        ).logps
         (scores * weights).sum().backward()
         difference = (scores.detach() - torch.stack(truth)) * mask
         own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -18,6 +18,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.logprobs import completion_scores
+from trl_multimodal_rft.forward.requests import ScoreRequest
 
 
 KINDS = {
@@ -39,7 +40,7 @@ def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=Fal
         enable_checkpointing(model)
     ids, mask = (each.to(device) for each in random_completions(len(prompts), seed=seed))
     if packed:
-        result = completion_scores(model, model, prompts, ids, mask, isolate=family_of(model).isolate)
+        result = completion_scores(model, model, ScoreRequest(prompts, ids, mask, isolate=family_of(model).isolate))
         logps, entropies = result.logps, result.entropies
         gradients = backward(model, logps, entropies, mask)
     else:

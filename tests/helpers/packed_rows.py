@@ -13,6 +13,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.requests import ScoreRequest
 from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
@@ -49,7 +50,9 @@ def backward(model, logps, entropies=0, mask=1):
 def padded_reference(model, prompts, ids, mask):
     """Returns results of each prompt's completions in a separate padded batch, isolated from other prompts."""
     parts = [
-        completion_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G], packed=False)
+        completion_scores(
+            model, model, ScoreRequest(prompts[i : i + G], ids[i : i + G], mask[i : i + G], packed=False)
+        )
         for i in range(0, len(prompts), G)
     ]
     logps, entropies = (torch.cat(values) for values in zip(*((p.logps, p.entropies) for p in parts), strict=True))

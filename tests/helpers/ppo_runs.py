@@ -43,7 +43,7 @@ class RemembersSupervised:
     def _supervised_batch(self):
         batch = super()._supervised_batch()
         if batch is not None:
-            self.supervised.append(batch[1:])
+            self.supervised.append((batch.ids, batch.mask))
         return batch
 
 

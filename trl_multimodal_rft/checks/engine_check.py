@@ -12,6 +12,7 @@ from torch import nn
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.layout import group_by_prompt
+from ..forward.requests import ScoreRequest
 from ..models.modes import measuring
 from ..models.wrapped import computing_dtype
 from ..policy import Completions, PolicyForward
@@ -155,7 +156,7 @@ class EngineCheck:
         options = {"packed": False, "logit_bias": self.logit_bias}
         rows = (_select(completions, [i]) for i in range(len(completions[0])))
         with measuring(model, completions[1].device):
-            return torch.cat([self.policy.score(model, *row, **options).logps for row in rows])
+            return torch.cat([self.policy.score(model, ScoreRequest(*row, **options)).logps for row in rows])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
         """Returns the mean and the largest difference over all ranks, or `None` without tokens."""

@@ -20,6 +20,7 @@ from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
 from ..forward.inputs import to_model
 from ..forward.logprobs import takes_logits_to_keep
+from ..forward.requests import ScoreRequest
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
 from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps
@@ -108,7 +109,7 @@ class Measure:
         rows = [tensor.repeat(len(prompts), 1) for tensor in (ids, mask)]
         fallbacks = replace(self.fallbacks, isolate=isolate)
         model = self.prepared if model is None else model
-        return self.policy.score(model, repeated, *rows, packed=packed, fallbacks=fallbacks).logps
+        return self.policy.score(model, ScoreRequest(repeated, *rows, packed=packed), fallbacks=fallbacks).logps
 
     # The model's own forward
 

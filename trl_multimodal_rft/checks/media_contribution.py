@@ -11,6 +11,7 @@ from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
+from ..forward.requests import ScoreRequest
 from ..models.modes import measuring
 from ..policy import Completions, PolicyForward
 from ..views.views import View, as_view
@@ -59,7 +60,7 @@ def media_contribution(
     mask = mask[rows]
     with measuring(model, accelerator.device):
         logps = [
-            policy.score(model, entries, ids[rows], completion_mask[rows], packed=False).logps
+            policy.score(model, ScoreRequest(entries, ids[rows], completion_mask[rows], packed=False)).logps
             for entries in ([prompts[row] for row in rows], without)
         ]
     change = ((logps[0] - logps[1]).abs() * mask).sum(1)

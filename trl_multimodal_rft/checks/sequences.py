@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.requests import ScoreRequest
 from ..models.modes import measuring
 from ..policy import PolicyForward
 from .measure import Case, Measure
@@ -60,8 +61,8 @@ def check_sequences(
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
-        return policy.score(model, rows, ids, mask.long(), **options).logps
+        request = ScoreRequest(rows, ids, mask.long(), packed=packed, whole=True)
+        return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
     return _compare(measure, cases, by_model, score, mask, packs)
 
@@ -95,10 +96,11 @@ def check_pairs(
 
     def score(chosen: list[Any], packed: bool) -> torch.Tensor:
         prompts = [pair for pair in chosen for _ in range(2)]
-        options = {"packed": packed, "fallbacks": measure.fallbacks}
         if rewards:
-            return policy.rewards(model, (prompts, ids, mask), **options).values
-        return policy.score(model, prompts, ids, mask, **options).logps
+            completions = prompts, ids, mask
+            return policy.rewards(model, completions, packed=packed, fallbacks=measure.fallbacks).values
+        request = ScoreRequest(prompts, ids, mask, packed=packed)
+        return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
     return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else mask.bool() & last, packs)
 

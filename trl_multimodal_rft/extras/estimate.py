@@ -5,7 +5,6 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from ..forward.layout import group_by_prompt
 from ..forward.logprobs import completion_scores, completion_values, prompt_states
 from ..forward.masks import sharing_obstacle
 from ..forward.partition import split_by_tokens
+from ..forward.requests import ScoreRequest
 from ..forward.split_groups import chunk_ends, keeps_states
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
@@ -208,15 +208,14 @@ def _watch(
                     sums = [torch.empty_like(part, dtype=torch.float32) for pair in states.values() for part in pair]
                 of_prompt = watch.operations
                 temperature = 1.0 if logits_from_model else None
-                options: dict[str, Any] = {"packed": packed, "states": states}
-                scores = completion_scores(
-                    model, base, prompts, ids, mask, value_head=head, logits_temperature=temperature, **options
-                )
+                request = ScoreRequest(prompts, ids, mask, packed, states=states)
+                scored = replace(request, critic=head, logits_temperature=temperature)
+                scores = completion_scores(model, base, scored)
                 loss = scores.logps.mean() + sum(
                     out.float().mean() for out in encoder_outputs(base, encoders, len(prompts))
                 )
                 if critic is not None:
-                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, **options).mean()
+                    loss = loss + completion_values(critic, critic.model, request).mean()
                 if scores.values is not None:
                     loss = loss + scores.values.mean()
             held, forward = watch.now, watch.operations

@@ -2,7 +2,7 @@
 """Divergences between the distributions of tokens under two models, from their hidden states and LM heads."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -14,7 +14,6 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from .autograd import Context
 from .head import HeadRule, gather_weights
-from .layout import rows_of
 
 
 # Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
@@ -58,14 +57,6 @@ class Target:
     ids: torch.Tensor | None = None  # (B, C, K)
     logps: torch.Tensor | None = None  # (B, C, K)
     add_tail: bool = True  # whether the other tokens count as one; else the K tokens are renormalized
-
-    def rows(self, index: slice | Sequence[int]) -> "Target":
-        """Returns the target of some completions."""
-        return self.map(lambda value: rows_of(value, index))
-
-    def padded(self, n: int) -> "Target":
-        """Returns the target with `n` further completions, none of whose tokens are compared."""
-        return self.map(lambda value: torch.cat([value, value.new_zeros(n, *value.shape[1:])]))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
         """Applies a function to each tensor with a row per completion."""

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -400,23 +400,6 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
     return groups
-
-
-class CompletionBatch(NamedTuple):
-    """A batch of completions: their prompts, their ids padded on the right, and 1 on their tokens, `(B, C)`."""
-
-    prompts: Sequence[EncodedPrompt]
-    ids: torch.Tensor
-    mask: torch.Tensor
-
-    def rows(self, index: Sequence[int]) -> "CompletionBatch":
-        """Returns the batch of the completions at an index."""
-        return CompletionBatch([self.prompts[i] for i in index], rows_of(self.ids, index), rows_of(self.mask, index))
-
-    def padded(self, dummies: Sequence[EncodedPrompt]) -> "CompletionBatch":
-        """Returns the batch with dummy prompts, which have no completion and don't affect the other prompts."""
-        padding = (0, 0, 0, len(dummies))
-        return CompletionBatch([*self.prompts, *dummies], F.pad(self.ids, padding), F.pad(self.mask, padding))
 
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:

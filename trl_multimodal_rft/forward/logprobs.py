@@ -1,13 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Per-token log-probabilities and entropies of completions from a model: packed with a shared prefix, or padded."""
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +19,16 @@ from ..encoding.dummies import DummyPrompt
 from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..models.critic import ValueHead
 from ..models.wrapped import hidden_states
 from .attention import decoder_inputs
-from .divergence import Target, divergences, head_of
+from .divergence import divergences, head_of
 from .features import frozen_features
 from .head import run_backbone, scores_of_logits
 from .inputs import encode_once, left_pad, media_inputs
-from .layout import CompletionBatch, PrefixLayout, States, group_by_prompt, pack, same_rank, split_samples
+from .layout import PrefixLayout, States, group_by_prompt, pack, same_rank, split_samples
 from .masks import linear_masks, trees_of
+from .requests import ScoreRequest
 from .scores import Scores, router_statistics
 from .split_groups import behind_prompt
 
@@ -65,57 +66,17 @@ def _running(
         yield outputs
 
 
-def completion_scores(
-    model: Forward,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    completion_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
-    *,
-    packed: bool = True,
-    isolate: Literal["media", "prompt"] | None = None,
-    min_forwards: int = 1,
-    output_router_logits: bool = False,
-    value_head: nn.Module | None = None,
-    logits_temperature: float | None = None,
-    logit_bias: dict[int, float] | None = None,
-    extra_outputs: Collection[str] = (),
-    whole: bool = False,
-    hidden: bool = False,
-    logps: bool = True,
-    target: Target | None = None,
-    states: States | None = None,
-) -> Scores:
+def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request: ScoreRequest) -> Scores:
     """
-    Computes log-probabilities and entropies of completions, packed or padded.
+    Computes the requested scores of completions, packed or padded.
 
     Args:
         model, unwrapped_model (`torch.nn.Module`, [`~transformers.PreTrainedModel`]):
-            Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for `packed`,
+            Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for packed rows,
             [`install_prefix_attention`] applied; and the same model without wrappers.
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`; completions of a group share one object.
-        completion_ids, completion_mask, packed (`torch.Tensor`, `torch.Tensor`, `bool`):
-            Right-padded completions, and 1 on their tokens, shape `(B, C)`; whether prompts are forwarded once.
-        isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
-            Prompts with a separate forward: `"media"` for prompts whose media don't join exactly, `"prompt"` for all;
-            by default, all prompts share one. `min_forwards` run at least, of which surplus ones weigh nothing.
-        output_router_logits (`bool`, *optional*, defaults to `False`):
-            Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
-        value_head (`torch.nn.Module`, *optional*):
-            Head of a critic that shares the model, see [`~models.ValueHead`].
-        logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
-            For models without a fused head: temperature of log-probabilities from the model's logits, which are in
-            memory for all tokens; biases to add to these logits, by token; and further fields of the head to compute.
-        whole (`bool`, *optional*, defaults to `False`):
-            Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
-            sequence, and `completion_mask` is 1 where they are scored.
-        hidden, logps (`bool`, *optional*, default to `False` and `True`):
-            Whether to return the LM head's input for each token, and log-probabilities and entropies.
-        target ([`~forward.divergence.Target`], *optional*):
-            Target to compare distributions of tokens with, for `divergences` and entropies.
-        states (`dict`, *optional*):
-            [`prompt_states`] of a single prompt, behind which its completions alone are forwarded.
+        request ([`~forward.requests.ScoreRequest`]):
+            Completions and their scores. Values are those of a [`~models.ValueHead`] alone, `compute_aux_loss` stands
+            for router statistics, and `rows` and `supervised` aren't read.
 
     Returns:
         [`~forward.scores.Scores`]: the requested scores, such as `logps` and, if the head computes them, `entropies`,
@@ -128,97 +89,76 @@ def completion_scores(
     # Only the decoder returns router logits: the model, or TRL's head, would compute a loss of the rows as they are
     outer_options = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
-    def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
-        batch = _batch(unwrapped_model, completions, packed, whole, output_router_logits, states)
+    def score(part: ScoreRequest) -> Scores:
+        batch, temperature, target = _batch(unwrapped_model, part), part.logits_temperature, part.target
         inputs = {**batch.inputs, **outer_options}
-        router = {"output_router_logits": True} if output_router_logits else {}
+        router = {"output_router_logits": True} if part.compute_aux_loss else {}
+        encodes = not part.whole  # whole sequences run only once
         with (
-            _running(unwrapped_model, batch, encodes=not whole, **router) as decoded,  # whole sequences run only once
-            hidden_states(unwrapped_model, instead_of_logits=logits_temperature is None) as outputs_of_text,
+            _running(unwrapped_model, batch, encodes=encodes, **router) as decoded,
+            hidden_states(unwrapped_model, instead_of_logits=temperature is None) as outputs_of_text,
         ):
-            if not logps:
+            if not part.logps:
                 model(**inputs, fused_lm_head=True)
                 outputs = FusedCausalLMOutput()
-            elif logits_temperature is None:
+            elif temperature is None:
                 index = {} if batch.label_index is None else {"label_index": batch.label_index}
                 output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **index)
                 outputs = cast(FusedCausalLMOutput, output)
             else:
-                outputs = _scores_from_logits(
-                    model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, extra_outputs
-                )
+                options = temperature, part.logit_bias or {}, part.extra_outputs
+                outputs = _scores_from_logits(model, unwrapped_model, inputs, batch, *options)
         top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
         computed = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
         computed |= {"mean_logits": outputs.mean_logits, "log_sum_sq_probs": outputs.log_sum_sq_probs}
         results = {name: batch.placed(values) for name, values in computed.items() if values is not None}
-        if value_head is not None:
-            results["values"] = batch.placed(value_head(outputs_of_text[0]))
-        if hidden:
+        if isinstance(part.critic, ValueHead):
+            results["values"] = batch.placed(part.critic(outputs_of_text[0]))
+        if part.hidden:
             results["hidden"] = batch.placed(outputs_of_text[0])
-        if output_router_logits:
+        if part.compute_aux_loss:
             results["router"] = _router(unwrapped_model, decoded[0], batch)
         if target is not None:
             head = head_of(unwrapped_model, target.student_rule)
-            results["divergences"], entropies = divergences(batch.placed(outputs_of_text[0]), head, target.rows(rows))
+            results["divergences"], entropies = divergences(batch.placed(outputs_of_text[0]), head, target)
             results.setdefault("entropies", entropies)
         return Scores(**results)
 
-    return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards)
+    return _in_parts(score, request)
 
 
 def completion_values(
-    critic: Callable[..., torch.Tensor],
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    completion_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
-    *,
-    packed: bool = True,
-    isolate: Literal["media", "prompt"] | None = None,
-    min_forwards: int = 1,
-    states: States | None = None,
+    critic: Callable[..., torch.Tensor], unwrapped_model: PreTrainedModel, request: ScoreRequest
 ) -> torch.Tensor:
     """
     Computes values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
     `critic` is a [`~models.Critic`], or a function that returns values as a critic does, and `unwrapped_model` its
-    model; the other arguments are those of [`completion_scores`].
+    model. Other scores of the request aren't computed.
     """
 
-    def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
-        batch = _batch(unwrapped_model, completions, packed, states=states)
+    def score(part: ScoreRequest) -> Scores:
+        batch = _batch(unwrapped_model, part)
         with _running(unwrapped_model, batch):
             ids = batch.inputs.pop("input_ids")
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
-    return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards).values
+    return _in_parts(score, replace(request, compute_aux_loss=False)).values
 
 
-def completion_rewards(
-    model: Forward,
-    unwrapped_model: PreTrainedModel,
-    prompts: Sequence[EncodedPrompt],
-    completion_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
-    *,
-    packed: bool = True,
-    isolate: Literal["media", "prompt"] | None = None,
-    min_forwards: int = 1,
-    states: States | None = None,
-) -> torch.Tensor:
+def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request: ScoreRequest) -> torch.Tensor:
     """
     Computes scores of a reward model, float32 at least, `(B, 1)`, at the last token of each completion that isn't the
     model's padding token, where transformers' sequence classifiers read them.
 
     `model` is the model to call, with its wrappers; `unwrapped_model` is its [`~models.reward_model.as_reward_model`].
-    The other arguments are those of [`completion_values`].
+    Other scores of the request aren't computed.
     """
-    scored = completion_mask.bool() & (completion_ids != unwrapped_model.config.get_text_config().pad_token_id)
+    scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
     next_index = torch.arange(1, scored.size(1) + 1, device=scored.device)
     ends = (scored * next_index).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
     # A value is that of the state before a token: one more token reads the state after the last
-    ids, mask = F.pad(completion_ids, (0, 1)), F.pad(completion_mask, (0, 1))
-    mask = mask.scatter(1, completion_mask.sum(1, keepdim=True), 1)
+    mask = F.pad(request.mask, (0, 1)).scatter(1, request.mask.sum(1, keepdim=True), 1)
 
     def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         scores: list[torch.Tensor] = []
@@ -227,8 +167,8 @@ def completion_rewards(
             model(input_ids=input_ids, use_cache=False, **inputs)
         return scores[-1][..., 0].to(torch.promote_types(scores[-1].dtype, torch.float32))
 
-    options = {"packed": packed, "isolate": isolate, "min_forwards": min_forwards, "states": states}
-    return completion_values(score_tokens, unwrapped_model, prompts, ids, mask, **options).gather(1, ends)
+    request = replace(request, ids=F.pad(request.ids, (0, 1)), mask=mask)
+    return completion_values(score_tokens, unwrapped_model, request).gather(1, ends)
 
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
@@ -256,18 +196,13 @@ def _router(model: PreTrainedModel, decoded: ModelOutput, batch: "_Batch") -> to
     return router_statistics(router_logits, model.get_decoder().config.num_experts_per_tok, batch.n_rows())
 
 
-def _in_parts(
-    score: Callable[[CompletionBatch, Sequence[int] | slice], Scores],
-    completions: CompletionBatch,
-    isolate: Literal["media", "prompt"] | None,
-    min_forwards: int,
-) -> Scores:
+def _in_parts(score: Callable[[ScoreRequest], Scores], request: ScoreRequest) -> Scores:
     """Computes scores in the forwards that `isolate` requires, `min_forwards` at least."""
-    if isolate is None:
-        return score(completions, slice(None))
-    parts = split_samples(completions.prompts, isolate)
-    surplus = max(min_forwards - len(parts), 0)
-    results = [score(completions.rows(part), part) for part in parts + parts[-1:] * surplus]
+    if request.isolate is None:
+        return score(request)
+    parts = split_samples(request.prompts, request.isolate)
+    surplus = max(request.min_forwards - len(parts), 0)
+    results = [score(request.select(part)) for part in parts + parts[-1:] * surplus]
     joined = Scores.join(results[: len(parts)], parts)
     # Surplus forwards weigh nothing, but take part in the backward pass
     name, first = next(iter(joined.tensors().items()))
@@ -337,26 +272,23 @@ class _Batch:
         return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.kept(), values)
 
 
-def _batch(
-    model: PreTrainedModel,
-    completions: CompletionBatch,
-    packed: bool,
-    whole: bool = False,
-    with_last: bool = False,
-    states: States | None = None,
-) -> _Batch:
-    make = functools.partial(_packed_batch, with_last=with_last, states=states) if packed else _padded_batch
-    if not whole:
-        return make(model, *completions)
-    prompts, following, mask = completions
-    return _scoring_prompts(make(model, prompts, following[:, :0], mask[:, :0]), completions, packed)
+def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
+    prompts, ids, mask = request.prompts, request.ids, request.mask
+    if request.whole:
+        ids, mask = ids[:, :0], mask[:, :0]
+    if request.packed:
+        options = {"with_last": request.compute_aux_loss, "states": request.states}
+        batch = _packed_batch(model, prompts, ids, mask, **options)
+    else:
+        batch = _padded_batch(model, prompts, ids, mask)
+    return _scoring_prompts(batch, request) if request.whole else batch
 
 
-def _scoring_prompts(batch: _Batch, sequences: CompletionBatch, packed: bool) -> _Batch:
+def _scoring_prompts(batch: _Batch, request: ScoreRequest) -> _Batch:
     """Returns a batch without completions with labels for the prompts: the tokens that follow in their sequences."""
-    prompts, following, mask = sequences
+    prompts, following, mask = request.prompts, request.ids, request.mask
     scored, device = mask.bool(), mask.device
-    if packed:
+    if request.packed:
         unique = list(group_by_prompt(prompts))
         ends = dict(zip(unique, accumulate(map(len, unique)), strict=True))
         first = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)

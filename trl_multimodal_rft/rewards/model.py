@@ -24,6 +24,7 @@ from ..forward.attention import install_prefix_attention
 from ..forward.features import is_sharded
 from ..forward.logprobs import completion_rewards
 from ..forward.masks import sharing_obstacle
+from ..forward.requests import ScoreRequest
 from ..models.reward_model import as_reward_model, load_trained_reward_model
 from ..models.wrapped import unwrapped as unwrapped_model
 from .checks import Argument
@@ -250,14 +251,11 @@ class RewardModel:
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
         assert self._reader is not None
         device = next(self.model.parameters()).device
-        ids = [torch.tensor(tokens, dtype=torch.long) for group in groups for tokens in group.completions]
-        return completion_rewards(
-            self.model,
-            self._reader,
-            [group.prompt for group in groups for _ in group.rows],
-            *(tokens.to(device) for tokens in padded(ids)),
-            isolate=family_of(self._reader).isolate,
-        )[:, 0].cpu()
+        completions = [torch.tensor(ids, dtype=torch.long) for group in groups for ids in group.completions]
+        ids, mask = (values.to(device) for values in padded(completions))
+        prompts = [group.prompt for group in groups for _ in group.rows]
+        request = ScoreRequest(prompts, ids, mask, isolate=family_of(self._reader).isolate)
+        return completion_rewards(self.model, self._reader, request)[:, 0].cpu()
 
     def _score(self, rows: list[EncodedPrompt]) -> torch.Tensor:
         ids, mask = padded([row.input_ids for row in rows])

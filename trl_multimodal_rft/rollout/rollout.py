@@ -202,7 +202,7 @@ class Rollout(_Part):
 
     @property
     def completions(self) -> Completions:
-        """Arguments of [`~policy.PolicyForward.score`]: prompts, ids and mask."""
+        """First fields of a [`~forward.requests.ScoreRequest`]: prompts, ids and mask."""
         return self.prompts, self.completion_ids, self.completion_mask
 
     @property

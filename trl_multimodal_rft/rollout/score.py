@@ -14,6 +14,7 @@ from trl.trainer.utils import nanmax, nanmin
 from ..algorithms.metrics import Metric
 from ..forward.divergence import Target, head_of
 from ..forward.head import HeadRule
+from ..forward.requests import ScoreRequest
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
@@ -25,7 +26,8 @@ def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, 
     """Returns the scores of a rollout, or of a part of it, with `size` completions in a forward."""
     (prompts, ids, mask), ranges = rollout.completions, rollout.parts(size)
     slices = [slice(indices.start, indices.stop) for indices in ranges]  # slices copy no tensor, unlike `select`
-    parts = [policy.score(model, prompts[part], ids[part], mask[part], packed=rollout.packed) for part in slices]
+    requests = [ScoreRequest(prompts[part], ids[part], mask[part], rollout.packed) for part in slices]
+    parts = [policy.score(model, request) for request in requests]
     return parts[0] if len(parts) == 1 else Scores.join(parts, ranges)
 
 
@@ -35,15 +37,15 @@ def score_with_view(
     """
     Returns the scores of a micro-batch, with the scores under the view of its prompts as their `view`, if it has one.
     One forward computes both, as wrappers such as DDP need it; where the view replaces nothing, both are the same.
-    `options` are further arguments of [`PolicyForward.score`].
+    `options` are further fields of the [`~forward.requests.ScoreRequest`].
     """
     (prompts, ids, mask), views, n, packed = rollout.completions, rollout.view.prompts, len(rollout), rollout.packed
     if views:
-        doubled = (torch.cat([tensor, tensor]) for tensor in (ids, mask))
         replaces = require(rollout.view.replaces)
         scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         scored_rows = None if len(scored_rows) == 2 * n else scored_rows
-        scores = policy.score(model, [*prompts, *views], *doubled, packed=packed, rows=scored_rows, **options)
+        doubled = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
+        scores = policy.score(model, ScoreRequest(*doubled, packed, rows=scored_rows, **options))
         plain, view = scores.rows(slice(n)), scores.rows(slice(n, None))
         is_replaced = replaces[:, None]
         plain.view = Scores(
@@ -52,7 +54,7 @@ def score_with_view(
         )
         plain.deferred = scores.deferred
     else:
-        plain = policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
+        plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed, rows=rows, **options))
     if rows is not None and rollout.old_per_token_logps is not None:  # rows that aren't forwarded have ratio 1
         plain.logps = torch.where(rollout.scored_mask.any(1)[:, None], plain.logps, rollout.old_per_token_logps)
     return plain
@@ -69,10 +71,10 @@ def score_dependency(
     part_scores, dependencies = [], []
     for part in map(rollout.select, ranges):
         prompts, ids, mask = part.completions
-        clean = policy.score(model, prompts, ids, mask, packed=part.packed, hidden=True)
+        clean = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
         head, target_mask = head_of(policy.unwrapped(model), rule), mask * require(part.view.replaces)[:, None]
         target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
-        view = policy.score(model, part.view.prompts, ids, mask, packed=part.packed, target=target)
+        view = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
         dependencies.append(view.divergences)
         clean.hidden = None
         part_scores.append(clean)
@@ -100,7 +102,7 @@ def score_values(
         ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
     options = {"packed": rollout.packed, "critic": critic, "logps": False}
-    scores = [policy.score(model, prompts[part], ids[part], extended[part], **options) for part in parts]
+    scores = [policy.score(model, ScoreRequest(prompts[part], ids[part], extended[part], **options)) for part in parts]
     values = torch.cat([part_scores.values for part_scores in scores])
     bootstrap = torch.zeros(len(ids), device=ids.device)
     if cut is not None:

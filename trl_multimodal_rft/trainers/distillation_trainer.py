@@ -14,6 +14,7 @@ from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import scored_mean
 from ..data.rows.columns import TEACHER_COLUMNS
 from ..engines.samplers import Sampler
+from ..forward.requests import ScoreRequest
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
@@ -202,14 +203,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Computes a micro-batch's scores with their divergences from the teacher, with gradients."""
-        self._scores = self._policy.score(
-            model,
-            rollout.prompts,
-            rollout.completion_ids,
-            rollout.completion_mask,
-            packed=rollout.packed,
-            target=self._teacher.target(rollout),
-        )
+        target = self._teacher.target(rollout)
+        request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
+        self._scores = self._policy.score(model, request)
         return self._scores
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:

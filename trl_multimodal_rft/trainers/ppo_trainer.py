@@ -31,6 +31,7 @@ from ..encoding.supervised import SupervisedEncoder
 from ..engines.samplers import Sampler
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
+from ..forward.requests import ScoreRequest
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead, add_critic, other_family, policy_alone
 from ..models.modes import checkpoint_activations, fix_encoders
@@ -286,7 +287,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Update
 
-    _ptx_batch: Any = None  # supervised rows of the micro-batch
+    _ptx_batch: ScoreRequest | None = None  # supervised rows of the micro-batch
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
         if index > 0 and index % self.args.steps_per_generation == 0:
@@ -313,8 +314,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             mean = loss_type.average(value.loss, mask, self._normalizer(inputs))
             loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)
             metrics |= value.metrics
-        if scores.supervised is not None:
-            ptx = ptx_loss(scores.supervised, self._ptx_batch[2])
+        if scores.supervised is not None and self._ptx_batch is not None:
+            ptx = ptx_loss(scores.supervised, self._ptx_batch.mask)
             mean = ptx.loss / self._accumulation()
             loss = loss + args.ptx_coef * self._if_trained("policy", mean, scores.supervised)
             metrics |= ptx.metrics
@@ -342,7 +343,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Supervised rows
 
-    def _supervised_batch(self):
+    def _supervised_batch(self) -> ScoreRequest | None:
         if self._supervised is None:
             return None
         n = self.args.per_device_ptx_batch_size
@@ -357,7 +358,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
         prompts, ids, mask = encoder.encode_pairs(self._supervised.at(start, n), self.eos_token_ids)
-        return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
+        device = self.accelerator.device
+        return ScoreRequest(prompts, ids.to(device), mask.to(device), packed=False)
 
     def _fingerprints(self):
         if self._ptx_dataset is None:

@@ -17,6 +17,7 @@ from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.unread import lists_columns
 from ..encoding.processors import tokenizer_of
 from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.requests import ScoreRequest
 from ..forward.scores import Scores
 from ..models.modes import evaluation_mode
 from ..models.wrapped import is_unsharded, replaced
@@ -128,7 +129,7 @@ class PreferenceTrainer(CompletionTrainer):
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
         """Scores of all completions of a micro-batch, in the order of `completion_ids`."""
         completions, packed = completions_to_score(self._policy, inputs, self.args)
-        return self._policy.score(model, *completions, packed=packed, compute_aux_loss=compute_aux_loss)
+        return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
 
     def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
         """Returns the rows of a pair as TRL's own forward has them."""

@@ -16,6 +16,7 @@ from trl import SFTTrainer
 from ..checks.sequences import check_sequences
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
+from ..forward.requests import ScoreRequest
 from ..forward.scores import Scores
 from ..models.wrapped import replaced, unwrapped
 from ..reporting.model_card import common_lines
@@ -161,15 +162,9 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         args, sequences, targets = self.args, inputs["sequences"], inputs["labels"][:, 1:]
         training, mask = self.model.training, targets != -100
         packing = args.packing if training or args.eval_packing is None else args.eval_packing
-        scores = self._policy.score(
-            model,
-            sequences,
-            targets.clamp(min=0),
-            mask.long(),
-            packed=packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences)),
-            compute_aux_loss=self.aux_loss_enabled,
-            whole=True,
-        )
+        packed = packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences))
+        options = {"packed": packed, "compute_aux_loss": self.aux_loss_enabled, "whole": True}
+        scores = self._policy.score(model, ScoreRequest(sequences, targets.clamp(min=0), mask.long(), **options))
         per_token_loss = -scores.logps  # 0 on tokens that aren't learned
         if args.loss_type == "dft":
             per_token_loss = per_token_loss * scores.logps.exp().detach()

@@ -21,6 +21,7 @@ from ..engines.vllm_teacher import ServerTeacher
 from ..families import MODALITIES, input_modalities
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
+from ..forward.requests import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
@@ -232,7 +233,8 @@ class Teacher:
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **distributions)
         with torch.no_grad(), self._teaching() as model:
             completions = rollout.teacher.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
-            states = require(policy.score(model, *completions, packed=rollout.packed, hidden=True, logps=False).hidden)
+            request = ScoreRequest(*completions, packed=rollout.packed, hidden=True, logps=False)
+            states = require(policy.score(model, request).hidden)
             head = head_of(policy.unwrapped(model), self.rules[1])
             # The target is used when the student has its own weights again
             if self.average is not None and not args.loss_top_k:

@@ -24,6 +24,7 @@ from ...families import family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
+from ...forward.requests import ScoreRequest
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.parts import count_parts
 from ...models.pretrained import load_model
@@ -303,11 +304,9 @@ class Actor(nn.Module):
         prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
         scores = self.policy_forward.score(
             self.model,
-            prompts,
-            completion_ids,
-            mask.long(),
-            packed=True,
-            compute_aux_loss=_has_router(self.base_model),
+            ScoreRequest(
+                prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=_has_router(self.base_model)
+            ),
         )
         logps = scores.logps[mask][None].float()
         if not return_output:
