@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
+from trl.extras.profiling import ProfilingContext
 from trl.models.utils import _ForwardRedirection
 
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
@@ -85,6 +86,23 @@ class Fallbacks:
 
 
 @dataclass
+class Live:
+    """Objects that the training loop replaces. The trainer's attributes of these names read and set them."""
+
+    trainer_name: str  # the trainer's class, in names of profiled blocks
+    report_to: list[str] = field(default_factory=list)  # services that get the seconds of these blocks
+    model: nn.Module = field(init=False)  # the policy, as prepared for training
+    model_wrapped: nn.Module = field(init=False)  # the policy in wrappers of engines
+    ref_model: nn.Module | None = None  # `None` for the policy without its adapter
+    state: TrainerState = field(default_factory=TrainerState)
+
+    def profile(self, name: str) -> AbstractContextManager:
+        """Returns a context that logs the seconds of a block, as TRL does."""
+        is_main, step = PartialState().is_main_process, self.state.global_step
+        return ProfilingContext(f"{self.trainer_name}.{name}", self.report_to, is_main, step)
+
+
+@dataclass
 class PolicyForward:
     """Forwards that score completions, packed or padded, as engines and model families need them."""
 
@@ -126,9 +144,9 @@ class PolicyForward:
         bins = [range(len(prompts))]
         if self.max_tokens is not None:
             bins = split_by_tokens(prompts, lengths, self.max_tokens)
-        if self._keeps_prompts(model):  # chunks of a group share one forward of their prompt
-            ends = chunk_ends(prompts, bins)
-            bins = [rows for i, rows in enumerate(bins) if ends.get(i, (True, True))[0]]
+            if self._keeps_prompts(model):  # chunks of a group share one forward of their prompt
+                ends = chunk_ends(prompts, bins)
+                bins = [rows for i, rows in enumerate(bins) if ends.get(i, (True, True))[0]]
         parts = [
             [rows[i] for i in part]
             for rows in bins

@@ -122,7 +122,7 @@ CALLED = {
     "trl.models:prepare_fsdp": "model accelerator /",
     "trl.models.utils:_ForwardRedirection.__call__": "self wrapper_module original_module method /",
     "trl.models.utils:disable_gradient_checkpointing": "model gradient_checkpointing_kwargs /",
-    "trl.extras.profiling:profiling_context": "trainer name /",
+    "trl.extras.profiling:ProfilingContext": "name report_to is_main_process step /",
     "trl.trainer.utils:create_model_from_path": "model_id / architecture kwargs",
     "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator /",
     "trl.distributed:DistributedBackend.gather_params": "self params /",

@@ -46,8 +46,9 @@ from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.forward import logprobs
 from trl_multimodal_rft.lightrft import Actor
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.models.wrapped import local_part
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
-from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state, local_part, save_rollout_state
+from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state, save_rollout_state
 
 
 # One process and two train these scenarios alike

@@ -48,7 +48,7 @@ def media_inputs(
 ) -> dict[str, torch.Tensor]:
     """Joins media of prompts for one forward on its device. Encoders can read tensors of integers on the host, too."""
     prompts = list(prompts)
-    moved = join_tensors(_uploaded(prompt, model.dtype, device) for prompt in prompts)
+    moved = join_tensors([_uploaded(prompt, model.dtype, device) for prompt in prompts])
     if device.type == "cpu":
         return moved
     host = join_tensors(

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -85,3 +86,8 @@ def is_unsharded(accelerator: Accelerator) -> bool:
 def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
     """Returns the dtype of mixed precision, or else of the model."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, model.dtype)
+
+
+def local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns this process's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

@@ -115,6 +115,7 @@ class RowStream:
         skips = unreadable_rows(args.on_media_error).action == "skip"
         self._skips = MediaError if skips else OverlongRow if drops else ()  # errors of rows that are skipped
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
+        self._rules = args.rules
         self._encode, self._messages, self._columns = encode, messages, columns
         self._encode_teachers = encode_teachers
         self._rows: DatasetRows | None = None  # training rows; `None` for a stream
@@ -312,9 +313,9 @@ class RowStream:
     def _patience(self, row: Row) -> float:
         """Returns the seconds that a row's media may take to be downloaded, unpacked and decoded."""
         with suppress(MediaError):
-            media = rows_to_messages([row], self._args.ignored_media_columns or (), rules=self._args.rules)
-            return 3 * self._args.rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
-        return 3 * self._args.rules.media_timeout
+            media = rows_to_messages([row], self._args.ignored_media_columns or (), rules=self._rules)
+            return 3 * self._rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
+        return 3 * self._rules.media_timeout
 
     def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> "_Read":
         if training and self._pool is not None and self._has_prompts:
@@ -341,7 +342,7 @@ class RowStream:
         return _Read(row, prompt, next(decoded), messages, teacher_prompt, next(decoded))
 
     def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
-        columns = restore_rows([item.row for item in read], self._args.rules)
+        columns = restore_rows([item.row for item in read], self._rules)
         return [
             EncodedRow(item.row.row_index, restored, item.row, messages, item.prompt, item.teachers)
             for item, restored, messages in zip(read, columns, self._placed(read), strict=True)

@@ -123,7 +123,7 @@ class AsynchronousSampling:
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """Returns the functions that reward each request's completions when they come, by rewards that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
-        functions = zip(rewards.names(), rewards.functions(), rewards.processors(), strict=True)
+        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]
         # Completions before calls of tools aren't whole, and with `rollout_view` two requests share a group
         if not triples or run.toolbox.tools or run.args.rollout_view is not None:
@@ -134,10 +134,10 @@ class AsynchronousSampling:
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
             source = part.source
-            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
+            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.completions.group_sizes[0]
             source.completions = without_tools(part, source.ids, flight.processor)
             arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
-            return reward_early(part, checked_functions(part, *arguments), run.state(), rewards.loop, flight.calls)
+            return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
 
         return {key: partial(reward, part) for key, part in parts.items()}
 

@@ -15,7 +15,6 @@ from datasets import IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from trl.distributed import DistributedBackend
-from trl.extras.profiling import profiling_context
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
 
@@ -30,7 +29,7 @@ from ..engines.samplers import Sampler
 from ..engines.transformers import Branches
 from ..forward.scores import Scores
 from ..models.modes import has_dropout
-from ..policy import PolicyForward
+from ..policy import Live, PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs, check_reads
@@ -53,6 +52,7 @@ from .engine import (
     continue_after_tools,
     logit_bias,
     requests_in_flight,
+    sample_prompts,
     transformers_sampler,
     vllm_sampler,
 )
@@ -72,7 +72,7 @@ from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
 from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
-from .run import MetricLog, RewardFunctions, Run
+from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, held
 from .setup import (
     check_launch,
     has_unread_rows,
@@ -99,8 +99,13 @@ class MultimodalTrainer(CheckpointMixin):
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
     _trains_on_reference = True  # else the reference matters for rewards alone
     # Attributes of TRL's trainers, whose types TRL leaves open
-    reward_funcs: Any = ()
-    reward_processing_classes: Any = ()
+    model = held("_live", "model")
+    model_wrapped = held("_live", "model_wrapped")
+    ref_model = held("_live", "ref_model")
+    state = held("_live", "state")
+    reward_funcs = held("_rewards", "functions")
+    reward_func_names = held("_rewards", "names")
+    reward_processing_classes = held("_rewards", "processors")
     num_generations_eval: Any = 1
     num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
@@ -113,6 +118,8 @@ class MultimodalTrainer(CheckpointMixin):
     def __init__(
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
     ):
+        self._live, self._rewards = Live(type(self).__name__), RewardFunctions()
+        # 1. Arguments and datasets are checked before anything is loaded
         check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
         check_launch(args, model)
         warn_of_truncation(args)
@@ -127,6 +134,7 @@ class MultimodalTrainer(CheckpointMixin):
                 logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
+        # 2. Models, processors, environments and rewards are loaded, in this order, as their random numbers are TRL's
         set_seed(args.seed)  # as TRL does before it loads a model
         loaded = load_for_sampling(
             model,
@@ -141,13 +149,15 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
         sources = reward_sources(reward_funcs, processors, self.toolbox, args)
-
         self.card_notes = CardNotes()
+
+        # 3. TRL's constructor prepares the model and the optimizer
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
                 model=loaded.model, args=args, processing_class=loaded.processing_class, **sources.for_trl(), **kwargs
             )
+        # 4. Parts of the run, with the model that TRL prepared
         freeze_and_check(self.model, args, self.optimizer)
         self._load_processor = loaded.load_processor
         self._policy = PolicyForward(
@@ -186,7 +196,7 @@ class MultimodalTrainer(CheckpointMixin):
             encode_teachers=self.prompts.encode_teachers if args.teacher_columns else None,
             columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
-            state=lambda: self.state,
+            state=lambda: self._live.state,
         )
         if loaded.ref_model is not None:
             reference: Any = prepare_reference(loaded.ref_model, args, self.accelerator)
@@ -201,6 +211,7 @@ class MultimodalTrainer(CheckpointMixin):
         if args.needs_rewards:
             makes_prompts = rollout_func is not None or factory is not None
             self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
+        # 5. Samplers, which read the run; then changes of the models, and callbacks, which read the samplers
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
@@ -211,34 +222,24 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_run(self, unseen: set[str]) -> Run:
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
-        rewards = RewardFunctions(
-            lambda: self.reward_func_names,
-            lambda: self.reward_funcs,
-            lambda: self.reward_processing_classes,
-            self.chat_template_kwargs,
-            {argument: getattr(self, name, None) for argument, name in names.items()},
-            getattr(self, "async_loop", None),
-        )
+        rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
+        rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
+        rewards.logs = {argument: getattr(self, name, None) for argument, name in names.items()}
+        sizes = self.args.num_generations, self.num_generations_eval
+        ends = [*dict.fromkeys([*self.eos_token_ids, *stops[0]])]
         return Run(
             self.args,
-            self.accelerator,
             self._policy,
             self.prompts,
             self.toolbox,
             self._stream,
             self.checks,
-            MetricLog(self._metrics, lambda: self.model.training),
+            MetricLog(self._metrics, self._live),
             rewards,
             self.card_notes,
-            model=lambda: self.model,
-            reference=lambda: self.ref_model,
-            wrapped=lambda: self.model_wrapped,
-            state=lambda: self.state,
-            profile=functools.partial(profiling_context, self),
-            ends=[*dict.fromkeys([*self.eos_token_ids, *stops_of(self.args)[0]])],
-            group_sizes=(self.args.num_generations, self.num_generations_eval),
-            encodes_text=self.rollout_func is None,
-            unseen=unseen,
+            self._live,
+            CompletionSettings(ends, stops[1], sizes, encodes_text=self.rollout_func is None),
+            Notices(unseen),
         )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
@@ -370,7 +371,8 @@ class MultimodalTrainer(CheckpointMixin):
             placeholders = all_placeholder_ids(run.prompts.model, self.processing_class)
             ids, logps, tool_mask = take_custom_rollout(rollout, output, placeholders)
         elif self.in_flight is None or rollout.source.batch_index is None:
-            ids, logps = sample_with_views(run, self.sampler, rollout, branches)
+            samples = sample_with_views if run.samples_views else sample_prompts
+            ids, logps = samples(run, self.sampler, rollout, branches)
         else:
             sample = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
             ids, logps = sample(self.sampler, rollout, rollout.source.batch_index)
@@ -403,7 +405,8 @@ class MultimodalTrainer(CheckpointMixin):
     def _reward(self, rollout: Rollout) -> None:
         self._run.reward_together(rollout)
         self._run.leave_out_failed(rollout)
-        rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
+        if self.args.contrast_view is not None:
+            rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
 

@@ -66,10 +66,10 @@ def make_engine(
 ) -> MultimodalVLLMGeneration:
     """Makes the vLLM engine with TRL's arguments and the most media of a prompt; arguments of the user win."""
     args, accelerator = run.args, run.accelerator
-    model: Any = run.model()
+    model: Any = run.model
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
-    stops = {} if options.get("ignore_eos") else ends_of_text(run.ends)
+    stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
         stops.pop("ignore_eos", None)  # a grammar ends with the end of text of the model's folder
     # Else vLLM detokenizes each log-probability, which takes time, and fails for ids beyond the vocabulary
@@ -130,7 +130,7 @@ def transformers_sampler(
 
     @contextmanager
     def ready_to_generate() -> Iterator[nn.Module]:
-        model = run.wrapped()
+        model = run.live.model_wrapped
         with (
             unwrap_model_for_generation(
                 model,
@@ -141,7 +141,7 @@ def transformers_sampler(
             ) as unwrapped_model,
             torch.no_grad(),
             backend.summon_full_params(model, recurse=False),
-            naming_broken_logits(run.step, run.policy.unwrapped(run.model()).dtype),
+            naming_broken_logits(run.step, run.policy.unwrapped(run.model).dtype),
         ):
             yield unwrapped_model
 
@@ -149,13 +149,18 @@ def transformers_sampler(
         run.policy,
         run.accelerator,
         config,
-        run.ends,
+        run.completions.ends,
         run.tokenizer.pad_token_id,
         ready_to_generate,
-        run.profile,
+        run.live.profile,
         continuous_batching,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
     )
+
+
+def sample_prompts(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
+    """Samples the completions of a rollout."""
+    return sampler(run.live.model_wrapped, rollout.prompts, step=run.step, branches=branches)
 
 
 def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
@@ -164,7 +169,7 @@ def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings
     if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
         rows = zip(messages, rollout.source.row_indices, strict=True)
         messages = [run.prompts.checked(prompt, row) for prompt, row in rows]
-    run.checks.on_prompts(run.model(), messages, rollout.prompts, settings)
+    run.checks.on_prompts(run.model, messages, rollout.prompts, settings)
 
 
 def check_settings(
@@ -174,13 +179,15 @@ def check_settings(
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
         options: dict[str, Any] = {"fallbacks": fallbacks, "generating": transformers.generating}
-        return sample_completions(run.policy, run.wrapped(), prompts, config, transformers.pad_token_id, **options)
+        return sample_completions(
+            run.policy, run.live.model_wrapped, prompts, config, transformers.pad_token_id, **options
+        )
 
     return RunSettings(
         load_processor=load_processor,
         template_kwargs=run.prompts.template_kwargs,
         generation_config=transformers.config,
-        eos_token_ids=run.ends,
+        eos_token_ids=run.completions.ends,
         sample=sample if sampler.samples_policy and transformers.continuous_batching is None else None,
         samples_rollouts=sampler.samples_policy,
         generating=transformers.generating,
@@ -208,10 +215,10 @@ def check_sampler(
         return
     _check_logps(run, rollout, corrects)
     check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
-    if check is not None and run.encodes_text and not has_tools:
-        tail = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
+    if check is not None and run.completions.encodes_text and not has_tools:
+        tail = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.completions.ends)
         if any_rank(run.accelerator, bool(tail.any())):
-            ends = run.tokenizer.convert_ids_to_tokens([*run.ends])
+            ends = run.tokenizer.convert_ids_to_tokens([*run.completions.ends])
             raise RuntimeError(
                 f"self-check: completions go on after an end of text, {ends}. Let what samples stop "
                 "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
@@ -219,13 +226,13 @@ def check_sampler(
     if sampling_changes(run.args):  # the sampler's distribution isn't the policy's
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
-        policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model()))
+        policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model))
         dtype, is_old = sampler.dtype or policy_dtype, rollout.source.flight is not None
         if flight is not None and is_old and flight.probes:  # the rollout is older than the policy
             probe = probe_engine(run, flight, len(rollout))
-            run.checks.on_engine(run.model(), run.step, probe, dtype, logit_bias, False)
+            run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
         if not is_old or has_tools:  # turns after results are never old
-            run.checks.on_engine(run.model(), run.step, rollout, dtype, logit_bias, has_tools)
+            run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
 
 
 def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
@@ -264,7 +271,7 @@ def continue_after_tools(
     """
 
     def sample(prompts: list[EncodedPrompt], room: list[int]) -> Samples:
-        return sampler(run.wrapped(), prompts, step=run.step, room=room, branches=branches)
+        return sampler(run.live.model_wrapped, prompts, step=run.step, room=room, branches=branches)
 
     loop = make_loop(complete=sample, branches=branches)
     trajectories = run_turns(rollout, *samples, loop)
@@ -284,16 +291,16 @@ def continue_after_tools(
     if sampler.samples_policy and any(len(completion.sampled) > 1 for completion in trajectories):
         obstacle = branches.obstacle
         mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
-        if mode != run.mode_after_tools:
+        if mode != run.notices.mode_after_tools:
             logger.info(f"After results of tools, generation {mode}.")
-            run.mode_after_tools = mode
+            run.notices.mode_after_tools = mode
     if (flight := rollout.source.flight) is not None:  # results are followed by the newest weights
         has_results = torch.tensor([0 in completion for completion in mask], device=run.accelerator.device)
         flight.versions[has_results, 1] = require(rollout.source.batch_index)
     if run.is_training:
         contexts, lengths = by_context(rollout.prompts, list(map(len, ids)))
         tokens = chain.from_iterable(ids)
-        run.checks.on_tool_media(run.model(), contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
+        run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
     counts = sum((completion.counts for completion in trajectories), Counter())
     local_counts = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
     *ends, calls, failures, n = sum_over_ranks(run.accelerator, local_counts)
@@ -321,7 +328,7 @@ def vllm_sampler(
     def explain() -> AbstractContextManager[None]:
         return naming_checkpoint(run.args.output_dir, run.step) if is_in_train() else nullcontext()
 
-    return VLLMSampler(engine, run.profile, explain)
+    return VLLMSampler(engine, run.live.profile, explain)
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:

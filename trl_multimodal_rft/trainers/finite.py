@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from ..models.wrapped import local_part
 from ..rollout.ranks import any_rank
-from .checkpoints.files import local_part
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return rollout
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        args, scores_early = self.args, self._groups is not None or self.args.loss_view_settings.measures_dependency
+        args, scores_early = self.args, self._groups is not None or self._measures_dependency
         if args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
         # Advantages, exchanged groups and the dependency on media need scores before the update
@@ -180,7 +180,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """Scores parts of a rollout under the policy that sampled, and keeps entropies if they choose tokens."""
-        args, needs_dependency = self.args, self.args.loss_view_settings.measures_dependency
+        args, needs_dependency = self.args, self._measures_dependency
         trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
             map(self._corrects, parts)
         )
@@ -198,7 +198,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @property
     def _filters_by_rollout(self) -> bool:
-        return self._token_filter.is_on and self.args.entropy_settings.policy == "rollout"
+        return self.args.top_entropy_quantile < 1 and self.args.entropy_settings.policy == "rollout"
+
+    @property
+    def _measures_dependency(self) -> bool:
+        return self.args.loss_view is not None and self.args.loss_view_settings.measures_dependency
 
     def _reward(self, rollout: Rollout) -> None:
         super()._reward(rollout)
@@ -310,10 +314,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+        if self.args.top_entropy_quantile == 1:
+            return
         args, window = self.args, self._token_filter.window
         source = args.entropy_settings
         scores_window = (source.policy, source.scope) == ("current", "batch")
-        if self._token_filter.is_on and scores_window and self._step % window == 0:
+        if scores_window and self._step % window == 0:
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
             with self._extra_time():
@@ -370,10 +376,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
-        compete = self._token_filter.is_on and args.entropy_settings.scope != "sequence"
-        terms = (
-            args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args.loss_view_settings.has_term
-        )
+        compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
+        views = args.loss_view is not None and args.loss_view_settings.has_term
+        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or views
         return terms or compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:

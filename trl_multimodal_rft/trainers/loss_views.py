@@ -66,7 +66,7 @@ def measure_dependency(
         rollout.view.dependency = torch.where(viewed, without_media.entropies - old.entropies, 0)
     else:
         size: int = args.per_device_train_batch_size
-        model: Any = run.model()
+        model: Any = run.model
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
             old, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, size)
     if not args.loss_view_settings.is_trained:  # updates don't forward the view

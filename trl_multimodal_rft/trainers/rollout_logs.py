@@ -42,7 +42,7 @@ class RolloutLog:
         if args.log_completions:
             max_media = args.max_logged_media if args.log_multimodal else 0
             self.media = MediaLog(args.generation_batch_size, max_media, self.run.accelerator)
-        if self.run.rewards.names():
+        if self.run.rewards.names:
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
@@ -65,7 +65,7 @@ class RolloutLog:
 
         Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, for the completions of all ranks.
         """
-        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names()
+        run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
         run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
         if rollout.source.from_view is not None:
             run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
@@ -95,7 +95,7 @@ class RolloutLog:
                 rollout.source.messages[0],
                 ids[mask].tolist(),
                 reference=rollout.source.rows[0].get("solution"),
-                rewards=dict(zip(self.run.rewards.names(), rewards, strict=True)),
+                rewards=dict(zip(self.run.rewards.names, rewards, strict=True)),
             )
 
     def measure_groups(
@@ -110,14 +110,14 @@ class RolloutLog:
         run, per_func, sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if wanted is not None:
-            bounded = rewards if name is None else per_func[:, reward_index(name, run.rewards.names())]
+            bounded = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
             outside = out_of_range(bounded, group_ids, wanted)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
             self.hint.measure(rewards, live, run.step)
         if sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
-            sampler.measure(run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names())])
+            sampler.measure(run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)])
             known_frac, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
@@ -158,7 +158,7 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
             )
 
         batch = rollout.completions, rollout.loss_mask
-        run.metrics.add(media_contribution(run.policy, run.model(), *batch, encode))
+        run.metrics.add(media_contribution(run.policy, run.model, *batch, encode))
 
 
 class ReadMetrics(TrainerCallback):

@@ -38,7 +38,7 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     share: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
     if run.is_training and share_settings.view is not None:
-        strength = as_schedule(share_settings.schedule)(step / run.state().max_steps)
+        strength = as_schedule(share_settings.schedule)(step / run.live.state.max_steps)
         view = share_settings.view if strength == 1 else share_settings.view.at(strength)
         share = _last_prompts_under(run, rollout, view, share_settings.fraction, step)
     if run.is_training and contrast_settings.view is not None:
@@ -53,7 +53,7 @@ def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Br
     """
     views = under_views(run, rollout, run.step)
     # One call, as all ranks must call the sampler equally often
-    samples = sampler(run.wrapped(), views.prompts(rollout), step=run.step, branches=branches)
+    samples = sampler(run.live.model_wrapped, views.prompts(rollout), step=run.step, branches=branches)
     return take_views(run, rollout, views, *samples)
 
 

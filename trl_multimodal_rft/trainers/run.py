@@ -4,15 +4,15 @@
 import functools
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
@@ -25,7 +25,7 @@ from ..families import input_modalities
 from ..forward.scores import Scores
 from ..models.parts import same_weights_trained
 from ..models.wrapped import is_unsharded
-from ..policy import PolicyForward
+from ..policy import Live, PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import compares_completions, missing_instructions
 from ..rollout.collect import collect, complete
@@ -44,7 +44,6 @@ from ..rollout.rollout import Rollout
 from ..rollout.score import packing_metrics, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ..rollout.turns import ToolLoop
-from .configs import stops_of
 from .setup import warn_of_unread
 
 
@@ -52,16 +51,34 @@ logger = get_logger(__name__)
 
 
 @dataclass
+class RewardFunctions:
+    """The reward functions of a run. The trainer's attributes `reward_func_names` and so on read and set them."""
+
+    names: list[str] = field(default_factory=list)
+    functions: list[Any] = field(default_factory=list)
+    processors: list[Any] = field(default_factory=list)  # of reward models, `None` for other functions
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    logs: dict[str, Callable[..., None] | None] = field(default_factory=dict)  # arguments by which functions log
+    loop: AbstractEventLoop | None = None  # of asynchronous functions
+    were_called: bool = False
+
+
+def held(holder: str, name: str) -> Any:
+    """Returns an attribute that an object of the run holds, such as `model` of `_live`."""
+    return property(attrgetter(f"{holder}.{name}"), lambda owner, value: setattr(getattr(owner, holder), name, value))
+
+
+@dataclass
 class MetricLog:
     """Metrics since the last log, of training and of evaluation."""
 
     by_mode: Mapping[str, dict[str, list[float]]]  # TRL's
-    is_training: Callable[[], bool]
+    live: Live
 
     @property
     def now(self) -> dict[str, list[float]]:
         """Metrics of the current mode, training or evaluation."""
-        return self.by_mode["train" if self.is_training() else "eval"]
+        return self.by_mode["train" if self.live.model.training else "eval"]
 
     def add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -69,16 +86,27 @@ class MetricLog:
 
 
 @dataclass
-class RewardFunctions:
-    """The reward functions of a run, which a user may replace, and to which a trainer may add."""
+class CompletionSettings:
+    """Settings of completions that the trainer's arguments leave open."""
 
-    names: Callable[[], list[str]]
-    functions: Callable[[], list[Any]]
-    processors: Callable[[], list[Any]]  # of reward models, `None` for other functions
-    template_kwargs: dict[str, Any]
-    logs: dict[str, Callable[..., None] | None]  # arguments by which functions log
-    loop: AbstractEventLoop | None  # of asynchronous functions
-    were_called: bool = False
+    ends: Sequence[int]  # tokens that end a completion
+    end_texts: Sequence[str]  # texts that end one
+    group_sizes: tuple[int, int]  # completions per prompt, in training and in evaluation
+    encodes_text: bool  # otherwise `rollout_func` tokenizes prompts of text
+
+    def has_ended(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Returns whether a completion ends with a token or a text that ends completions."""
+        is_end = bool(ids) and ids[-1] in (*self.ends, tokenizer.pad_token_id)
+        return is_end or ends_with(ids, self.end_texts, tokenizer)
+
+
+@dataclass
+class Notices:
+    """Facts that a run checks or logs once, or when they change."""
+
+    unseen: set[str]  # datasets whose rows are checked with their first batch
+    positions: bool = False  # whether positions beyond the model's were warned of
+    mode_after_tools: str | None = None  # how generation continues after tools, as logged last
 
 
 @dataclass
@@ -86,7 +114,6 @@ class Run:
     """State of a run that the stages of a rollout share: its settings, parts and progress."""
 
     args: Any  # the config of the trainer
-    accelerator: Accelerator
     policy: PolicyForward
     prompts: PromptEncoder
     toolbox: Environments
@@ -95,18 +122,9 @@ class Run:
     metrics: MetricLog
     rewards: RewardFunctions
     notes: CardNotes
-    _: KW_ONLY
-    model: Callable[[], nn.Module]  # the policy, as prepared for training
-    wrapped: Callable[[], nn.Module]  # the policy in wrappers of engines
-    reference: Callable[[], nn.Module | None]  # `None` for the policy without its adapter
-    state: Callable[[], TrainerState]
-    profile: Callable[[str], AbstractContextManager]
-    ends: Sequence[int]  # tokens that end a completion
-    group_sizes: tuple[int, int]  # completions per prompt, in training and in evaluation
-    encodes_text: bool  # otherwise `rollout_func` tokenizes prompts of text
-    unseen: set[str]  # datasets whose rows are checked with their first batch
-    warned_of_positions: bool = False
-    mode_after_tools: str | None = None  # how generation continues after tools, as logged last
+    live: Live
+    completions: CompletionSettings
+    notices: Notices
 
     def collect(self, rows: Sequence[EncodedRow]) -> Rollout:
         """Returns the rollout of rows, one per completion, with their environments and encoded prompts."""
@@ -114,7 +132,7 @@ class Run:
             rows,
             self.prompts,
             self.toolbox,
-            encodes_text=self.encodes_text,
+            encodes_text=self.completions.encodes_text,
             group_size=self.group_size,
             pad_token_id=self.tokenizer.pad_token_id,
             accelerator=self.accelerator,
@@ -128,22 +146,22 @@ class Run:
         prompts, source = rollout.prompts, rollout.source
         source.batch_index = getattr(inputs, "batch_index", None) if self.is_training else None
         rollout.step = self.step
-        self.notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
-        if prompts and not self.warned_of_positions:  # without prompts, `rollout_func` makes them
-            self.warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
+        self.notes.add(source.rows[0], source.messages, [prompt.modalities for prompt in prompts])
+        if prompts and not self.notices.positions:  # without prompts, `rollout_func` makes them
+            self.notices.positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         return rollout
 
     def _check_rows(self, rows: list[Row]) -> None:
         """Raises for rows without a prompt, and checks columns of datasets that couldn't be read before training."""
-        if not all(isinstance(function, nn.Module) for function in self.rewards.functions()):
+        if not all(isinstance(function, nn.Module) for function in self.rewards.functions):
             check_reward_columns(rows[0], 0)
         if self.toolbox:
             return
         for row in rows:
             check_has_prompt(row)
         name = "train_dataset" if self.is_training else "eval_dataset"
-        if name in self.unseen:
-            self.unseen.remove(name)
+        if name in self.notices.unseen:
+            self.notices.unseen.remove(name)
             modalities = input_modalities(self.prompts.model)
             warn_of_unread(self.args, {name: [dict(row) for row in rows]}, modalities, extent="first")
 
@@ -156,7 +174,7 @@ class Run:
         **options: Any,
     ) -> None:
         """Adds completions to a rollout and logs their lengths, with options of [`~rollout.collect.complete`]."""
-        state = self.state()
+        state = self.live.state
         options |= {"ended": [*map(self.has_ended, ids)], "accelerator": self.accelerator}
         metrics, n_tokens = complete(rollout, ids, logps, tool_mask, **options)
         if self.is_training:
@@ -169,24 +187,23 @@ class Run:
 
     def has_ended(self, ids: list[int]) -> bool:
         """Returns whether a completion ends with a token or a text that ends completions."""
-        is_end = bool(ids) and ids[-1] in (*self.ends, self.tokenizer.pad_token_id)
-        return is_end or ends_with(ids, stops_of(self.args)[1], self.tokenizer)
+        return self.completions.has_ended(ids, self.tokenizer)
 
     @torch.no_grad()
     def score(self, model: nn.Module, rollout: Rollout) -> Scores:
         """Returns scores of a rollout, or of a part of it, without gradients."""
         args = self.args
         size = args.per_device_train_batch_size if self.is_training else args.per_device_eval_batch_size
-        trained: Any = self.model()
+        trained: Any = self.model
         with disable_gradient_checkpointing(trained, args.gradient_checkpointing_kwargs):
             return score_in_batches(self.policy, model, rollout, size)
 
     def score_reference(self, rollout: Rollout) -> Scores:
-        if (reference := self.reference()) is not None:
-            return self.score(reference, rollout)
-        model: Any = self.accelerator.unwrap_model(self.model())
+        if self.live.ref_model is not None:
+            return self.score(self.live.ref_model, rollout)
+        model: Any = self.accelerator.unwrap_model(self.model)
         with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            return self.score(self.model(), rollout)
+            return self.score(self.model, rollout)
 
     def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
         """Returns the rewards of this rank's completions by each function, or with `only_first` by the first one."""
@@ -194,14 +211,14 @@ class Run:
         early = None if flight is None or only_first else flight.early_rewards
         is_first, rewards.were_called = not rewards.were_called, True
         if is_first:
-            for warning in missing_instructions(rewards.functions(), rewards.names(), rollout.source.messages):
+            for warning in missing_instructions(rewards.functions, rewards.names, rollout.source.messages):
                 logger.warning(warning)
         n = 1 if only_first else None
-        functions = rewards.names()[:n], rewards.functions()[:n], rewards.processors()[:n]
-        checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.args.rules)
+        functions = rewards.names[:n], rewards.functions[:n], rewards.processors[:n]
+        checked = checked_functions(rollout, *functions, rewards.template_kwargs, self.prompts.media_rules)
         arguments = rewards.logs if logs else dict.fromkeys(rewards.logs, lambda *values: None)
-        arguments = {"trainer_state": self.state(), **arguments}
-        by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.profile, early)
+        arguments = {"trainer_state": self.live.state, **arguments}
+        by_function = reward_rollout(rollout, checked, arguments, rewards.loop, self.live.profile, early)
         is_conversational = is_first and isinstance(rollout.source.completions[0], list)
         for name, function in zip(*functions[:2], strict=True):
             if is_conversational and len({*by_function[name]}) == 1 and compares_completions(function):
@@ -221,7 +238,7 @@ class Run:
         stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         stacked = self.accelerator.gather(stacked.to(self.accelerator.device))
         rollout.rewards.per_func = stacked[..., 0].contiguous()
-        self.metrics.add(turn_metrics(stacked[..., 1:], self.rewards.names()))
+        self.metrics.add(turn_metrics(stacked[..., 1:], self.rewards.names))
 
     def leave_out_failed(self, rollout: Rollout) -> None:
         """
@@ -263,21 +280,36 @@ class Run:
         return parts
 
     @property
+    def accelerator(self) -> Accelerator:
+        assert self.policy.accelerator is not None
+        return self.policy.accelerator
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy, as prepared for training."""
+        return self.live.model
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return tokenizer_of(self.prompts.processor)
 
     @property
     def step(self) -> int:
-        return self.state().global_step
+        return self.live.state.global_step
 
     @property
     def is_training(self) -> bool:
         """`True` in training, `False` in evaluation."""
-        return self.model().training
+        return self.model.training
+
+    @property
+    def samples_views(self) -> bool:
+        """`True` if some completions are sampled from a view."""
+        return self.args.rollout_view is not None or self.args.contrast_view is not None
 
     @property
     def group_size(self) -> int:
-        return self.group_sizes[not self.is_training]
+        return self.completions.group_sizes[not self.is_training]
 
     def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
         """Returns the loop that calls the tools of completions, with `options` as further fields."""
@@ -286,7 +318,7 @@ class Run:
             "encoder": self.prompts,
             "max_media": args.max_tool_media,
             "max_context_media": args.max_context_media,
-            "ends": self.ends,
+            "ends": self.completions.ends,
             "isolate": self.policy.fallbacks.isolate,
             "engine_length": sampler.max_length,
             "anyone": functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool,

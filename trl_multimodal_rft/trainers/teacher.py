@@ -211,7 +211,7 @@ class Teacher:
             yield self.model
             return
         args = self.run.args
-        student: Any = self.run.model()
+        student: Any = self.run.model
         model = self.run.accelerator.unwrap_model(student)
         base = args.self_teacher_settings.weights == "base"
         if self.average is not None:

@@ -215,8 +215,3 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
         SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)
     else:
         model.load_state_dict(saved_model.state_dict())
-
-
-def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns this process's part of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
