@@ -74,9 +74,10 @@ class Broken:
             hook.remove()
 
 
-def broken(name, steps, value=torch.nan):
+def broken(name, steps, value=torch.nan, most=5):
     weight = "critic.head.bias" if name == "ppo" else Broken.weight
-    return type("Broken", (Broken, TRAINERS[name]), {"steps": steps, "value": value, "weight": weight})
+    attributes = {"steps": steps, "value": value, "weight": weight, "_max_skipped": most}
+    return type("Broken", (Broken, TRAINERS[name]), attributes)
 
 
 def train(trainer_class, *callbacks, **options):
@@ -118,22 +119,20 @@ def test_update_without_a_finite_gradient_is_skipped(name, value, max_grad_norm)
 
 @pytest.mark.parametrize("name", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_too_many_in_a_row_raise(name):
-    result, _ = train(broken(name, (0, 1, 3, 4)), max_skipped_updates=2)
+    result, _ = train(broken(name, (0, 1, 3, 4), most=2))
     assert logged(result, "skipped_updates") == [1, 1, 0, 1, 1]
     with pytest.raises(FloatingPointError, match="The gradient of 3 updates in a row isn't finite.*before step 2"):
-        train(broken(name, (1, 2, 3)), max_skipped_updates=2)
+        train(broken(name, (1, 2, 3), most=2))
 
 
 @pytest.mark.slow
 def test_updates_that_were_skipped_count_after_a_resume(tmp_path):
-    trainer_class = broken("grpo", (1, 2, 3))
-    options = {**OPTIONS, "max_skipped_updates": 2}
-    first = make_trainer(
-        trainer_class, "qwen2_5_vl", image_rows(), tmp_path, save_strategy="steps", save_steps=3, **options
-    )
+    trainer_class = broken("grpo", (1, 2, 3), most=2)
+    saving = {**OPTIONS, "save_strategy": "steps", "save_steps": 3}
+    first = make_trainer(trainer_class, "qwen2_5_vl", image_rows(), tmp_path, **saving)
     with pytest.raises(FloatingPointError, match="3 updates in a row"):
         first.train()
-    again = make_trainer(trainer_class, "qwen2_5_vl", image_rows(), tmp_path, **options)
+    again = make_trainer(trainer_class, "qwen2_5_vl", image_rows(), tmp_path, **OPTIONS)
     with pytest.raises(FloatingPointError, match="3 updates in a row"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
@@ -164,8 +163,8 @@ class Scaled(Broken, InjectedGRPO):
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_scale_of_the_loss_that_backs_off_is_not_counted(max_grad_norm):
-    trainer_class = type("Scaled", (Scaled,), {"steps": (1, 2, 3)})
-    result, watching = train(trainer_class, max_skipped_updates=0, max_grad_norm=max_grad_norm)
+    trainer_class = type("Scaled", (Scaled,), {"steps": (1, 2, 3), "_max_skipped": 0})
+    result, watching = train(trainer_class, max_grad_norm=max_grad_norm)
     assert watching.moved() == [True, False, False, False, True]
     assert logged(result, "skipped_updates") == [0] * 5
     assert result.trainer.accelerator.scaler.get_scale() == 2.0**13
@@ -174,9 +173,9 @@ def test_scale_of_the_loss_that_backs_off_is_not_counted(max_grad_norm):
 
 
 def test_gradient_that_no_scale_mends_is_counted():
-    trainer_class = type("Scaled", (Scaled,), {"steps": (1, 2, 3, 4), "scale": 4.0})
+    trainer_class = type("Scaled", (Scaled,), {"steps": (1, 2, 3, 4), "scale": 4.0, "_max_skipped": 1})
     with pytest.raises(FloatingPointError, match="2 updates in a row.*before step 4"):  # overflows don't count
-        train(trainer_class, max_skipped_updates=1)
+        train(trainer_class)
 
 
 # Weights

@@ -46,7 +46,6 @@ WITHOUT = {"advantage_estimator": "rloo"}
             for name, least, value in (
                 ("freezing_actor_steps", 0, -1),
                 ("num_ppo_epochs", 1, 0),
-                ("max_skipped_updates", 0, -1),
                 ("ptx_coef", 0, -0.1),
                 ("per_device_ptx_batch_size", 1, 0),
             )
@@ -97,7 +96,7 @@ def test_config_refuses(options, message):
         ({"beta": 0.1}, {"kl_estimator": "k1", "kl_in_reward": True}),
         ({"beta": 0.1, "kl_estimator": "k3"}, {"kl_estimator": "k3", "kl_in_reward": False}),
         ({"advantage_estimator": "gae(gamma=0, lam=1)"}, {"advantage_estimator": "gae(gamma=0, lam=1)"}),
-        ({"cliprange_value": None, "value_lr_scheduler_type": "linear(warmup_steps=0)", "max_skipped_updates": 0}, {}),
+        ({"cliprange_value": None, "value_lr_scheduler_type": "linear(warmup_steps=0)"}, {}),
         ({"value_lr_scheduler_type": "cosine"}, {}),
         ({"advantage_estimator": "reinforce++", "num_generations": 1}, {"advantage_estimator": "reinforce"}),
         ({"advantage_estimator": function}, {}),
@@ -119,7 +118,6 @@ def test_config_from_the_command_line():
         "value_lr_scheduler_type": "cosine(warmup_steps=0.1)",
         "freezing_actor_steps": 5,
         "num_ppo_epochs": 2,
-        "max_skipped_updates": 3,
         "ema_decay": 0.99,
         "ptx_coef": 0.2,
         "per_device_ptx_batch_size": 2,

@@ -1266,7 +1266,8 @@ def test_gradient_checkpointing(lora_rank, tmp_path):
 
 def test_updates_without_a_finite_gradient(tmp_path):
     """The trainer skips these updates, and raises after too many."""
-    ppo = make(tmp_path, config=adam(max_skipped_updates=1))
+    ppo = make(tmp_path, config=adam())
+    ppo.trainer._max_skipped = 1
     items = experience_of(ppo)[1][:4]
     ppo.training_step(make_experience_batch(items), 0)
     broken = make_experience_batch([replace(item, advantages=item.advantages * torch.inf) for item in items])

@@ -305,11 +305,14 @@ def not_finite(folder):
     options = {**REUSED, "lr_scheduler_type": "linear", "weight_decay": 0.1, "gradient_checkpointing": True}
     _, result = train(folder / "once", "qwen2_5_vl", image_rows(), 2 * GROUP, BreakingTrainer, **options)
     errors = []
-    for name, own, saving in (("twice", {"max_skipped_updates": 0}, {}), ("poisoned", {}, {"callbacks": [Poison()]})):
-        trainer_class = InjectingTrainer if saving else BreakingTrainer
-        own |= {"save_strategy": "steps", "save_steps": 1}
+    once = type("Once", (BreakingTrainer,), {"_max_skipped": 0})
+    for name, trainer_class, saving in (
+        ("twice", once, {}),
+        ("poisoned", InjectingTrainer, {"callbacks": [Poison()]}),
+    ):
         run = functools.partial(train, folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, trainer_class)
-        errors.append(refusal(run, error=FloatingPointError, objects=saving, **options, **own))
+        saves = {**options, "save_strategy": "steps", "save_steps": 1}
+        errors.append(refusal(run, error=FloatingPointError, objects=saving, **saves))
         PartialState().wait_for_everyone()
     unchecked = engine_options(PartialState())
     if "deepspeed" in unchecked:

@@ -122,7 +122,6 @@ OWN_VALUES = {
 NEUTRAL = {
     "balance_ranks": [False, True],  # one process has nothing to exchange, see tests/distributed for two
     "max_logged_media": [8, None],
-    "max_skipped_updates": [5, 0],
     "media_contribution_steps": [10, 1, 0],
     "media_prefetch": [1, 0, 2],
     "offload_during_generation": [False, True],

@@ -109,11 +109,6 @@ class MediaArguments(CheckedKeywords, _Config):
             Whether the model hears the sound of a video with its frames, interleaved as its processor does it. Omni
             models of Qwen do. Of videos without a sound, it gets the frames alone.
 
-        > Parameters that control the checks
-
-        max_skipped_updates (`int`, *optional*, defaults to `5`):
-            Number of updates in a row that may be skipped because a gradient isn't finite. The next one raises.
-
     Raises:
         ValueError: If arguments are out of range. The message names them and the remedy.
     """
@@ -133,7 +128,6 @@ class MediaArguments(CheckedKeywords, _Config):
     video_fps: float | None = None
     max_frames: int | None = None
     use_audio_in_video: bool = False
-    max_skipped_updates: Annotated[int, "[0, inf]"] = 5
 
     def __post_init__(self):
         # TRL's defaults have deprecated names, of which transformers would warn; older versions have only these

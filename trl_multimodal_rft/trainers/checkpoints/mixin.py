@@ -90,6 +90,7 @@ class CheckpointMixin(Trainer):
     _policy: PolicyForward
     checks: Checks
     reward_func_names: Any = ()
+    _max_skipped = 5  # updates in a row without a finite gradient; the next one raises
     _metrics: Any
     _stream: RowStream
     _train_loader: Callable[[], DataLoader]
@@ -523,7 +524,7 @@ class CheckpointMixin(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
-        facts = self.state.global_step, self._n_skipped, self.args.max_skipped_updates
+        facts = self.state.global_step, self._n_skipped, self._max_skipped
         skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *facts)
         self._metrics["train"]["skipped_updates"].append(float(skipped))
         return norm
