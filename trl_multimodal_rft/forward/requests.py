@@ -80,12 +80,30 @@ class ScoreRequest:
         return self.logps or self.hidden or self.target is not None or not isinstance(self.critic, Critic)
 
     def select(self, index: Sequence[int]) -> "ScoreRequest":
-        """Returns the request for the completions at an index."""
+        """
+        Chooses completions.
+
+        Args:
+            index (`Sequence[int]`):
+                Batch indices of the completions.
+
+        Returns:
+            [`ScoreRequest`]: The request for these completions, in their order.
+        """
         prompts = [self.prompts[i] for i in index]
         return replace(self._changed(prompts, lambda values: rows_of(values, index)), rows=None)
 
     def padded(self, dummies: Sequence[EncodedPrompt]) -> "ScoreRequest":
-        """Returns the request with dummy prompts, which have no completion and don't affect the other prompts."""
+        """
+        Adds dummy prompts, which have no completion and don't affect the other prompts.
+
+        Args:
+            dummies (`Sequence[EncodedPrompt]`):
+                Prompts to add at the end.
+
+        Returns:
+            [`ScoreRequest`]: The request with these prompts, of which no token is scored.
+        """
         if not dummies:
             return self
 
@@ -95,7 +113,16 @@ class ScoreRequest:
         return self._changed([*self.prompts, *dummies], with_zeros)
 
     def by_context(self, contexts: ContextRows) -> "ScoreRequest":
-        """Returns the request with one row for each context of the completions."""
+        """
+        Splits completions whose contexts were rewritten.
+
+        Args:
+            contexts ([`~forward.contexts.ContextRows`]):
+                Rows of the completions, one for each context.
+
+        Returns:
+            [`ScoreRequest`]: The request for these rows.
+        """
         rows = None if self.rows is None else contexts.rows_of({*self.rows})
         return replace(self._changed(contexts.prompts, contexts.cut), rows=rows)
 
