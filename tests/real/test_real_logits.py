@@ -47,7 +47,7 @@ def scored(kind):
     mask = up_to_first_end(ids, real.settings.eos_token_ids)
     results = {"sampled": logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0][mask].double()}
     for packed in (True, False):
-        scores = real.policy.score(real.model, ScoreRequest(real.prompts, ids, mask.long(), packed=packed))
+        scores = real.policy.score(real.model, ScoreRequest(prompts, ids, mask.long(), packed=packed))
         results["packed" if packed else "padded"] = scores.logps[mask].double()
     plain, _ = load(kind)
     for name, dtype in (("own", torch.float32), ("float64", torch.float64)):

@@ -15,6 +15,7 @@ from ..data.rows.pairs import COMPLETIONS
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
 from ..encoding.supervised import PreferencePair, SupervisedSequence
+from ..forward.contexts import with_answer
 from ..forward.requests import ScoreRequest
 from ..models.modes import measuring
 from ..policy import PolicyForward
@@ -113,7 +114,8 @@ def check_pairs(
         return pad_sequence(values, batch_first=True)
 
     def score(chosen: list[Any], packed: bool) -> torch.Tensor:
-        prompts = [pair for pair in chosen for _ in range(2)]
+        answered = [(pair, pair.answers.get(name)) for pair in chosen for name in COMPLETIONS]
+        prompts = [with_answer(measure.model, pair, answer) for pair, answer in answered]
         if rewards:
             completions = prompts, ids, mask
             return policy.rewards(model, completions, packed=packed, fallbacks=measure.fallbacks).values

@@ -255,36 +255,22 @@ class Actor(nn.Module):
                 raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
             rows = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted)
         else:
-            labels = torch.full_like(sequences, -100)
-            if num_actions:
-                labels[:, -num_actions:] = sequences[:, -num_actions:]
-            scored = self.model(input_ids=sequences, **inputs, labels=labels, fused_lm_head=True)
-            # `log_probs` has no column for the first token
-            return scored.log_probs[:, length - 1 - num_actions :].float()
-        if not return_output:
-            return logps
-        if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = entropy
-        return logps, output
-
-    def _forward_packed(
-        self,
-        sequences: torch.Tensor,
-        num_actions: int | list[int] | None,
-        lengths: list[int],
-        media: dict[str, torch.Tensor],
-        return_output: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, ModelOutput]:
-        if not self.packing_samples:
-            raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-        prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
-        scores = self.policy_forward.score(
-            self.model,
-            ScoreRequest(
-                prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=_has_router(self.base_model)
-            ),
-        )
-        logps = scores.logps[mask][None].float()
+            if num_actions is None and not return_output:
+                raise ValueError(
+                    "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
+                )
+            if isinstance(num_actions, (list, tuple)):
+                raise ValueError(
+                    "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
+                )
+            rows = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted)
+            if return_output:
+                return self._with_output(sequences, attention_mask, num_actions, accepted, rows.is_action)
+        has_router = is_packed and _has_router(self.base_model)
+        options = {"packed": self.packing_samples, "compute_aux_loss": has_router}
+        request = ScoreRequest(rows.prompts, rows.ids, rows.mask.long(), **options)
+        scores = self.policy_forward.score(self.model, request)
+        logps = rows.placed(scores.logps.float())
         if not return_output:
             return logps
         output = ModelOutput(aux_loss=scores.aux_loss) if scores.aux_loss is not None else ModelOutput()
