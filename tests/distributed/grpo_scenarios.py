@@ -45,6 +45,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, Mult
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.forward import logprobs
 from trl_multimodal_rft.lightrft import Actor
+from trl_multimodal_rft.lightrft.trainer import experience_maker
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models.wrapped import local_part
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
@@ -560,7 +561,7 @@ def resharded(folder):
     return {**result, "message": refusal(sharded, folder / "refused", folder / "plain")}
 
 
-def by_prompt(tokenizer, model, prompts, config, pad_id):
+def by_prompt(tokenizer, policy, model, prompts, config, pad_id):
     """Returns completions that depend only on the prompt. Later prompts get longer ones."""
     completions = []
     for i, prompt in enumerate(prompts):
@@ -594,7 +595,7 @@ def experience(folder):
             accelerator=accelerator,
         )
         actor = Actor(model, bf16=False)
-        actor.policy_forward.sample = functools.partial(by_prompt, processor.tokenizer)
+        experience_maker.sample_completions = functools.partial(by_prompt, processor.tokenizer)
         maker = NaiveExperienceMaker(
             actor,
             None,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.lightrft.trainer import experience_maker
 from trl_multimodal_rft.lightrft.trainer.experience import Experience
 from trl_multimodal_rft.lightrft.trainer.experience_maker import NaiveExperienceMaker
-from trl_multimodal_rft.policy import PolicyForward
 
 
 def media_of(experience: Experience) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]
         rows = map(torch.tensor, complete(prompts, generation_config.max_new_tokens))
         return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_token_id)
 
-    return patch.object(PolicyForward, "sample", sample)
+    return patch.object(experience_maker, "sample_completions", sample)
 
 
 def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, drawn: Counter) -> list[list[int]]:
