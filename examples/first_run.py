@@ -29,6 +29,15 @@ def write_table(path: str, *rows: Iterable[str]) -> None:
         csv.writer(file).writerows(rows)
 
 
+def write_pictures(folder: str, column: str, rows: Dataset) -> None:
+    """Writes the images of rows into a folder, and a table of their names, in a column, and solutions."""
+    Path(folder).mkdir()
+    for number, row in enumerate(rows):
+        row["image"].save(Path(folder, f"{number}.png"))
+    answers = [(f"{number}.png", row["solution"]) for number, row in enumerate(rows)]
+    write_table(f"{folder}.csv", (column, "solution"), *answers)
+
+
 def pairs(answers: dict[str, str], seed: int) -> list[tuple[str, str, str]]:
     """Returns names of recordings, each with a right answer and with one that is wrong, or that doesn't end."""
     rng, rows = np.random.default_rng(seed), []
@@ -94,18 +103,9 @@ def main() -> None:
         compared = pairs(answers, seed=len(answers))
         write_table(f"{split}_pairs.csv", ("audio", "chosen", "rejected"), *compared)
         write_table(f"{split}_labelled.csv", ("audio", "completion", "label"), *labelled(compared, seed=len(answers)))
-    Path("pictures").mkdir()
-    digits = handwritten_digits()["train"].select(range(480))
-    for number, row in enumerate(digits):
-        row["image"].save(Path("pictures", f"{number}.png"))
-    answers = [(f"{number}.png", row["solution"]) for number, row in enumerate(digits)]
-    write_table("pictures.csv", ("image", "solution"), *answers)
-    Path("hidden").mkdir()
+    write_pictures("pictures", "image", handwritten_digits()["train"].select(range(480)))
     pictures = hidden_digits()["train"].select(range(480))
-    for number, row in enumerate(pictures):
-        row["image"].save(Path("hidden", f"{number}.png"))
-    answers = [(f"{number}.png", row["solution"]) for number, row in enumerate(pictures)]
-    write_table("hidden.csv", ("picture", "solution"), *answers)
+    write_pictures("hidden", "picture", pictures)
     models = {
         "model": spoken_digit_model(),
         "seeing": digit_model(),

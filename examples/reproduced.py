@@ -2,36 +2,43 @@
 """Options, table and curve of `reproduce.sh`."""
 
 import json
+import re
 import statistics
 import sys
-from importlib.resources import files
 from pathlib import Path
 
-import yaml
 from matplotlib.figure import Figure
+
+from trl_multimodal_rft.cli.options import packaged, read_config
 
 
 # Options of a recipe that its evaluation has, too
 SHARED = ("dataset_name", "min_pixels", "max_pixels", "max_completion_length", "system_prompt")
 
 
-def settings_of(recipe: str) -> dict:
-    """Settings of a recipe by option."""
-    return yaml.safe_load((files("trl_multimodal_rft") / "recipes" / f"{recipe}.yaml").read_text())
+def settings_of(recipe: str, options: list[str]) -> list[str]:
+    """
+    The command of a recipe, its model, and the options of an evaluation by its first reward function.
 
+    Args:
+        recipe (`str`):
+            Name of a recipe of the package, or a YAML file with its comments.
+        options (`list[str]`):
+            Further options of the training, which may name another model.
 
-def evaluation_options(recipe: str) -> list[str]:
-    """Options of an evaluation that counts a completion by the recipe's first reward function."""
-    settings = settings_of(recipe)
-    shared = [word for name in SHARED if name in settings for word in (f"--{name}", str(settings[name]))]
-    return [*shared, "--reward_funcs", settings["reward_funcs"][0], "--dtype", "bfloat16"]
-
-
-def model_of(recipe: str, options: list[str]) -> str:
-    """The model of a training, which is the recipe's unless an option names another one."""
+    Raises:
+        `ValueError`: If there is no such recipe, or if it has no command or no reward function.
+    """
+    path = packaged("recipes", recipe)
+    settings, comments = read_config(path), Path(path).read_text()
+    command = re.search(r"^# .*trl-multimodal-rft (\w+) --config", comments, re.MULTILINE)
+    if command is None or not settings.get("reward_funcs"):
+        raise ValueError(f"{recipe!r} names no command or no `reward_funcs`, by which completions are right.")
+    model = settings["model_name_or_path"]
     if "--model_name_or_path" in options:
-        return options[options.index("--model_name_or_path") + 1]
-    return settings_of(recipe)["model_name_or_path"]
+        model = options[options.index("--model_name_or_path") + 1]
+    shared = [word for name in SHARED if name in settings for word in (f"--{name}", str(settings[name]))]
+    return [command[1], model, *shared, "--reward_funcs", settings["reward_funcs"][0], "--dtype", "bfloat16"]
 
 
 def table(before: dict, after: dict[str, dict]) -> str:
@@ -87,10 +94,11 @@ def write_results(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    command, name, *words = sys.argv[1:]
-    if command == "options":
-        print(*evaluation_options(name), sep="\n")
-    elif command == "model":
-        print(model_of(name, words))
-    else:
+    part, name, *words = sys.argv[1:]
+    if part == "results":
         write_results(Path(name))
+    else:
+        try:
+            print(*settings_of(name, words), sep="\n")
+        except ValueError as error:
+            sys.exit(str(error))

@@ -116,3 +116,11 @@ def test_other_losses_and_no_reference_are_refused():
     for changes in ({"loss_type": "grpo"}, {"beta": 0.0}, {"kl_estimator": "k3"}):
         with pytest.raises(ValueError, match="set `beta=0.1`, `loss_type='luspo'`"):
             MultimodalGRPOConfig("out", **{**OPTIONS, **changes})
+
+
+@pytest.mark.parametrize("changes", [{"ref_logps": None}, {"old_logps": None}, {"kl_coef": 0.0}], ids=str)
+def test_estimator_needs_the_reference(changes):
+    tensors = {"old_logps": torch.zeros(2, 3), "ref_logps": torch.zeros(2, 3), "mask": torch.ones(2, 3)}
+    tensors |= {"rewards": torch.tensor([0.0, 1.0]), "rewards_per_func": torch.ones(2, 1), "kl_coef": 0.1}
+    with pytest.raises(ValueError, match="'online_dpo' compares the policy with its reference"):
+        estimate_advantages("online_dpo", group_ids=torch.zeros(2).long(), **{**tensors, **changes})

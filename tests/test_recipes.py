@@ -423,10 +423,21 @@ def test_table_of_seeds(tmp_path):
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
+def test_settings_to_reproduce():
+    """Of a recipe that trains by another command, with the model of the training's options; others are refused."""
+    words = reproduced.settings_of("qwen2_5_vl_3b/geometry3k_ppo", ["--model_name_or_path", "here"])
+    assert words[:4] == ["ppo", "here", "--dataset_name", "geometry3k"] and words[-1] == "bfloat16"
+    assert words[words.index("--reward_funcs") + 1] == "accuracy_reward"
+    with pytest.raises(ValueError, match="Did you mean"):
+        reproduced.settings_of("qwen3_vl_2b/geometry3k_grp", [])
+    with pytest.raises(ValueError, match="'internvl3_5_8b/mmpr_mpo' names no command or no `reward_funcs`"):
+        reproduced.settings_of("internvl3_5_8b/mmpr_mpo", [])
+
+
 @pytest.mark.slow
-def test_reproduces_a_curve(tmp_path):
+def test_reproduces_a_curve(handmade, tmp_path):
     """The script trains and evaluates a small model; a second call repeats neither."""
-    prepared(RECIPES["qwen3_vl_2b/geometry3k_grpo"], tmp_path)
+    prepared(RECIPES["qwen3_vl_2b/geometry3k_grpo"], handmade, tmp_path)
     model, small = saved("qwen3_vl"), {**SMALL, "max_steps": 1, "save_strategy": "steps", "num_processes": 1}
     train = " ".join(f"--{name} {value}" for name, value in small.items())
     environment = {**os.environ, "SEEDS": "0", "HF_DATASETS_CACHE": str(tmp_path / "cache")}

@@ -300,15 +300,22 @@ def online_dpo(
     Args:
         loss (`str`, *optional*, defaults to `"sigmoid"`):
             Loss of a pair: `"sigmoid"` or `"ipo"`.
+
+    Raises:
+        `ValueError`: Without log-probabilities of policy and reference, or if `kl_coef` isn't above 0.
     """
-    assert old_logps is not None and ref_logps is not None  # as the KL divergence is in the reward
+    if old_logps is None or ref_logps is None or kl_coef <= 0:
+        raise ValueError(
+            "'online_dpo' compares the policy with its reference: give it both log-probabilities, and a coefficient "
+            "of the KL divergence in the reward above 0."
+        )
     _, groups = group_ids.unique(return_inverse=True)
     scorable = (~rewards.isnan()).nonzero().flatten()
     by_reward = scorable[rewards[scorable].argsort(stable=True)]
     rows = by_reward[groups[by_reward].argsort(stable=True)]  # by group, and by reward within a group
-    ends = groups[rows].bincount().cumsum(0)
-    starts = ends - groups[rows].bincount()
-    worst, best = rows[starts[ends > starts]], rows[ends[ends > starts] - 1]
+    counts = groups[rows].bincount()
+    has_rows, ends = counts > 0, counts.cumsum(0)
+    worst, best = rows[(ends - counts)[has_rows]], rows[ends[has_rows] - 1]
     is_pair = rewards[best] > rewards[worst]
     worst, best = worst[is_pair], best[is_pair]
     log_ratios = torch.where(mask.bool(), old_logps - ref_logps, 0).double().sum(1)
