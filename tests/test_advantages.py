@@ -317,7 +317,7 @@ def test_estimators_are_listed_with_their_papers():
     assert all(own.name == name and own.paper is not None for name, own in ESTIMATORS.items())
     assert ALIASES == {own.alias: name for name, own in ESTIMATORS.items() if own.alias}
     assert not ALIASES.keys() & ESTIMATORS.keys()
-    inputs = rollout()
+    inputs = {**rollout(), "kl_coef": 0.1}
     for name, own in ESTIMATORS.items():
         if own.needs != "critic" and own.reads is None:
             shape = inputs["mask"].shape if own.per_token else inputs["rewards"].shape
