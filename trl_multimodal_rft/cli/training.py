@@ -152,11 +152,9 @@ def next_lines(script_args: RunArguments, args: TrainerConfig, state: TrainerSta
         publish = f"https://huggingface.co/{args.hub_model_id}"
     ask = ["  ask:      " + shlex.join(["trl-multimodal-rft", "chat", *model, *system])]
     if isinstance(args, MultimodalRewardConfig):  # a reward model scores pairs and writes no text
-        ask, model = [], ["--pairs", "--reward_model_name_or_path", folder]
-    elif isinstance(args, MultimodalDPOConfig):  # DPO's rows are pairs without solutions, which the model can judge
-        model, system = ["--pairs", *model], []
+        ask, model, system = [], ["--pairs", "--reward_model_name_or_path", folder], []
     evaluate = "  evaluate: " + shlex.join(["trl-multimodal-rft", "evaluate", *model, *data, *system])
-    has_answers = not isinstance(args, MultimodalKTOConfig)  # KTO's rows have neither solutions nor pairs
+    has_answers = not isinstance(args, (MultimodalDPOConfig, MultimodalKTOConfig))  # their rows have no solutions
     return [
         f"The model is in {folder}.",
         *ask,
