@@ -308,7 +308,7 @@ def test_rows_of_every_form_train(folder):
     sections = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
     titles = [title for title, text in zip(sections[1::2], sections[2::2], strict=True) for _ in blocks(text)]
     kinds = {"Images": {"image"}, "Audio": {"audio"}, "Video": {"video"}, "Options of a medium": {"video"}}
-    kinds |= {"Text among media": {"image", "video"}, "From disk, from the Hub, as a stream": {"audio"}}
+    kinds |= {"From disk, from the Hub, as a stream": {"audio"}}
     trained = []
 
     def train(namespace):
