@@ -257,7 +257,7 @@ def test_completions_of_a_prompt_share_its_forward(family):
     alone = [reward([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5) and max(alone) - min(alone) > 0.05
     assert n_tokens < sum(lengths[n_forwards:]) / 1.5 and len(lengths) == n_forwards + len(prompts)
-    reward._reader = None
+    reward._group_model = None
     assert reward(prompts, completions) == pytest.approx(alone, abs=1e-5)
 
 

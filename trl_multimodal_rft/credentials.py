@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 
-# A URL in a text, which may contain quotes
+# A URL in a text; the URL may contain quotes
 _URL = re.compile(
     r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
     r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
 )
 # A user and a password, such as in `http:/user:password@host`
 _LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
-# A user and a password behind `://`. A password that starts with digits and a slash is a port, with a path.
+# A user and a password behind `://`. Digits and a slash behind the colon are a port and a path, not a password.
 _LOGIN_OF_URL = re.compile(r"(?<=://)[^\s'\"/:@]+(?::(?!\d+/)[^\s'\"<>@]*)?@(?=[\w\[])")
 
-# Values of tokens, by the forms that their issuers give them, and of headers
+# Tokens, by the forms that their issuers give them, and values of headers
 _TOKEN = re.compile(r"\b(hf|api_org|sk|ghp|github_pat|glpat|xox[bp])([_-])\w[\w-]{14,}|\b(AKIA|ASIA)[A-Z0-9]{12,}")
 _HEADER = re.compile(r"(?i)\b(bearer|basic) +(?!auth|realm)[\w.~+/=-]+")
 # A name and its value: `name=value`, `"name": "value"`, `--name value`
@@ -31,6 +31,7 @@ _OPTION = re.compile(r"(?<![\w-])--(?P<name>[A-Za-z][\w-]*)(?P<sign> +)(?P<value
 Setting = str | float | Sequence | Mapping | None  # a value of YAML and JSON
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+# Words that make a name secret, whatever its other words
 _ALWAYS = set(
     "secret secrets password passwords passwd passphrase pwd credential credentials authorization auth".split()
 )
@@ -94,15 +95,15 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 def without_secrets(value: Setting, *, is_environment: bool = False) -> Setting:
     """
-    Returns values in types that YAML and JSON have, without secrets: dictionaries, also in a text, lose entries with
-    names of secrets, and other texts are [`masked`].
+    Converts values to types that YAML and JSON have, without secrets: dictionaries, also as JSON in a text, lose
+    entries with names of secrets, and other texts are [`masked`].
     """
     value = getattr(value, "value", value)  # the value of an enumeration's member
     if isinstance(value, str):
         with suppress(ValueError):  # raised by a text that isn't JSON
             if value.startswith("{"):
-                kept = without_secrets(parsed := json.loads(value))
-                return value if kept == parsed else json.dumps(kept)
+                cleaned = without_secrets(parsed := json.loads(value))
+                return value if cleaned == parsed else json.dumps(cleaned)
         return masked(value)
     if isinstance(value, (list, tuple)):
         is_command = all(isinstance(word, str) for word in value) and any(word.startswith("--") for word in value)
@@ -123,7 +124,7 @@ def without_credentials(text: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Removes user information, query and fragment from a URL, however encoded, and the content of `data:`."""
+    """Masks user information, query and fragment of a URL, also behind encoded separators, and the data of `data:`."""
     if url[:5].lower() == "data:":
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
     if "://" not in url and not url.startswith("//"):
@@ -134,7 +135,7 @@ def shown_url(url: str) -> str:
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]
-        # A password may contain characters that end the authority; a colon precedes it, or a port
+        # A password may contain characters that end the authority; the colon before it may precede a port, too
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
         elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (

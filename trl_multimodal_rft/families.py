@@ -19,7 +19,7 @@ MODALITIES = ("image", "video", "audio")
 # dimension, whether it counts images, tiles, patches or windows.
 TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
-# Token fields in which the tokens before and after a medium belong to it
+# Token fields that mark the tokens before and after a medium as part of it
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
 # Tensors with the patches of all media in one row, by the name of their sizes; they join on the last dimension
@@ -114,7 +114,7 @@ class Family:
         towers (`Mapping[str, str]`, *optional*):
             Dotted names, by modality, of encoders that `get_encoder` doesn't find.
         precomputes_exactly (`bool`, *optional*, defaults to `True`):
-            Whether the values that transformers precomputes for exports equal the encoder's, from sizes of media.
+            Whether the values that transformers precomputes for exports, from sizes of media, equal the encoder's.
         unlisted_media (`tuple[str, ...]`, *optional*):
             Modalities that the model takes and that `input_modalities` of its class lacks.
         not_in_vllm (`tuple[str, ...]`, *optional*):
@@ -248,7 +248,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("phi4_multimodal",),
-        isolate="media",  # images in a batch change audio features, and their sizes those of other images
+        isolate="media",  # images in a batch change audio features, and sizes of images other images' features
         has_frame_mask=False,
         towers={"image": "model.embed_tokens_extend.image_embed", "audio": "model.embed_tokens_extend.audio_embed"},
     ),
@@ -300,21 +300,21 @@ FAMILIES = (
 
 def family_of(model: "torch.nn.Module | PreTrainedConfig | str") -> Family:
     """
-    Returns the row of a model.
+    Returns the special cases of a model's family.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`] or `str`):
             Model without wrappers, its config or its `model_type`.
 
     Returns:
-        [`Family`]: The row of its family, or defaults.
+        [`Family`]: The special cases, or defaults for other models.
     """
     model_type = model if isinstance(model, str) else getattr(model, "config", model).model_type
     return next((family for family in FAMILIES if model_type in family.model_types), Family())
 
 
 def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -> Family:
-    """Returns the row of a processor."""
+    """Returns the special cases of a processor's family, or defaults."""
     names = [cls.__name__ for cls in type(processor).__mro__]
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Packages whose names are imported lazily."""
+"""Lazy imports of the names that a package offers."""
 
 import ast
 import importlib

@@ -12,7 +12,7 @@ _ROWS = re.compile(r"(?i)\.(csv|tsv|jsonl?|ndjson|parquet|arrow|txt|tar|zip|ya?m
 
 
 def local_path(name: str) -> Path | None:
-    """Returns the local path of a dataset or a model, `None` for a name on the Hub. Raises if the path is missing."""
+    """Returns the path of a local dataset or model, `None` for a name on the Hub. Raises if there is no such path."""
     if "://" in name:
         return None
     path = Path(os.path.expanduser(name))

@@ -50,7 +50,7 @@ def training_obstacle(
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     max_completion_length: int | None = None,
 ) -> str | None:
-    """Returns why completions of a model, of at most this length, can't be trained on, or `None` if they can."""
+    """Returns the reason that a model can't be trained on completions up to a length, or `None` if it can."""
     if (refused := family_of(model).refused) is not None:
         return refused
     if getattr(model.config, "is_encoder_decoder", False):
@@ -126,7 +126,7 @@ class PolicyForward:
     ) -> bool:
         """
         Returns whether packed rows are possible, and enough shorter than padded rows, for `size` completions per
-        forward. With the `model`, starts that different prompts share count once.
+        forward. With the `model`, common prefixes of different prompts count once.
         """
         if not self.fallbacks.packing:
             return False
@@ -168,9 +168,9 @@ class PolicyForward:
         `extra_outputs` and `states`. All scores are computed in one forward of the wrapper.
 
         With more tokens than `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the
-        `deferred` of the scores. A group above this limit is forwarded in chunks of completions, behind their prompt,
-        see [`~forward.split_groups.KeptPrompt`], or, if that isn't possible, with their prompt. Completions beside the
-        request's `rows`, or without tokens in padded parts, aren't forwarded; dummy prompts replace their media. A
+        `deferred` of the scores. A group above this limit is forwarded in chunks of completions, which continue kept
+        states of the prompt, see [`~forward.split_groups.KeptPrompt`], or else repeat the prompt. Completions outside
+        the request's `rows`, or without tokens in padded parts, aren't forwarded; dummy prompts replace their media. A
         completion whose context was rewritten is forwarded as a row for each context.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
@@ -215,8 +215,8 @@ class PolicyForward:
     ) -> Scores:
         """
         Returns scores of completions, in parts of at most `max_tokens` if their `lengths` are given. `score` takes the
-        index of a part and its request, which, if a group `keeps` its prompt, has the states of it in the unwrapped
-        `models`.
+        index of a part and its request. With `keeps`, requests of a split group hold the states of its prompt in the
+        unwrapped `models`.
         """
         prompts, device = request.prompts, request.ids.device
         if self.max_tokens is None or lengths is None:
@@ -349,7 +349,7 @@ class PolicyForward:
 def _gather_head(policy: PreTrainedModel) -> None:
     """
     Gathers the weight of the LM head, which TRL's fused head reads although the module never runs. If the fused head
-    gathered the weight, its gradient wouldn't be reduced: ranks would train their rows only on their completions.
+    gathered the weight, its gradient wouldn't be reduced: each rank would train its shard on its completions alone.
     """
     head = policy.get_output_embeddings()
     if isinstance(head, FSDPModule) and torch.is_grad_enabled():

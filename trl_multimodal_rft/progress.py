@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Progress bars, and lines between them, of the main process, and only where someone watches."""
+"""Progress bars, shown only in a terminal or a notebook, and messages between them."""
 
 import os
 import sys
@@ -32,6 +32,6 @@ def write(*lines: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Prints what takes the next seconds, such as the start of a command, if someone watches."""
+    """Prints a message about a step of some seconds, such as the start of a command, if someone watches."""
     if is_watched():
         tqdm.write(f"{text} ...", file=sys.stderr)

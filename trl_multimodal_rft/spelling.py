@@ -52,7 +52,7 @@ REMOVED = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns the similar or new name as a sentence that ends a message about an unknown name, or `""`."""
+    """Returns a sentence with a similar or new name, to end a message about an unknown name, or `""`."""
     name, names = name.replace("-", "_"), list(names)
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
@@ -134,7 +134,7 @@ T = TypeVar("T")
 
 def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
     """
-    Returns an option, a name with settings behind it, as an instance of a dataclass with the name as its first field.
+    Parses an option, a name with settings behind it, into a dataclass whose first field is the name.
     Raises a `ValueError` about an unknown setting, and about a value that its annotation excludes.
     """
     name, settings = split_settings(text)
@@ -199,11 +199,11 @@ def check_interval(name: str, value: float | None, interval: str, remedy: str) -
 
 
 def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
-    """Returns the object at a dotted path, also in the working directory; `names` are those without a path."""
+    """Imports an object by its dotted path, also from the working directory. `names` are known without a path."""
     module, _, function = name.rpartition(".")
     if not module:
-        known = f"name one of {[*names]}, or a dotted path such as {example!r}."
-        raise ValueError(f"There is no {kind} {name!r}; {known}{did_you_mean(name, names)}")
+        remedy = f"name one of {[*names]}, or a dotted path such as {example!r}."
+        raise ValueError(f"There is no {kind} {name!r}; {remedy}{did_you_mean(name, names)}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

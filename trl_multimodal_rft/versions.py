@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distributions, packages_dis
 
 
 PACKAGE = "trl-multimodal-rft"
-# Environment variable with the versions that this process, or one that started it, has warned of
+# Environment variable with the versions that this process or its parents have warned of
 WARNED = "TRL_MULTIMODAL_RFT_WARNED"
 
 # Names of a cache in inputs and outputs of models, by version
@@ -29,7 +29,7 @@ KTO = "trl.trainer.kto_trainer:KTOTrainer."
 REWARD = "trl.trainer.reward_trainer:RewardTrainer."
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 
-# Parameters, in order, of methods that trainers override. All trainers override these
+# Parameters, in order, of overridden methods: of the methods that all trainers override
 _OF_TRANSFORMERS = {
     "_load_from_checkpoint": "self resume_from_checkpoint model",
     "_load_best_model": "self",
@@ -81,7 +81,7 @@ OVERRIDDEN = {
 }
 ALL_OVERRIDDEN = {path: names for methods in OVERRIDDEN.values() for path, names in methods.items()}
 
-# Undocumented functions and methods that are called, with the parameters that get values, before `/` by position.
+# Undocumented functions and methods that are called, with the parameters that get values: before `/` by position.
 # `|` separates names of a parameter in different versions.
 CALLED = {
     GRPO + "__init__": (
@@ -199,9 +199,9 @@ def missing_parts() -> dict[str, str]:
                 raise
             missing[package].append(f"`{label}`")
         else:
-            first, _, named = parameters.rpartition("/")
+            first, _, by_name = parameters.rpartition("/")
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
-            lost += [name for name in named.split() if available.keys().isdisjoint(name.split("|"))]
+            lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]
             missing[package] += [f"`{name}` of `{label}`" for name in lost]
     return {name: "lacks " + ", ".join(parts) for name, parts in missing.items() if parts}
 
@@ -218,21 +218,21 @@ def check_versions() -> None:
     newer = {name: number for name, number in versions.items() if side(number, bounds()[name]) > 0}
     old = {name: "is too old" for name, number in versions.items() if side(number, bounds()[name]) < 0}
     if wrong := old or (missing_parts() if newer else {}):
-        said = "; ".join(f"{name} {versions[name]} {what}" for name, what in wrong.items())
+        complaints = "; ".join(f"{name} {versions[name]} {complaint}" for name, complaint in wrong.items())
         pins = " ".join(f'"{name}{bounds()[name]}"' for name in {**wrong, **newer})
         reason = f"{PACKAGE} {version(PACKAGE)} was tested with other versions"
-        raise ImportError(f"{said}. {reason}: run `pip install {pins}`, or update it.", name=PACKAGE)
+        raise ImportError(f"{complaints}. {reason}: run `pip install {pins}`, or update it.", name=PACKAGE)
     warn_of_newer(newer)
 
 
 def warn_of_newer(newer: dict[str, str]) -> None:
     """Warns of versions newer than the tested ones, once for this process and all processes that it starts."""
-    said = ", ".join(f"{name} {number}" for name, number in newer.items())
+    listed = ", ".join(f"{name} {number}" for name, number in newer.items())
     before = os.environ.get(WARNED, "").split("; ")
-    if newer and said not in before and os.environ.get("RANK", "0") == "0":
-        os.environ[WARNED] = "; ".join([*before, said])
+    if newer and listed not in before and os.environ.get("RANK", "0") == "0":
+        os.environ[WARNED] = "; ".join([*before, listed])
         tested = ", ".join(name + bounds()[name] for name in newer)
-        warnings.warn(f"{said}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=4)
+        warnings.warn(f"{listed}: newer than {PACKAGE} was tested with ({tested}).", stacklevel=4)
 
 
 @lru_cache
@@ -261,7 +261,7 @@ def unfit_packages(error: BaseException) -> str | None:
         cause = cause.__cause__
     if getattr(cause, "name", None) == PACKAGE:
         return str(cause)
-    if cause is error and not _is_of_imports(error):
+    if cause is error and not _is_import_failure(error):
         return None
     text = str(cause) if isinstance(cause, (ImportError, OSError, RuntimeError)) else repr(cause)
     versions = ", ".join(map(" ".join, installed(("torch", "torchvision", "transformers", "trl")).items()))
@@ -271,7 +271,7 @@ def unfit_packages(error: BaseException) -> str | None:
     )
 
 
-def _is_of_imports(error: BaseException) -> bool:
+def _is_import_failure(error: BaseException) -> bool:
     """Returns whether an import failed in an installed package or in this one, not in a user's module."""
     imports = isinstance(error, ImportError) and error.name  # otherwise another statement of a module failed
     frames = [

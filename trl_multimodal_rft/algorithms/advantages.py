@@ -2,7 +2,7 @@
 """
 Advantage estimators: functions of a whole batch of rewards, group ids and masks.
 
-An estimator is one function under [`estimator`], whose docstring holds its formula and paper. Masks may be padded on
+An estimator is a function decorated with [`estimator`]; its docstring holds formula and paper. Masks may be padded on
 either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the completion can't be
 scored: it enters no statistic and gets the advantage 0. Statistics are computed in float64.
 """
@@ -70,7 +70,7 @@ _OF_TRAINERS = ("kl_coef", "scale", "bootstrap")
 
 def as_estimator(text: str) -> Estimator:
     """
-    Returns the estimator with a name or alias, and with settings behind it (`"cpgd(weight='std')"`). Raises `KeyError`
+    Returns an estimator by its name or alias, which settings may follow (`"cpgd(weight='std')"`). Raises `KeyError`
     for an unknown name, and `ValueError` for a setting or value that the estimator doesn't have.
     """
     name, settings = split_settings(text)
@@ -287,7 +287,7 @@ def online_dpo(
     loss: Literal["sigmoid", "ipo"] = "sigmoid",
 ) -> torch.Tensor:
     r"""
-    Online DPO's weight of the best completion of a group by reward, and its negative for the worst one:
+    Online DPO's weight for the completion of a group with the largest reward, and its negative for the smallest:
     $G \beta \sigma(-\beta \Delta)$ for $G$ completions in the group, where $\Delta$ is the difference of the pair's
     $\log \pi - \log \pi_\mathrm{ref}$, see [Online AI Feedback](https://huggingface.co/papers/2402.04792). With
     `loss="ipo"` ([IPO](https://huggingface.co/papers/2310.12036)), the weight is $G (1 / \beta - 2 \Delta)$.
@@ -348,18 +348,18 @@ def turn_norm(
         turn_discount (`float`, *optional*, defaults to `1.0`):
             $\gamma$, per step. A step is a turn, or a part of one that a reward function rewards.
         norm (`str`, *optional*, defaults to `"turn"`):
-            Mean and unbiased standard deviation are those of the group's steps with the same index (`"turn"`), or of
-            all its steps, where every `"trajectory"` counts once; a group without an index at which returns differ
-            has the advantage 0.
+            Steps of the group that give mean and unbiased standard deviation: those with the same index (`"turn"`), or
+            all, where every `"trajectory"` counts once and a group whose returns differ at no index has the advantage
+            0.
     """
     rows, numbers = steps.indices()
     returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, steps.returns(turn_discount))
-    owners = group_ids.cpu()[rows]
-    groups = group_statistics(returns, owners * (numbers.amax() + 1) + numbers)
+    step_groups = group_ids.cpu()[rows]
+    groups = group_statistics(returns, step_groups * (numbers.amax() + 1) + numbers)
     centred = groups.centred
     if norm == "trajectory":
         live = groups.live[groups.index].double()
-        groups = group_statistics(returns, owners, 1 / rows.bincount().double()[rows])
+        groups = group_statistics(returns, step_groups, 1 / rows.bincount().double()[rows])
         differs = torch.zeros(len(groups.live)).double().index_add(0, groups.index, live) > 0
         centred = torch.where(differs[groups.index], groups.centred, 0)
     return steps.on_tokens(centred / (groups.std(correction=1) + _EPS)[groups.index], mask).to(rewards)
@@ -411,10 +411,9 @@ def gigpo(
     norm: Literal["std", "none"] = "std",
 ) -> torch.Tensor:
     r"""
-    GiGPO's advantage: the completion's in its group, plus $\omega$ times the advantage of the discounted return
-    $\sum_{j \ge k} \gamma^{j - k} r_j$ of each turn among all turns of the group that answer the same prompt or
-    results, see [GiGPO](https://huggingface.co/papers/2505.10978). A turn without such other turns has only the first
-    term.
+    GiGPO's advantage: the completion's advantage in its group, plus $\omega$ times the turn's advantage, by discounted
+    return $\sum_{j \ge k} \gamma^{j - k} r_j$, among all turns of the group that answer the same prompt or results,
+    see [GiGPO](https://huggingface.co/papers/2505.10978). A turn without such other turns has only the first term.
 
     See [`estimate_advantages`] for the other arguments.
 
@@ -429,9 +428,9 @@ def gigpo(
     turns, scale = steps.of_turns(), "group" if norm == "std" else "none"
     rows, states = turns.indices()[0], torch.tensor([step.state for row in turns.steps for step in row])
     returns = torch.where(rewards.cpu().isnan()[rows], torch.nan, turns.returns(turn_discount))
-    of_turns = group_norm(returns, group_ids.cpu()[rows] * (states.amax() + 1) + states, scale=scale)
-    of_completions = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
-    return turns.on_tokens(of_completions[rows] + omega * of_turns, mask).to(rewards)
+    turn_advantages = group_norm(returns, group_ids.cpu()[rows] * (states.amax() + 1) + states, scale=scale)
+    completion_advantages = group_norm(rewards.cpu().double(), group_ids.cpu(), scale=scale)
+    return turns.on_tokens(completion_advantages[rows] + omega * turn_advantages, mask).to(rewards)
 
 
 @estimator("gae", needs="critic", per_token=True, kl_in_reward=True)

@@ -10,7 +10,7 @@ import torch
 # Largest weight of a token in `relevance_weights`, before they are scaled to a mean of 1
 _LARGEST_WEIGHT = 5.0
 
-# Tolerance of equal entropies, relative to their size or 1: forwards of another layout round them otherwise
+# Tolerance of equal entropies, relative to their size or 1: forwards with another layout round differently
 _ROUNDING = 1e-5
 
 # Spread of dependencies, in nats, below which completions weigh the same
@@ -29,7 +29,7 @@ def high_entropy_mask(
     Returns weights that keep the share of tokens with the highest entropy, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal tokens, the first.
+    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of about equal entropies, the first.
 
     Args:
         entropies (`torch.Tensor`):

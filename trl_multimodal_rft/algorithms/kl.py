@@ -38,8 +38,8 @@ def approx_kl(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, 
     Estimates $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$ at each token sampled from $\pi$, with
     $d = \log \pi - \log \pi_\mathrm{ref}$, see [Approximating KL divergence](http://joschu.net/blog/kl-approx.html).
 
-    As a reward, only k1 gives the gradient of the divergence. As a loss, k1 gives none on average, k2 that of
-    $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$, and k3 that of $\mathrm{KL}(\pi_\mathrm{ref} \| \pi)$.
+    As a reward, only k1 gives the gradient of the divergence. As a loss, k1 has the gradient 0 on average, k2 the
+    gradient of $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$, and k3 that of $\mathrm{KL}(\pi_\mathrm{ref} \| \pi)$.
 
     Args:
         logps, ref_logps (`torch.Tensor`):

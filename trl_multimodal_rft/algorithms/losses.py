@@ -2,7 +2,7 @@
 """
 Policy losses, TRL's included: functions of tensors that return a loss, to be minimized, and its metrics.
 
-A policy loss is one function under [`policy_loss`], whose docstring holds its formula and paper.
+A policy loss is a function decorated with [`policy_loss`]; its docstring holds formula and paper.
 """
 
 import inspect
@@ -51,8 +51,8 @@ class LossInputs:
 @dataclass(frozen=True)
 class LossOptions:
     """
-    Options of policy losses that TRL has, for several losses or for one, with TRL's defaults. Other settings of a loss
-    are keyword arguments of its function.
+    TRL's options of policy losses, shared or of one loss, with TRL's defaults. Other settings of a loss are keyword
+    arguments of its function.
     """
 
     # The ratio is clipped at `1 - epsilon_low` and `1 + epsilon_high`
@@ -91,7 +91,7 @@ class LossType:
     paper: Paper | None
     function: Callable[..., LossOutput]  # of [`LossInputs`], [`LossOptions`] and its settings
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
-    # Denominator of the sum: completions of the optimizer step, the length limit of all of them, tokens of the
+    # Denominator of the sum: completions of the optimizer step, the same times the length limit, tokens of the
     # micro-batch times the accumulation steps, or tokens of the optimizer step
     over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
     per_completion: bool = False  # the loss has one ratio, and takes one advantage, per completion
@@ -164,7 +164,7 @@ def policy_loss(name: str, **facts) -> Callable:
 
 def as_loss(text: str) -> LossType:
     """
-    Returns the loss with a name, and with settings behind it (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` for an
+    Returns a loss by its name, which settings may follow (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` for an
     unknown name, and `ValueError` for a setting or value that the loss doesn't have.
     """
     name, settings = split_settings(text)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of a micro-batch: numbers of each rank, which functions combine, so that one gather serves all metrics."""
+"""Metrics of a micro-batch: numbers per rank and a function that combines them, so that one gather serves them all."""
 
 import math
 from collections.abc import Callable
@@ -73,9 +73,9 @@ class PendingMetrics:
         if not pending:
             return
         widths = [numbers.size(1) for _, numbers, _ in pending]
-        everything = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
-        for (metrics, _, logged), everyone in zip(pending, everything, strict=True):
-            parts = everyone.split([len(metric.numbers) for metric in metrics.values()], dim=1)
+        gathered = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
+        for (metrics, _, logged), rank_numbers in zip(pending, gathered, strict=True):
+            parts = rank_numbers.split([len(metric.numbers) for metric in metrics.values()], dim=1)
             for (name, metric), part in zip(metrics.items(), parts, strict=True):
                 value = metric.combine(part).item()
                 if metric.optional and math.isnan(value):

@@ -76,7 +76,7 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
 
 
 class Step(NamedTuple):
-    """Tokens of a completion after the previous step, with a reward: a turn, or a part of a turn."""
+    """A turn of a completion, or a part of a turn, with its reward. It begins after the previous step."""
 
     end: int  # index of the step's last token
     turn: int  # index of its turn in the completion
@@ -97,13 +97,13 @@ class Steps:
         return pairs[:, 0], pairs[:, 1]
 
     def of_turns(self) -> "Steps":
-        """Returns whole turns as steps, with the sums of the rewards of their steps."""
+        """Merges the steps of each turn into one step, with the sum of their rewards."""
         turns = [[[*turn] for _, turn in groupby(row, lambda step: step.turn)] for row in self.steps]
         whole = [[part[-1]._replace(reward=sum(step.reward or 0 for step in part)) for part in row] for row in turns]
         return Steps(whole, self.outcomes)
 
     def returns(self, discount: float) -> torch.Tensor:
-        """Returns the rewards from each step on, `(S,)`, discounted per step, with the outcome in the last step."""
+        """Returns the discounted sum of rewards from each step on, `(S,)`; the last step's includes the outcome."""
         totals: list[float] = []
         for steps, outcome in zip(self.steps, self.outcomes.nan_to_num(0.0).tolist(), strict=True):
             rewards = [step.reward or 0.0 for step in reversed(steps)]
@@ -112,7 +112,7 @@ class Steps:
         return torch.tensor(totals, dtype=torch.float64)
 
     def on_tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the value `(S,)` of each token's step, `(N, T)`, 0 outside the mask `(N, T)`."""
+        """Spreads values of steps `(S,)` over the tokens of each step, `(N, T)`; 0 outside the mask `(N, T)`."""
         by_token, remaining = torch.zeros(mask.shape, dtype=torch.float64), iter(values)
         for row, steps in zip(by_token, self.steps, strict=True):
             for start, step in zip([0, *(step.end + 1 for step in steps)], steps, strict=False):
@@ -135,7 +135,7 @@ def whiten(
         weights (`torch.Tensor`, *optional*):
             How often each value counts in mean and variance, of the same shape. The mask by default.
         reduce (`Callable`, *optional*):
-            Sums a tensor over processes, so that mean and variance are those of all of them.
+            Sums a tensor over processes, so that mean and variance are over all processes.
 
     Returns:
         `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.

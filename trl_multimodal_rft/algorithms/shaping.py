@@ -15,7 +15,7 @@ def contrast_bonus(
 ) -> torch.Tensor:
     r"""
     Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions
-    get a bonus where the mean reward of their group is at least $\mu$ times that of completions from a view.
+    get a bonus if the mean reward of their group is at least $\mu$ times the mean reward of completions from a view.
 
     Args:
         rewards (`torch.Tensor`):

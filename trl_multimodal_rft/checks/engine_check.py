@@ -23,15 +23,15 @@ from .self_check import SelfCheck
 # Number of completions that each rank compares
 _PROBES = 4
 
-# After an update, an engine may differ from the policy by the first factor times the difference before. An engine that
-# doesn't get the weights shows once the policy's log-probabilities have moved by the second factor times this limit.
+# After an update, an engine may differ from the policy by `_GROWS` times the difference before. An engine without the
+# new weights is detectable once they have moved the policy's log-probabilities by `_SHOWS` times the limit.
 _GROWS, _SHOWS = 4, 2
 
 
 class EngineCheck:
     """
-    Comparison of an engine with the policy on three batches: the first one, the first one after the weights have moved
-    so far that an engine without them would show, and the first one with media that tools return.
+    Comparison of an engine with the policy on three batches: the first batch, the first batch after the weights have
+    moved far enough to detect an engine without them, and the first batch with media that tools return.
 
     The policy scores a few completions of each rank one by one. In half precision, if scores differ by more than the
     constant limit, the noise of the policy's own scores is measured, see [`rounding`]. `check` gets the results;
@@ -95,7 +95,7 @@ class EngineCheck:
     def run_after_tools(
         self, model: nn.Module, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
-        """Measures the first tokens that the engine samples after media of a tool; returns whether there are any."""
+        """Measures a completion of the first batch with tokens after media of a tool; returns whether there is one."""
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
@@ -173,7 +173,7 @@ def _select(completions: Completions, rows: list[int]) -> Completions:
 
 
 def _diverse(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
-    """Returns batch indices of a few completions with tokens, of different modalities and prompts before others."""
+    """Returns batch indices of a few completions, those with tokens and of different modalities and prompts first."""
     order: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()
     for prompt, rows in group_by_prompt(prompts).items():

@@ -60,7 +60,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         if isinstance(error, Exception) and should_reduce_batch_size(error):
             return True
-        # Allocations outside PyTorch's allocator raise errors of no class of their own
+        # Allocations outside PyTorch's allocator raise errors without a specific class
         if isinstance(error, RuntimeError) and re.search("(?i)out of memory|STATUS_ALLOC_FAILED", str(error)):
             return True
         error = error.__cause__ or error.__context__
@@ -147,10 +147,10 @@ class Measure:
         return self.logps_of(self._logits(whole, n_new + 1)[:, -n_new - 1 : -1], ids)
 
     def _logits(self, inputs: dict[str, torch.Tensor], last: int) -> torch.Tensor:
-        """Returns the logits of the last tokens, as many as the number `last` or more."""
-        kept = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
+        """Returns the logits of the final tokens, at least `last` of them."""
+        options = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
-            return self.prepared(**inputs, **kept, use_cache=False).logits
+            return self.prepared(**inputs, **options, use_cache=False).logits
 
     def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
         """Returns log-probabilities `(1, P - 1)` of a row from its second token; all but the final `last` may be 0."""
@@ -186,8 +186,8 @@ class Measure:
     ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
         """
         Returns prompts to measure, donors of other media by modality, and partners for a common forward, the same on
-        all ranks. `plain(i)` returns the outputs for this rank's prompt `i`, if it has media, of the processor as
-        `AutoProcessor.from_pretrained` loads it.
+        all ranks. `plain(i)` returns the outputs of the processor, as `AutoProcessor.from_pretrained` loads it, for
+        this rank's prompt `i`, and is called only if the prompt has media.
         """
 
         # Prompts of text aren't processed again, as `plain` may not know the tools that the run wrote into them
@@ -212,7 +212,7 @@ class Measure:
         return [cases[trait] for trait in targets], donor_prompts, [cases[trait].prompt for trait in partners]
 
     def features(self, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
-        """Returns the largest difference of outputs from the loaded processor's, relative to the largest value."""
+        """Returns the largest difference of outputs from the `plain` processor's, relative to the largest value."""
         worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
         for name, value in plain.items() if worst == 0 else ():
             if value.numel():
@@ -274,8 +274,8 @@ class Measure:
             return largest, False
         steps = two_steps(self.dtype, self.worst(self.largest_logit)) / self.policy.temperature
         self.tolerance = max(self.tolerance, steps)
-        kept = mask.bool()
-        return largest, not self.worst(float(exceeds((a - b)[kept], scale[kept], self.tolerance)))
+        counted = mask.bool()
+        return largest, not self.worst(float(exceeds((a - b)[counted], scale[counted], self.tolerance)))
 
     def settle(
         self,
@@ -351,6 +351,7 @@ class Measure:
         return None if outcome else result
 
     def require(self, name: str, measure: Callable[[], _Result]) -> _Result:
+        """Returns the result of `measure`; raises on all ranks if it fails on one."""
         result = self.attempt(name, measure)
         if result is None:
             raise self.inexact(f"{name} fails ({self.failure})")
@@ -363,7 +364,7 @@ class Measure:
             setattr(self.fallbacks, name, value)
 
     def splits(self) -> list[Literal["media", "prompt"] | None]:
-        """Returns the value of `isolate` and those after it, which split forwards further: by media, by prompt."""
+        """Returns the value of `isolate` and the values that split forwards further: by media, by prompt."""
         splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
         return splits[splits.index(self.fallbacks.isolate) :]
 

@@ -49,7 +49,7 @@ def media_contribution(
     """
     prompts, ids, completion_mask = completions
     # Index of a completion, a modality of its prompt, and the prompt without media of this modality
-    cases = [(row, kind, _without(encode, row, kind)) for row, kind in _chosen(prompts, mask)]
+    cases = [(row, kind, _without(encode, row, kind)) for row, kind in _select_cases(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
     accelerator = policy.accelerator
     assert accelerator is not None
@@ -78,16 +78,16 @@ def media_contribution(
     return metrics
 
 
-def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
+def _select_cases(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
     """Returns pairs of a completion's index and a modality, for one completion of each of up to `_PROMPTS` prompts."""
-    chosen: list[tuple[int, str]] = []
+    cases: list[tuple[int, str]] = []
     for rows in group_by_prompt(prompts).values():
         # Leaves out prompts of several parts, which hold media of tools, as `encode` makes the first part alone
         plain = [row for row in rows if mask[row].any() and len(prompts[row].parts) == 1]
-        chosen += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
-        if len({row for row, _ in chosen}) == _PROMPTS:
+        cases += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
+        if len({row for row, _ in cases}) == _PROMPTS:
             break
-    return chosen
+    return cases
 
 
 def _without(encode: Callable[[int, View], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:

@@ -9,15 +9,15 @@ roundings that follow. A token's noise is the standard deviation of the differen
 
 The repeats run the computation that scores are compared with, such as the model's own forward on one prompt, so they
 hold no padding, packing or other prompts. Wrong media or positions shift all repeats alike, and dropout draws the same
-numbers in each repeat. So no defect that the self-check looks for increases the noise behind which the defect could
-hide.
+numbers in each repeat. So the defects that the self-check looks for don't increase the noise, and can't hide behind
+it.
 
 A token's limit is the constant, or two steps of the largest logit if they are more, plus `NOISE_FACTOR` times the
 token's noise. Two steps, since two computations may round a logit that is midway between two numbers to different
 ones, but too rarely for the repeats to show it. A comparison fails if one token is off by twice its limit, if two
 tokens are off by more than their limits, or if the root mean square over all tokens exceeds the constant (or the two
-steps) plus half of `NOISE_FACTOR` times that of the noise. A single token may be an outlier, for instance near the
-border between two experts.
+steps) plus half of `NOISE_FACTOR` times the root mean square of the noise. A single token may be an outlier, for
+instance near the border between two experts.
 """
 
 import math
@@ -34,8 +34,8 @@ from ..models.towers import find_towers
 # Number of forwards that measure the noise
 _REPEATS = 10
 
-# With this factor, rounding alone fails fewer than 1 of 10,000 checks, even if completions are the same, whose tokens
-# are off by the same amounts, so that an outlier counts twice
+# With this factor, rounding alone fails fewer than 1 of 10,000 checks, even if both completions are the same, so that
+# an outlier counts twice
 NOISE_FACTOR = 4
 
 
@@ -74,18 +74,18 @@ def measure_noise(
     """Returns the noise of a difference of `score`'s log-probabilities `(B, N)` in a dtype; 0 where the mask is 0."""
     repeats, devices = [], [mask.device] if mask.device.type == "cuda" else []
     for seed in range(_REPEATS):
-        with torch.random.fork_rng(devices=devices), _rounded_otherwise(model, dtype, seed):
+        with torch.random.fork_rng(devices=devices), _perturbed_inputs(model, dtype, seed):
             repeats.append(score()[mask.bool()])
     noise = torch.zeros(mask.shape, device=mask.device)
     return noise.masked_scatter(mask.bool(), noise_of(torch.stack(repeats)).float())
 
 
 @contextmanager
-def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
-    """Moves token embeddings and inputs of encoders by up to half a step of a dtype, up or down at random."""
+def _perturbed_inputs(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
+    """Perturbs token embeddings and inputs of encoders at random, by up to half a step of a dtype."""
     half_step, generators = torch.finfo(dtype).eps / 2, {}
 
-    def moved(value: torch.Tensor) -> torch.Tensor:
+    def perturbed(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value  # flags, indices and masks stay as they are
         if value.device not in generators:
@@ -93,12 +93,12 @@ def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) ->
         shares = torch.rand(value.shape, generator=generators[value.device], device=value.device)
         return (value * (1 + half_step * (2 * shares - 1))).to(value.dtype)
 
-    def move_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
+    def perturb_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return tuple(map(perturbed, args)), {name: perturbed(value) for name, value in kwargs.items()}
 
     with ExitStack() as hooks:
         embeddings = model.get_input_embeddings()
-        hooks.enter_context(embeddings.register_forward_hook(lambda module, args, output: moved(output)))
+        hooks.enter_context(embeddings.register_forward_hook(lambda module, args, output: perturbed(output)))
         for name in find_towers(model).values():
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(move_inputs, with_kwargs=True))
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(perturb_inputs, with_kwargs=True))
         yield

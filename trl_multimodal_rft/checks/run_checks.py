@@ -44,7 +44,7 @@ class Checks:
         prompts: list[EncodedPrompt],
         settings: Callable[[], RunSettings],
     ) -> None:
-        """Runs the self-check on the first prompts, and on the first ones with a modality that wasn't measured."""
+        """Runs the self-check on the first prompts, and again on the first prompts with an unmeasured modality."""
         self._measure(
             model, prompts, lambda media: run_self_check(self.policy, model, prompts, messages, settings(), media)
         )

@@ -47,9 +47,9 @@ class SelfCheck:
     """
     Largest absolute differences of log-probabilities over all ranks, in nats.
 
-    The truth is the model's own forward on what its processor returns, with its positions, masks and logits, one
-    prompt and one completion at a time. Where its `generate` computes something else, because attention differs within
-    a prompt, the truth is the logits of `generate`.
+    The truth is the model's own forward on its processor's outputs, with the positions, masks and logits of the model,
+    one prompt and one completion at a time. If `generate` computes other logits, because attention differs within a
+    prompt, these logits are the truth.
     """
 
     features: float | None = None  # media tensors against the loaded processor's, relative to the largest value
@@ -57,7 +57,7 @@ class SelfCheck:
     packed: float | None = None  # packed rows against the truth; `None` without packing
     # By modality, the effect of another medium; NaN if the batch holds no other
     media: dict[str, float] = field(default_factory=dict)
-    rows: float | None = None  # prompts in one forward, as far as they share one, against one prompt per forward
+    rows: float | None = None  # several prompts per forward, unless fallbacks split it, against one per forward
     sampled: float | None = None  # log-probabilities of sampling against the truth; `None` if sampling returns none
     changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
     # How far these changes move log-probabilities of sampled tokens; `None` if sampling returns none
@@ -144,12 +144,12 @@ def run_self_check(
     Measures a policy on prompts and the messages that they were encoded from, without changing the policy.
 
     All ranks check the same prompts, which come from all ranks, so that the forwards of a sharded model agree.
-    `model` is as the accelerator prepared it, and `media` holds the effects of media that were measured before.
+    `model` is as the accelerator prepared it, and `media` holds effects of media from earlier checks.
     """
     check = _Check(policy, model, settings, media)
     with measuring(model, check.device):
         measurements = check.run(messages, prompts)
-    with check.same_statistics():
+    with check.restoring_buffers():
         with measuring(model, check.device, evaluation=False):
             training = check.training_mode()
         with measuring(model, check.device, evaluation=False, checkpointing=True):
@@ -164,7 +164,7 @@ def check_conversation(
     completion_ids: Sequence[list[int]],
     engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
-    """Returns the difference of a completion with media of a tool, and its fallbacks; `None` if no rank has one."""
+    """Measures a completion after media of a tool. Returns the difference and fallbacks; `None` if no rank has one."""
     local_case = [
         (prompt, ids)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
@@ -208,6 +208,8 @@ class _Completions(NamedTuple):
 
 
 class _Check(Measure):
+    """A self-check on the prompts of a run."""
+
     def __init__(self, policy: PolicyForward, model: nn.Module, settings: RunSettings, media: dict[str, float]):
         super().__init__(policy, model, settings.engine_positions)
         self.settings = settings
@@ -240,7 +242,7 @@ class _Check(Measure):
             for kind in sorted(target.prompt.modalities - self.media.keys()):
                 swap = functools.partial(self._score_one, ids, mask)
                 self.media[kind] = self.effect(kind, target.prompt, donors.get(kind), swap, scores, mask)
-        rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
+        rows = self._compare_batches(targets[0].prompt, partners, *self.scored[1][:2])
         # The shortest prompt, with media if there are any
         self.shortest = min(
             [*(entry.prompt for entry in targets), *partners], key=lambda entry: (not entry.media, len(entry))
@@ -282,7 +284,7 @@ class _Check(Measure):
     # Training mode
 
     @contextmanager
-    def same_statistics(self) -> Iterator[None]:
+    def restoring_buffers(self) -> Iterator[None]:
         """Restores the model's buffers at exit, such as the statistics of batch norms."""
         statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
@@ -305,8 +307,8 @@ class _Check(Measure):
         Runs a backward pass of the shortest prompt, so that a kernel without one fails before the first update.
 
         `autograd.grad` on the unwrapped module leaves gradients and hooks of DDP alone. DeepSpeed and FSDP would take
-        a backward pass for that of a training step, so none runs with them, nor with reentrant checkpointing, which
-        refuses `autograd.grad`.
+        a backward pass for that of a training step, so the check leaves them out, and models with reentrant
+        checkpointing, which refuses `autograd.grad`.
         """
         module = self.accelerator.unwrap_model(self.prepared)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -340,7 +342,7 @@ class _Check(Measure):
     # Sampling
 
     def _sample_and_recompute(self, target: Case) -> tuple[_Completions, float | None]:
-        """Returns completions of a prompt, and how far their log-probabilities from sampling are from the truth."""
+        """Returns completions of a prompt and the difference of sampled log-probabilities from the truth, if known."""
         ids, mask, sampled = self._sample(target.prompt)
         completions = self._truth(target, ids, mask, sampled)
         if sampled is None:
@@ -419,6 +421,7 @@ class _Check(Measure):
     def _truth(
         self, target: Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
     ) -> _Completions:
+        """Returns completions with their true log-probabilities, see [`SelfCheck`]."""
         inputs = self.model_inputs(target.plain, target.prompt)
         forward = functools.partial(self.model_logps, inputs, target.prompt, ids)
         generate = functools.partial(self._generate, inputs, ids)
@@ -454,16 +457,16 @@ class _Check(Measure):
 
     # Comparisons with the truth
 
-    def _independent_rows(
+    def _compare_batches(
         self, first: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
     ) -> float:
-        """Returns how far scores in one forward are from each prompt's alone; sets fallbacks until they agree."""
+        """Returns the difference between several prompts per forward and one; falls back until the scores agree."""
         prompts = [first, *partners, first]
-        alone = [
+        per_prompt = [
             self.require("scoring one prompt", lambda p=item: self.score([p], ids, mask, packed=False))
             for item in prompts[:-1]
         ]
-        separate = torch.cat([*alone, alone[0]])
+        separate = torch.cat([*per_prompt, per_prompt[0]])
 
         @functools.cache
         def noise() -> torch.Tensor | None:
@@ -471,7 +474,7 @@ class _Check(Measure):
             parts = [item for score in scores if (item := self.noise(score, mask)) is not None]
             return torch.cat([*parts, parts[0]]) if len(parts) == len(scores) else None
 
-        def together(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
+        def compare_batched(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
             n = len(ids) if packed else 1
             scores = self.attempt(
                 "scoring several prompts at once",
@@ -488,9 +491,9 @@ class _Check(Measure):
         packings = [True, False] if self.fallbacks.packing else [False]
         for packed, isolate in itertools.product(packings, self.splits()):
             # Padded rows must agree, too: batches that gain nothing from packing and prompts to sample from are padded
-            measured = [together(rows_packed, isolate) for rows_packed in {packed, False}]
-            difference = max(item for item, _ in measured)
-            if all(is_exact for _, is_exact in measured):
+            results = [compare_batched(rows_packed, isolate) for rows_packed in {packed, False}]
+            difference = max(item for item, _ in results)
+            if all(is_exact for _, is_exact in results):
                 if isolate != self.fallbacks.isolate:
                     result = "batching prompts changes their log-probabilities"
                     self.fall_back(result, f"one forward per {isolate}", isolate=isolate)

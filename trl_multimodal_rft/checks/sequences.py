@@ -28,7 +28,7 @@ _LAST = 256  # tokens at the end of a row that are compared, few enough for thei
 # Returns the outputs of the processor as loaded for a row with media, by the row's index
 Plain = Callable[..., dict[str, torch.Tensor]]
 # A pair, the column of an answer with media, and the outputs of the processor as loaded for prompt and answer
-Shown = tuple[PreferencePair, str, dict[str, torch.Tensor]]
+MediaAnswer = tuple[PreferencePair, str, dict[str, torch.Tensor]]
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
 
 
@@ -61,7 +61,7 @@ def check_sequences(
     cases = _cases(measure, sequences, plain)
     rows = cases[2]
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
-    mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
+    mask = pad_sequence([_compared_tokens(row) for row in rows], batch_first=True).to(measure.device)
 
     def by_model() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
@@ -91,9 +91,9 @@ def check_pairs(
     """
     measure = Measure(policy, model, engine_positions=False)
     targets, donors, rows = _cases(measure, pairs, plain)
-    shown = _shown(measure, pairs, plain)
-    rows = [*rows, *dict.fromkeys(pair for pair, _, _ in shown)]
-    media = {(pair, name): outputs for pair, name, outputs in shown}
+    answers = _media_answers(measure, pairs, plain)
+    rows = [*rows, *dict.fromkeys(pair for pair, _, _ in answers)]
+    media = {(pair, name): outputs for pair, name, outputs in answers}
     sequences = [
         _as_processed(sequence, media.get((pair, name)))
         for pair in rows
@@ -123,10 +123,10 @@ def check_pairs(
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
     cases = targets, donors, rows
-    return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else learned & last, packs, shown)
+    return _compare(measure, cases, by_model, score, mask[:, :1] > 0 if rewards else learned & last, packs, answers)
 
 
-def _shown(measure: Measure, pairs: Sequence[PreferencePair], plain: Plain) -> list[Shown]:
+def _media_answers(measure: Measure, pairs: Sequence[PreferencePair], plain: Plain) -> list[MediaAnswer]:
     """Returns the answers with media of the first pair of all ranks that has some, with the processor's outputs."""
     first = next(((i, pair) for i, pair in enumerate(pairs) if pair.answers), None)
     holders = [process for process, holds in enumerate(gather_object([first is not None])) if holds]
@@ -134,10 +134,10 @@ def _shown(measure: Measure, pairs: Sequence[PreferencePair], plain: Plain) -> l
         return []
     is_holder = measure.accelerator.process_index == holders[0]
 
-    def read() -> list[Shown]:
+    def read() -> list[MediaAnswer]:
         if not is_holder or first is None:
             return []
-        index, pair = first[0], replace(first[1])  # a copy is a row of its own on all ranks
+        index, pair = first[0], replace(first[1])  # a copy, so that no rank takes it for one of its pairs
         return [(pair, name, plain(index, name)) for name in pair.answers]
 
     name = "its processor, as `AutoProcessor.from_pretrained` loads it,"
@@ -151,11 +151,11 @@ def _compare(
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
     packs: bool,
-    shown: Sequence[Shown] = (),
+    answers: Sequence[MediaAnswer] = (),
 ) -> SelfCheck:
     """
-    Compares padded and packed scores with the model's own forward and with scores under other media, where the mask is
-    true, and media tensors with the processor's. `shown` are answers with media of one of the rows.
+    Compares padded and packed scores with the model's own forward, media tensors with the processor's, and scores with
+    scores under other media. Scores count where the mask is true. `answers` are answers with media of one row.
     """
     (targets, donors, rows), features, media = cases, list[float](), dict[str, float]()
     for ours, plain in ((case.prompt.media, case.plain) for case in targets if case.prompt.media):
@@ -167,9 +167,9 @@ def _compare(
         scores, padded, packed = measure.settle(score_rows, truth, mask, noise, packs=packs, isolates=True)
 
         # Media to replace by others, each with the function that returns rows with a replacement
-        replaceable = [(case.prompt, functools.partial(_put, rows, case.prompt)) for case in targets]
-        for pair, name, _ in shown:
-            replaceable.append((pair.answers[name], functools.partial(_put_answer, rows, pair, name)))
+        replaceable = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
+        for pair, name, _ in answers:
+            replaceable.append((pair.answers[name], functools.partial(_replace_answer, rows, pair, name)))
         for row, put in replaceable:
 
             def swap(other: EncodedPrompt, put: Callable[[EncodedPrompt], list[Any]] = put) -> torch.Tensor:
@@ -186,23 +186,23 @@ def _as_processed(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | No
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
 
-def _put(rows: list[Any], row: EncodedPrompt, other: EncodedPrompt) -> list[Any]:
+def _replace_row(rows: list[Any], row: EncodedPrompt, other: EncodedPrompt) -> list[Any]:
     return [other if entry is row else entry for entry in rows]
 
 
-def _put_answer(rows: list[Any], pair: PreferencePair, name: str, other: SupervisedSequence) -> list[Any]:
-    return _put(rows, pair, replace(pair, answers={**pair.answers, name: other}))
+def _replace_answer(rows: list[Any], pair: PreferencePair, name: str, other: SupervisedSequence) -> list[Any]:
+    return _replace_row(rows, pair, replace(pair, answers={**pair.answers, name: other}))
 
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], plain: Plain) -> Cases:
-    """Returns rows of all ranks: to compare the media of, donors of other media by modality, and all to measure."""
+    """Returns cases whose media to compare, donors of other media by modality, and all rows to measure."""
     selection = measure.cases(
         rows, lambda i: plain(i) if rows[i].modalities else rows[i].media
     )  # rows of text may have blank media
     return *selection[:2], list(dict.fromkeys([*(case.prompt for case in selection[0]), *selection[2]]))
 
 
-def _compared(row: SupervisedSequence) -> torch.Tensor:
-    """Returns the mask of the tokens after the first that are compared: the last learned ones, or else all learned."""
+def _compared_tokens(row: SupervisedSequence) -> torch.Tensor:
+    """Returns the mask of compared tokens, from the second on: learned ones among the last, or else all learned."""
     learned = row.learned & (torch.arange(len(row)) >= len(row) - _LAST)
     return (learned if learned[1:].any() else row.learned)[1:]

@@ -10,17 +10,17 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
 
 
-# Limit of the prompts with media of other shapes in one forward. One may not be enough, as the strides of an
+# Most prompts with media of other shapes in the common forward. One may not be enough, as the strides of an
 # encoder decide which shapes affect each other
 _PARTNERS = 3
 
-# Limit of the integers in a tensor that may hold sizes, and is compared by value
+# Tensors of at most so many integers may hold sizes, so they are compared by value
 _MOST_SIZES = 64
 
 
 @dataclass(eq=False)
 class Traits:
-    """Facts about a prompt by which all ranks select those to check."""
+    """Facts about a prompt, by which all ranks select the same prompts to check."""
 
     process: int
     index: int  # of the prompt on its process
@@ -78,7 +78,8 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
 
 def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
-    Returns a prompt with a donor's features in its own shapes, or without a donor, with its own features reversed.
+    Returns a prompt with a donor's features, cut or repeated to the prompt's shapes, or, without a donor, with the
+    prompt's features reversed.
 
     Zeros stay 0, and no other number becomes 0, since some models take zeros for padding and drop them.
     """

@@ -109,16 +109,16 @@ class GenerationEvalCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **_: EventPart,
     ):
-        # With several datasets a trainer evaluates more than once in a step, and `freq` precedes its evaluation
-        current = self.trainer.is_in_train and state.global_step == self._last_step
-        if not current and (self.freq is None or self.trainer.is_in_train and self._chooses(args, metrics)):
+        # The callback may have evaluated in this step, by `freq` or for another dataset of the trainer
+        is_current = self.trainer.is_in_train and state.global_step == self._last_step
+        if not is_current and (self.freq is None or self.trainer.is_in_train and self._selects_weights(args, metrics)):
             self._evaluate(state, control)
-            current = True
-        if current and metrics is not None:
+            is_current = True
+        if is_current and metrics is not None:
             metrics.update(self._logged)
 
-    def _chooses(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
-        """Returns whether the best weights are selected by a metric that the callback may add to `metrics`."""
+    def _selects_weights(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
+        """Returns whether `metric_for_best_model` may be one of the callback's metrics, which `metrics` lacks."""
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False
@@ -135,7 +135,7 @@ class GenerationEvalCallback(TrainerCallback):
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
         self._logged = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
-        # This log must not replace a log of the steps so far that is due
+        # Logging resets `should_log`, which must stay set where a log of training metrics is due
         due = control.should_log
         # TRL's `log` would add the training metrics since its last call, which the next log then misses
         log: Callable[..., None] = Trainer.log

@@ -49,6 +49,8 @@ logger = get_logger(__name__)
 
 @dataclass
 class Policy:
+    """A policy with everything that sampling its completions needs."""
+
     model: nn.Module  # put in evaluation mode
     encoder: PromptEncoder
     # Returns the token ids of a completion per prompt, up to its end
@@ -62,7 +64,7 @@ class Policy:
 
 
 class Evaluation:
-    """An evaluation of a policy on a dataset, whose batches the ranks share."""
+    """An evaluation of a policy on the batches of a dataset, which are distributed over the ranks."""
 
     def __init__(
         self,
@@ -147,13 +149,13 @@ class Evaluation:
         settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
         return EvaluationResult(metrics, records, settings, skipped)
 
-    def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
+    def _check_columns(self, rows: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
         if self.toolbox:
             return  # environments may read any column
         takes = input_modalities(self.policy.model)
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
-        warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
+        warning = check_columns(rows, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
         if warning is not None:
             logger.warning_once(warning)  # once for all evaluations of a run
 
@@ -169,19 +171,19 @@ class Evaluation:
         records = [{"index": row.row_index, **answer} for row, answer in zip(rows, self._answer(rollout), strict=True)]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
-            with_medium = [
+            ablated_rows = [
                 row for row, prompt in zip(rows, prompts, strict=True) if self.args.ablate in prompt.modalities
             ]
-            if with_medium:
-                answers = self._answer_without(with_medium, seed)
+            if ablated_rows:
+                answers = self._answer_without(ablated_rows, seed)
                 for record in records:
                     record |= answers.get(record["index"], {})
-            elif self.policy.is_collective and rows:  # the ranks with such rows wait for this call
+            elif self.policy.is_collective and rows:  # ranks with ablated rows wait for this call
                 self._answer_without(rows, seed)
         for row, record in zip(rows, records, strict=True):
             columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
             self.left_out.update(name for name, value in columns.items() if not _is_plain(value))
-            if self.args.group_by is not None:  # a separate entry, as the column may be left out or share its name
+            if self.args.group_by is not None:  # a separate entry, as the column may be left out or overwritten
                 columns[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
             record |= columns
         return records
@@ -189,7 +191,7 @@ class Evaluation:
     # Prompts
 
     def _read(self, rows: Sequence[Row], ablated: bool = False) -> tuple[Rollout | None, dict[int, str]]:
-        """Returns the prompts of readable rows, if there are any, and reasons for unreadable rows by row index."""
+        """Returns the rollout of readable rows, `None` without any, and errors of unreadable rows by row index."""
         for row in () if self.toolbox else rows:
             check_has_prompt(row)
         try:
@@ -262,7 +264,7 @@ class Evaluation:
     def _answer_without(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
         """Returns further entries of records by row index: the answers without the ablated media."""
         rollout, _ = self._read(rows, ablated=True)
-        set_seed(seed)  # so that the medium alone makes a difference
+        set_seed(seed)  # the seed of the answers with media, so that only the media differ
         n_logged = len(self.logged)
         answers = self._answer(rollout)
         del self.logged[n_logged:]
@@ -274,7 +276,7 @@ class Evaluation:
         }
 
     def _answer(self, rollout: Rollout | None) -> list[dict[str, Any]]:
-        """Completes prompts, and returns the entries of each row's record."""
+        """Samples and scores completions of a rollout, and returns entries for the record of each row."""
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))

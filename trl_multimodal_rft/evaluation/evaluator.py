@@ -180,7 +180,7 @@ def evaluate_trainer(
     ZeRO-3 shards. The evaluation doesn't change training.
 
     The trainer's engine, transformers or vLLM, samples with the chat template, tools and media options of the trainer.
-    Environments are new ones.
+    Environments are created anew.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -246,6 +246,7 @@ def check_samples(evaluated: MultimodalTrainer) -> None:
 
 
 def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
+    """Returns reward functions by distinct names. Raises `ValueError` for models, duplicates and an empty list."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
         raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")

@@ -45,7 +45,7 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> np.ndarray:
         )
     if ((c < 0) | (c > n)).any():
         raise ValueError("`c` must be between 0 and `n`, for it counts the right ones of `n` samples.")
-    # A factor per failing try, which is 0 once all wrong completions are drawn
+    # Probability that each further try fails, too; 0 once all wrong completions are drawn
     failures = [np.clip(n - c - i, 0, None) / (n - i) for i in range(k)]
     return 1 - np.prod(failures, axis=0)
 
@@ -86,12 +86,12 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
             )
         if not 1 <= k <= len(votes):
             raise ValueError(f"`k` is {k}, but row {row} has {len(votes)} answers; sample more, or lower it.")
-        won = []
+        right_blocks = []
         for start in range(0, len(votes) - k + 1, k):
             block = list(votes[start : start + k])
             (winner, _), *_ = Counter(block).most_common()  # equal counts are in the order of first appearance
-            won.append(bool(right[start + block.index(winner)]))
-        shares.append(np.mean(won))
+            right_blocks.append(bool(right[start + block.index(winner)]))
+        shares.append(np.mean(right_blocks))
     return np.array(shares, dtype=float)
 
 

@@ -61,7 +61,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     orders: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in result.rows:
         orders[row["index"] // 2].append(row)
-    pairs = [_joined(index, *rows) for index, rows in orders.items() if len(rows) == 2]
+    pairs = [_join_orders(index, *rows) for index, rows in orders.items() if len(rows) == 2]
     metrics = _metrics(pairs, [pair["solution"] == "tie" for pair in pairs], result.settings["reward_funcs"], args)
     n = args.num_samples
     for name, column, agree in (
@@ -80,7 +80,7 @@ def pair_result(result: EvaluationResult) -> EvaluationResult:
     return EvaluationResult(metrics, pairs, result.settings | {"pairs": True}, skipped)
 
 
-def _joined(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _join_orders(index: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a pair, with the completions of both orders."""
     lists = [name for name in first if name in _LISTS or name.startswith(("reward/", "extra/"))]
     joined = {name: None if first[name] is None else [*first[name], *second[name]] for name in lists}
@@ -114,7 +114,7 @@ def score_pairs(
 
     Args:
         reward_func (`Callable`):
-            [`RewardModel`], or a reward function with the signature of TRL's.
+            [`RewardModel`], or another reward function with TRL's signature.
         dataset ([`~datasets.Dataset`]):
             Rows of `prompt`, `chosen`, `rejected` and media; `tie` may say which pairs are equally good.
         args ([`EvaluationConfig`], *optional*):
@@ -129,7 +129,7 @@ def score_pairs(
 
     Returns:
         [`EvaluationResult`]: Metrics of [`pair_result`], except those of two orders, and `margin`, the mean score
-        of chosen completions minus that of rejected ones. Rows have the `scores` of both completions.
+        of chosen completions minus the mean score of rejected ones. Rows have the `scores` of both completions.
 
     Raises:
         `ValueError`: If the dataset has no pairs, or the function returns something else than a number or `None` per
@@ -160,14 +160,14 @@ def score_pairs(
                     raise
                 skipped[rows[0]] = str(error)
                 continue
-            shown = [
+            conversations = [
                 [row[name] for name in ("prompt", *COMPLETIONS)] for row in rows_to_messages(placed, rules=media_rules)
             ]
-            for i, row, messages in zip(range(0, len(scores), 2), batch, shown, strict=True):
+            for i, row, messages in zip(range(0, len(scores), 2), batch, conversations, strict=True):
                 prompt, *texts = (as_text(strip_media(chat)) for chat in messages)
                 pair: dict[str, Any] = {"index": row.row_index, "prompt": prompt, "fingerprint": checksum(messages)}
                 pair["completions"] = texts
-                pair |= _compared(scores[i], scores[i + 1], truth_value(row.get(TIE), TIE, row.row_index), tie_margin)
+                pair |= _outcome(scores[i], scores[i + 1], truth_value(row.get(TIE), TIE, row.row_index), tie_margin)
                 pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
     skipped = dict(gather_object([*skipped.items()]))
@@ -183,7 +183,7 @@ def score_pairs(
 def _arguments(batch: Sequence[Row], placed: Sequence[Row], media_rules: MediaRules) -> dict[str, Any]:
     """
     Returns the arguments of a reward function for both completions of each pair, as trainers pass them. In `placed`
-    rows, answers hold the media of columns, which are no arguments then.
+    rows, completions hold the media of their columns, so these columns are no arguments.
     """
     for row in batch:
         for name in COMPLETIONS:
@@ -206,7 +206,7 @@ def _arguments(batch: Sequence[Row], placed: Sequence[Row], media_rules: MediaRu
     return {**arguments, "trainer_state": TrainerState(), **logs}
 
 
-def _compared(chosen: float | None, rejected: float | None, tie: bool, tie_margin: float) -> dict[str, Any]:
+def _outcome(chosen: float | None, rejected: float | None, tie: bool, tie_margin: float) -> dict[str, Any]:
     """Returns the entries of a pair's record that follow from its scores."""
     correct = predicted = None
     if chosen is not None and rejected is not None:

@@ -109,13 +109,13 @@ def aggregate(
     for k in args.pass_at:
         add(f"pass@{k}", pass_at_k(n, right, k), is_binary=k == n)
     for k in args.majority_at or ():
-        # Answers that differ in case, whitespace or punctuation only agree
+        # Answers agree if they differ only in case, whitespace or punctuation
         answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
         add(f"majority@{k}", majority_at_k(answers, [record["correct"] for record in scored], k), is_binary=n < 2 * k)
     if args.group_by is not None:
         for value in sorted({record[GROUP] for record in scored}):
-            of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
-            add(f"accuracy/{value}", right[of_group] / n, is_binary=n == 1)
+            indices = [i for i, record in enumerate(scored) if record[GROUP] == value]
+            add(f"accuracy/{value}", right[indices] / n, is_binary=n == 1)
     if args.ablate is not None:
         pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
         shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
@@ -129,7 +129,7 @@ def aggregate(
     for name in reward_names:
         metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
     for name, column in (("completion_length", "completion_lengths"), ("truncated", "truncated")):
-        if not records or column in records[0]:  # pairs have none, as their completions are the dataset's
+        if not records or column in records[0]:  # pairs have none, as their completions aren't sampled
             metrics[name] = mean(_flat(record[column] for record in records))
     if records and "ended_by" in records[0]:
         calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
@@ -152,7 +152,11 @@ def estimate(name: str, values: np.ndarray, is_binary: bool, confidence: float) 
 
 
 def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | None]:
-    """Returns the gains of a result over that of the same rows in a folder, with paired confidence intervals."""
+    """
+    Returns the gains of a result over the result of the same rows in a folder, with paired confidence intervals.
+
+    Raises `ValueError` if the folder has a result of other rows.
+    """
     base_rows = Dataset.from_parquet(str(Path(folder, "rows.parquet")), keep_in_memory=True).to_list()
     for column in ("prompt", "solution", "fingerprint"):
         both = [[row.get(column) for row in rows] for rows in (base_rows, result.rows)]
@@ -218,7 +222,7 @@ def _per_cent(value: float | None) -> str:
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """Returns an answer for a summary. Long texts are cut to their ends, where prompts ask and completions answer."""
+    """Returns an answer for a summary. Long texts keep only their ends, where prompts ask and completions answer."""
     verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
     question = row["prompt"].rpartition("\nuser: ")[2]
     lines = [f"row {row['index']}: {verdict}"]

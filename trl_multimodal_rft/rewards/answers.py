@@ -52,13 +52,13 @@ _LONGEST_MEASURE = 100
 _FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion", "pi"}
 # Punctuation of prose, in any script, but not of numbers and expressions: "-5", "3.5", "1,000", "5!".
 _PUNCTUATION = re.compile(r"(?:(?<!\d)!|[.,;:?\"'`“”‘’„«»¡¿。、「」『』।॥؟،؛۔])(?!\d)")
-# Marks on a letter, in Unicode's stream-safe form; sorting more takes quadratic time
+# Most marks on a letter, as in Unicode's stream-safe form: normalization sorts marks in quadratic time
 _MOST_MARKS = 30
 # Words (except LaTeX commands), adjacent numbers and clock times aren't for math_verify, which reads "cat" as c*a*t
 # (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
 _PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
-# In other texts, math_verify stops at a character that it doesn't know: it reads "7?8" and "7)8" as 7
+# In texts with other characters, math_verify stops at the first of them: it reads "7?8" and "7)8" as 7
 _READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
 _ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
 _LONGEST_EXPRESSION = 1000
@@ -121,7 +121,7 @@ def accuracy_reward(
 
 def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list[float]:
     """
-    Rewards the form `<answer>...</answer>`: 1.0 if the completion has only whitespace around it, else 0.0.
+    Rewards the form `<answer>...</answer>`: 1.0 if a completion has only whitespace around the tags, else 0.0.
 
     See [`accuracy_reward`] for the arguments.
 
@@ -146,8 +146,8 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
 
     Args:
         think (`bool`, *optional*, defaults to `True`):
-            Whether the completion must begin with thoughts; else only the box is required. Trainers, which pass
-            `completion_ids`, add the opening tag that a prompt ends with; without `completion_ids` it may be missing.
+            Whether the completion must begin with thoughts; else only the box is required. The opening tag may be
+            missing without `completion_ids`: trainers, which pass them, add the tag if the prompt ends with it.
 
     Example:
     ```python
@@ -179,7 +179,7 @@ def compared(
     """
     Returns `reward(answer, references, position)` of each completion, `None` where the cell of its row is empty.
 
-    `read` returns the references in a cell. Raises [`RowError`] if there are none, since the cell lacks the `form`.
+    `read` returns the references in a cell. Raises [`RowError`], which names the expected `form`, if there are none.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
@@ -282,15 +282,15 @@ def _unwrapped(answer: str) -> str:
 
 
 def plain(solution: Reference) -> Json:
-    """Returns a reference, with a list or number in place of an array or tensor."""
+    """Converts a reference that is an array or tensor to a list or a number."""
     return solution.tolist() if isinstance(solution, np.ndarray | np.generic | torch.Tensor) else solution
 
 
 def references_of(solution: Reference, position: int, name: str) -> list[str]:
     """Returns the references of a row, any of which is right; none where the reward doesn't apply."""
     solution = plain(solution)
-    several = solution if isinstance(solution, (list, tuple)) else [solution]
-    references = [reference for reference in several if filled(reference) is not None]
+    entries = solution if isinstance(solution, (list, tuple)) else [solution]
+    references = [reference for reference in entries if filled(reference) is not None]
     for reference in references:
         if not isinstance(reference, (str, Real, Decimal)):
             keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""
@@ -318,15 +318,16 @@ def normal_form(text: str, superscripts: bool = False) -> str:
     """Returns a text in Unicode's NFKC, with ASCII digits for all scripts. With `superscripts`, "5²" becomes "52"."""
     if text.isascii():
         return text
-    kept, n_marks = [], 0
+    characters, n_marks = [], 0
     for character in "".join(_decomposed(character, superscripts) for character in text):
         n_marks = n_marks + 1 if unicodedata.combining(character) else 0
         if n_marks <= _MOST_MARKS:
-            kept.append(character)
-    return unicodedata.normalize("NFC", "".join(kept))
+            characters.append(character)
+    return unicodedata.normalize("NFC", "".join(characters))
 
 
 def _decomposed(character: str, superscripts: bool) -> str:
+    """Returns a character in NFKD or as an ASCII digit or minus, with a space before a fraction."""
     digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)
     if digit is not None or character == "−":
         return "-" if digit is None else str(digit)

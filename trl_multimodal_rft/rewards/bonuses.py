@@ -8,7 +8,7 @@ from .answers import accuracy_reward
 from .checks import Argument, Completion
 
 
-# Video-R1's code counts a completion as correct above this reward, of rewards from 0 to 1
+# Reward, between 0 and 1, above which Video-R1's code counts a completion as correct
 _CORRECT = 0.1
 
 
@@ -22,7 +22,7 @@ def length_reward(
     **kwargs: Argument,
 ) -> list[float | None]:
     """
-    Rewards correct answers of a length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
+    Rewards correct completions of length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
     Video-R1's code gives the bonus only where at least two completions of the group are correct; this function gives
     it to a single one, too. For the other arguments, which `correctness` gets, and the errors, see
@@ -71,7 +71,7 @@ def tool_curiosity_reward(
     Rewards calls of tools while few completions of a group call any, and penalizes many calls, as
     [Pixel-Reasoner](https://huggingface.co/papers/2505.15966) does.
 
-    A completion with \(n\) calls in a group of which the share \(r\) calls tools gets
+    A completion with \(n\) calls, in a group where the share \(r\) of completions calls tools, gets
 
     $$ \alpha \max(H - r, 0) + \beta \min(N - n, 0) $$
 
@@ -107,12 +107,13 @@ def tool_curiosity_reward(
         0 if isinstance(completion, str) else sum(len(message.get("tool_calls") or ()) for message in completion)
         for completion in completions
     ]
-    used = defaultdict(int)
+    n_with_calls = defaultdict(int)
     for group, count in zip(group_ids, counts, strict=True):
-        used[group] += count > 0
+        n_with_calls[group] += count > 0
     sizes = Counter(group_ids)
     return [
-        curiosity * max(target_rate - used[group] / sizes[group], 0.0) + call_penalty * min(free_calls - count, 0)
+        curiosity * max(target_rate - n_with_calls[group] / sizes[group], 0.0)
+        + call_penalty * min(free_calls - count, 0)
         if count
         else 0.0
         for group, count in zip(group_ids, counts, strict=True)

@@ -40,17 +40,17 @@ def call_rewards(
         if not is_async_callable(reward_func):
             with profile(name):
                 results[name] = reward_func(**arguments)
-    waiting = {name: value for name, value in reward_funcs.items() if name not in results}
-    if waiting and loop is not None:
+    async_funcs = {name: value for name, value in reward_funcs.items() if name not in results}
+    if async_funcs and loop is not None:
 
         async def call(name: str) -> list[float | None]:
             with profile(name):
-                return await waiting[name](**arguments)
+                return await async_funcs[name](**arguments)
 
-        async def together() -> list:
-            return await asyncio.gather(*map(call, waiting))
+        async def call_all() -> list:
+            return await asyncio.gather(*map(call, async_funcs))
 
-        results |= zip(waiting, asyncio.run_coroutine_threadsafe(together(), loop).result(), strict=True)
+        results |= zip(async_funcs, asyncio.run_coroutine_threadsafe(call_all(), loop).result(), strict=True)
     unchanged = (type(None), StepwiseReward)
     return {
         name: [value if isinstance(value, unchanged) else float(value) for value in results[name]]
@@ -60,7 +60,7 @@ def call_rewards(
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """Yields an event loop in a thread for async functions, or `None`. Notebooks run a loop in the current thread."""
+    """Yields an event loop for async functions, or `None`. It runs in a new thread, as notebooks run a loop, too."""
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

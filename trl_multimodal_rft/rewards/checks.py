@@ -41,7 +41,7 @@ CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log
 
 
 class StepwiseReward(float):
-    """The sum of the rewards of a completion's steps. `steps` are pairs of a step's last token index and reward."""
+    """The sum of the rewards of a completion's steps. `steps` are pairs (index of a step's last token, reward)."""
 
     steps: tuple[tuple[int, float], ...]
 
@@ -78,6 +78,7 @@ def require_column(values: Sequence[T] | None, column: str, name: str, columns: 
 
 
 def check_signature(reward_func: Callable, name: str, arguments: Collection[str] | None = None) -> None:
+    """Raises `ValueError` if a function can't be called with these arguments, by default with `CALLED_WITH`."""
     try:
         parameters = inspect.signature(reward_func).parameters
     except (TypeError, ValueError):  # some builtins have no signature
@@ -102,7 +103,7 @@ def check_signature(reward_func: Callable, name: str, arguments: Collection[str]
 
 
 @contextmanager
-def _explained(
+def _explain_errors(
     columns: dict[str, Any], rows: Sequence[int] | None, name: str, reward_func: Callable
 ) -> Iterator[None]:
     """Adds the function, the row of the dataset and the format of completions to errors of a reward function."""
@@ -112,9 +113,9 @@ def _explained(
     except RowError as error:
         raise RowError(indices[error.position], error.problem) from None
     except Exception as error:
-        failing = _raising(reward_func, columns, type(error))
-        where = f"row {indices[failing]}" if failing is not None else f"one of the rows {sorted(set(indices))}"
-        error.add_note(f"The reward function '{name}' raised this for {where}.")
+        failing = _failing_position(reward_func, columns, type(error))
+        location = f"row {indices[failing]}" if failing is not None else f"one of the rows {sorted(set(indices))}"
+        error.add_note(f"The reward function '{name}' raised this for {location}.")
         if not isinstance(error, (AttributeError, TypeError)):
             raise
         conversational = not all(isinstance(completion, str) for completion in columns["completions"])
@@ -131,13 +132,13 @@ def _explained(
         raise
 
 
-def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
-    """Returns the position of a completion that alone raises the error. Skips functions that may wait for servers."""
-    plain = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
-    for position in range(len(columns["completions"])) if plain and not torch.distributed.is_initialized() else ():
-        alone = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
+def _failing_position(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
+    """Returns the position of a completion that raises the error alone. Skips functions that may wait for servers."""
+    is_local = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
+    for position in range(len(columns["completions"])) if is_local and not torch.distributed.is_initialized() else ():
+        row_columns = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
         try:
-            reward_func(**alone | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
+            reward_func(**row_columns | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
         except kind:
             return position
         except Exception:
@@ -146,9 +147,9 @@ def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exceptio
 
 
 def compares_completions(reward_func: Callable) -> bool:
-    """Returns whether a function compares or searches values, calls no helpers and reads no content of messages."""
+    """Returns whether a function's code compares values, calls no helpers and reads no `content` of messages."""
     codes = [getattr(getattr(reward_func, "func", reward_func), "__code__", None)]
-    for code in codes:  # the loop also reaches code that it appends, such as that of comprehensions
+    for code in codes:  # the loop also reaches code that it appends, such as comprehensions
         codes += [constant for constant in getattr(code, "co_consts", ()) if inspect.iscode(constant)]
     steps = [(step.opname, step.argval) for code in filter(None, codes) for step in dis.get_instructions(code)]
     helpers = [name for kind, name in steps if kind == "LOAD_GLOBAL" and not hasattr(builtins, name)]
@@ -186,7 +187,7 @@ def checked_reward(
     def prepare(columns: dict[str, Any]) -> PreparedCall:
         check_signature(reward_func, name, {**columns, **further})
         finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows, turns=turns)
-        return {**columns, **further}, _explained({**columns, **further}, rows, name, reward_func), finish
+        return {**columns, **further}, _explain_errors({**columns, **further}, rows, name, reward_func), finish
 
     return wrap_reward(reward_func, name, prepare)
 
@@ -229,8 +230,8 @@ def check_rewards(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[float | None]:
     """
-    Checks the rewards of a reward function, and returns them as a list. With `turns`, the token spans of the turns of
-    each completion, a reward may be a list: one per turn, or pairs of a step's last token and its reward.
+    Checks the rewards of a reward function, and returns them as a list. With `turns`, the spans of tokens of each
+    completion's turns, a reward may be a list: one number per turn, or pairs (index of a step's last token, reward).
     """
     source = f"The reward function '{name}' returned"
     try:
@@ -244,23 +245,23 @@ def check_rewards(
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
-    # If some completion has an array of several numbers, arrays of one number are rewards of a turn, too
-    by_turn = turns is not None and any(_is_row(reward) and len(reward) > 1 for reward in values)
+    # Beside an array of several numbers, an array of one number is the reward of one turn, not of the completion
+    by_turn = turns is not None and any(_is_vector(reward) and len(reward) > 1 for reward in values)
     for position, reward in enumerate(values):
-        value = reward.tolist() if by_turn and _is_row(reward) else _plain(reward)
-        where = f"completion {position}" if rows is None else f"row {rows[position]}"
+        value = reward.tolist() if by_turn and _is_vector(reward) else _plain(reward)
+        row = f"completion {position}" if rows is None else f"row {rows[position]}"
         if turns is not None and isinstance(value, (list, tuple)):
-            value = _stepwise([*map(_plain, value)], turns[position], source, where)
+            value = _stepwise([*map(_plain, value)], turns[position], source, row)
         if value is not None and not is_finite(value):
             raise ValueError(
-                f"{source} {value!r:.40} for {where}; return a finite number, or None where the reward doesn't apply. "
+                f"{source} {value!r:.40} for {row}; return a finite number, or None where the reward doesn't apply. "
                 "Rewards are float32, up to 3.4e38."
             )
         values[position] = value
     return values
 
 
-def _is_row(value: Any) -> bool:
+def _is_vector(value: Any) -> bool:
     return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1
 
 
@@ -284,8 +285,8 @@ def _stepwise(values: list[Any], turns: Sequence[tuple[int, int]], source: str, 
     steps: list[tuple[int, float]] = []
     for step in values:
         end, reward = map(_plain, step) if isinstance(step, (list, tuple)) and len(step) == 2 else (None, None)
-        sampled = type(end) is int and any(start <= end < stop for start, stop in turns)
-        if not sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
+        is_sampled = type(end) is int and any(start <= end < stop for start, stop in turns)
+        if not is_sampled or not is_finite(reward) or steps and end <= steps[-1][0]:
             spans = ", ".join(f"{start} to {stop - 1}" for start, stop in turns)
             raise ValueError(
                 f"{source} the step {step!r:.40} for {row}; return pairs of a token's index, in order, and a finite "

@@ -69,15 +69,15 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
 
     An answer names a choice by, in this order: the choice's text, except for case, whitespace and punctuation; its
     letter, as in `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, unless the text of another choice follows; and
-    all of its words without any word that only other choices have. This last rule is that of
+    all of its words without any word that only other choices have. The last rule comes from
     [MMAU](https://huggingface.co/papers/2410.19168), which ignores negations: `"not a woman"` names `"Woman"`.
     """
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     texts, index = [normalize_answer(choice) for choice in choices], None
     # An answer may repeat "A." many times, so the loop compares texts only where their lengths match
-    letters, start, left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
+    letters, start, n_left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
-        text = normalize_answer(answer[start:]) if left in lengths else None
+        text = normalize_answer(answer[start:]) if n_left in lengths else None
         if text in texts:
             index = texts.index(text)
             break
@@ -86,7 +86,7 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
             index = _by_words(answer[start:], choices)
             break
         letters.append(ord(letter[0]) - ord("A"))
-        left -= _n_characters(answer[start : letter[1]])
+        n_left -= _n_characters(answer[start : letter[1]])
         start = letter[1]
         if start == len(answer):
             break
@@ -101,9 +101,10 @@ def _n_characters(text: str) -> int:
 
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:
-    answered, *words = [set(_WORD.findall(text.casefold())) for text in (answer, *choices)]
-    for index, named in enumerate(words):
-        others = set().union(*words) - named
-        if named and named <= answered and not answered & others:
+    """Returns the index of a choice by the last rule of [`named_choice`], or `None`."""
+    answer_words, *words = [set(_WORD.findall(text.casefold())) for text in (answer, *choices)]
+    for index, choice_words in enumerate(words):
+        other_words = set().union(*words) - choice_words
+        if choice_words and choice_words <= answer_words and not answer_words & other_words:
             return index
     return None

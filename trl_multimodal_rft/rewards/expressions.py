@@ -22,7 +22,7 @@ _MEMORY = 4 * 2**30  # bytes
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Returns whether math-verify finds two expressions equal, from any thread. The first call starts the process."""
+    """Returns whether math-verify finds two expressions equal, in any thread. The first call starts the process."""
     return _comparer(os.getpid()).equal(answer, reference)
 
 
@@ -92,22 +92,22 @@ def _serve() -> None:
     if sys.platform != "win32":
         import resource
 
-        most = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = _MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = _MEMORY if hard_limit == resource.RLIM_INFINITY else min(_MEMORY, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     from math_verify import parse, verify
 
     logging.disable()
-    answers, sys.stdout = sys.stdout, sys.stderr
-    print("ready", file=answers, flush=True)
+    replies, sys.stdout = sys.stdout, sys.stderr
+    print("ready", file=replies, flush=True)
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            # Exits after the limit from another thread, even while a C library runs
+            # A watchdog thread ends the process after the limit, even while a C library runs
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=nowhere)
             guess, gold = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             is_equal = bool(gold) and bool(guess) and verify(gold, guess, timeout_seconds=None)
             faulthandler.cancel_dump_traceback_later()
-            print("equal" if is_equal else "other", file=answers, flush=True)
+            print("equal" if is_equal else "other", file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
     if not boxes:
         return reward
     ious = np.array([[box_iou(box, reference) for reference in references] for box in boxes])
-    pairs = [pair for pair in _assigned(ious) if ious[pair] > threshold]
+    pairs = [pair for pair in _best_assignment(ious) if ious[pair] > threshold]
     if not pairs:
         return reward
     precision, recall = len(pairs) / len(boxes), len(pairs) / len(references)
@@ -252,8 +252,8 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
     return min(max(reward, 0.0), 3.0)
 
 
-def _assigned(gains: np.ndarray) -> list[tuple[int, int]]:
-    """Returns the pairs of rows and columns with the largest sum of gains, no row or column in two of the pairs."""
+def _best_assignment(gains: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the assignment of rows to columns with the largest sum of gains, as pairs of indices."""
     from scipy.optimize import linear_sum_assignment
 
     return list(zip(*(indices.tolist() for indices in linear_sum_assignment(gains, maximize=True)), strict=True))
@@ -300,17 +300,17 @@ def counting_reward(
         if not points:
             return float(number_in(answer) == len(references))
         scales = scales_of(solution_scale, answer_scale, position)
-        one = np.array(points) / scales[1]
-        other = np.array(references) / scales[0]
-        distances = np.linalg.norm(one[:, None] - other, axis=-1) / math.sqrt(2)
-        mean = float(np.mean([distances[pair] for pair in _assigned(-distances)]))
-        return min(len(one), len(other)) / max(len(one), len(other)) * max(1 - mean, 0.0)
+        answered = np.array(points) / scales[1]
+        expected = np.array(references) / scales[0]
+        distances = np.linalg.norm(answered[:, None] - expected, axis=-1) / math.sqrt(2)
+        mean = float(np.mean([distances[pair] for pair in _best_assignment(-distances)]))
+        return min(len(answered), len(expected)) / max(len(answered), len(expected)) * max(1 - mean, 0.0)
 
     form = "a number, a list of numbers, or a list of points [x, y]"
-    return compared(completions, solution, "counting_reward", _counted, form, reward, kwargs)
+    return compared(completions, solution, "counting_reward", _numbers_or_points, form, reward, kwargs)
 
 
-def _counted(solution: Json) -> list:
+def _numbers_or_points(solution: Json) -> list:
     return numbers_of(solution) or points_of(solution)
 
 
@@ -356,9 +356,9 @@ def number_in(text: str) -> float | None:
 
 def numbers_of(solution: Json) -> list[float]:
     """Returns the numbers of a reference: a number, a text with one number, or a list of such entries."""
-    several = solution if isinstance(solution, (list, tuple)) else [solution]
+    entries = solution if isinstance(solution, (list, tuple)) else [solution]
     numbers = []
-    for entry in several:
+    for entry in entries:
         number = number_in(extract_answer(entry)) if isinstance(entry, str) else entry
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
             return []

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A reward without labels: the answer that most completions of a group give."""
+"""A reward without labels: agreement with the most frequent answer of the group."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ def majority_reward(
     **kwargs: Argument,
 ) -> list[float]:
     """
-    Rewards a completion whose answer is that of most completions of its group with 1.0, and any other with 0.0, as
+    Rewards the most frequent answer of a group: 1.0 for a completion that gives it, 0.0 for any other, as
     [TTRL](https://huggingface.co/papers/2504.16084) and [AQA-TTRL](https://huggingface.co/papers/2510.05478) do.
 
     Answers are those of majority@k: [`~rewards.choices.extracted_answer`] without case, whitespace and punctuation. An
@@ -64,7 +64,7 @@ def majority_reward(
     groups: dict[int, list[int]] = defaultdict(list)
     for position, group in enumerate(group_ids):
         groups[group].append(position)
-    rewards, shares, labels = [0.0] * len(completions), [], []
+    rewards, shares, winners = [0.0] * len(completions), [], []
     for positions in groups.values():
         votes = Counter(answers[position] for position in positions if answers[position])
         (label, n), (_, n_second) = (*votes.most_common(2), (None, 0), (None, 0))[:2]
@@ -72,10 +72,10 @@ def majority_reward(
         if n > n_second and shares[-1] >= threshold:
             for position in positions:
                 rewards[position] = float(answers[position] == label)
-            labels.append(next(position for position in positions if answers[position] == label))
+            winners.append(next(position for position in positions if answers[position] == label))
     if log_metric is not None and shares:
         log_metric("sampling/agreement", sum(shares) / len(shares))
-        if right := _are_right(completions, columns, labels):
+        if right := _label_rewards(completions, columns, winners):
             log_metric("majority/correct_frac", sum(right) / len(right))
     return rewards
 
@@ -86,12 +86,12 @@ def _vote(completion: Completion, choices: Sequence[str] | None) -> str:
     return "" if choices and named_choice(answer, choices) is None else normalize_answer(answer)
 
 
-def _are_right(completions: Sequence[Completion], columns: Mapping[str, Any], labels: list[int]) -> list[float]:
-    """Returns 1.0 for each label that its row's solution confirms and 0.0 for others, by a completion that has it."""
+def _label_rewards(completions: Sequence[Completion], columns: Mapping[str, Any], winners: list[int]) -> list[float]:
+    """Returns 1.0 for a right label and 0.0 for a wrong one. `winners` are indices of completions with the labels."""
     solutions = columns.get("solution")
     if not solutions:
         return []
-    rows = {name: [values[i] for i in labels] for name, values in columns.items() if name in ("solution", "choices")}
+    rows = {name: [values[i] for i in winners] for name, values in columns.items() if name in ("solution", "choices")}
     reward = choice_reward if any(rows.get("choices") or ()) else accuracy_reward
-    right = reward([completions[i] for i in labels], **rows)
+    right = reward([completions[i] for i in winners], **rows)
     return [value for value in right if value is not None]

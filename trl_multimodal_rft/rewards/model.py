@@ -31,7 +31,7 @@ from .checks import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns rows for `rows_to_messages`: prompts, `further` columns, and media columns of prompts without media."""
+    """Returns rows of prompts and `further` columns, and of media columns if the prompt itself holds no media."""
     rows = []
     for i, prompt in enumerate(as_encoded(prompts)):
         names = [*further, *(() if has_media(prompt) else MEDIA_COLUMNS)]
@@ -47,22 +47,22 @@ class _Group(NamedTuple):
 
 class RewardModel:
     """
-    A reward function that scores with a model, with the signature of TRL's.
+    A reward function, with TRL's signature, that scores completions with a reward model.
 
     The model gets prompt, completion and the media of both through its processor and chat template; its family may
-    differ from the policy's. It stays on its device, and runs in evaluation mode without gradients. Consecutive
-    completions of text to one prompt share its decoded media and, where the model allows it, one encoding and one
-    forward pass of the prompt.
+    differ from the policy's. It stays on its device, and runs in evaluation mode without gradients. Consecutive text
+    completions of one prompt share the prompt's decoded media and, where the model allows it, its encoding and its
+    forward pass.
 
     Args:
         model (`torch.nn.Module`):
             Sequence classifier with one label, such as [`~transformers.Gemma3ForSequenceClassification`], also wrapped
             by an engine; or a module that is called as `model(input_ids, attention_mask=..., **media)`, with the
             processor's names of token fields and media, and returns scores of shape `(B,)` or `(B, 1)`. Rows are
-            right-padded, so the score must be that of the last token in the mask.
+            right-padded, so the model must read the score at the last token in the mask.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processing class, with a chat template (for messages). As in TRL, its padding token, or else
-            its end of sequence, becomes that of the model's config.
+            its end-of-sequence token, becomes the padding token in the model's config.
         batch_size (`int`, *optional*, defaults to `8`):
             Completions per forward pass. Completions that share the pass of their prompt stay together.
         template_kwargs (`dict[str, Any]`, *optional*):
@@ -103,7 +103,9 @@ class RewardModel:
         self.config = pretrained[0].config if pretrained else PreTrainedConfig()
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
         # By the config, since the `forward` of some classes accepts any argument and ignores unknown ones
-        self._takes = {k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)}
+        self._modalities = {
+            k for k in MODALITIES if not pretrained or any(k in input_modalities(m) for m in pretrained)
+        }
         tokenizer = tokenizer_of(processor)
         # `placeholder_tokens` reads only the attribute `config` of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
@@ -111,7 +113,7 @@ class RewardModel:
         # Sequence classifiers score the last token that isn't their config's padding token
         self.config.get_text_config().pad_token_id = self._pad
         self._options = {"add_generation_prompt": False, **self.template_kwargs}
-        self._reader = _reader_of_groups(unwrapped)
+        self._group_model = _model_for_groups(unwrapped)
 
     @classmethod
     def from_pretrained(
@@ -148,7 +150,7 @@ class RewardModel:
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float]:
-        """Scores completions. Prompts without media get those of the media columns. Trainers pass `media_rules`."""
+        """Scores completions. Media columns apply to prompts without media. Trainers pass `media_rules`."""
         rows = rows_of_batch(prompts, columns)
         rules = media_rules.without_budgets()
         prompts = [row["prompt"] for row in rows_to_messages(rows, rules=rules)]
@@ -158,12 +160,12 @@ class RewardModel:
             else read_messages(answer, "completions", i, rules)
             for i, answer in enumerate(as_encoded(completions))
         ]
-        whole, groups = self._encode(prompts, completions)
+        sequences, groups = self._encode(prompts, completions)
         scores = torch.empty(len(rows))
         self.model.eval()
         with torch.no_grad():
-            for batch in self._batches(whole):
-                scores[batch] = self._score([whole[i] for i in batch])
+            for batch in self._batches(sequences):
+                scores[batch] = self._score([sequences[i] for i in batch])
             n = max(1, self.batch_size // max((len(group.rows) for group in groups), default=1))
             for start in range(0, len(groups), n):
                 batch = groups[start : start + n]
@@ -172,22 +174,22 @@ class RewardModel:
 
     def _encode(self, prompts: list, completions: list) -> "tuple[dict[int, EncodedPrompt], list[_Group]]":
         """Returns whole sequences to forward, by row index, and groups that share the forward pass of their prompt."""
-        whole, groups, start = {}, [], 0
+        sequences, groups, start = {}, [], 0
         for stop in range(1, len(prompts) + 1):
-            shown = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
-            if stop < len(prompts) and not shown and same_prompt(prompts[stop], prompts[start]):
+            completion_refs = [*iter_refs(completions[start]), *iter_refs(completions[stop : stop + 1])]
+            if stop < len(prompts) and not completion_refs and same_prompt(prompts[stop], prompts[start]):
                 continue
             rows, prompt = range(start, stop), prompts[start]
             refs, start = [*iter_refs(prompt), *iter_refs(completions[start])], stop
             media, chats = self._load(refs), [self._chat(prompt, completions[i]) for i in rows]
             first = self._encode_row(chats[0], refs, *media)
-            group = None if self._reader is None or len(rows) == 1 else self._group(rows, first, chats)
+            group = None if self._group_model is None or len(rows) == 1 else self._group(rows, first, chats)
             if group is None:
-                later = (self._encode_row(chat, refs, *media) for chat in chats[1:])
-                whole |= dict(zip(rows, [first, *later], strict=True))
+                others = (self._encode_row(chat, refs, *media) for chat in chats[1:])
+                sequences |= dict(zip(rows, [first, *others], strict=True))
             else:
                 groups.append(group)
-        return whole, groups
+        return sequences, groups
 
     def _chat(self, prompt: str | list, completion: str | list) -> str | list:
         """Returns a prompt with its completion, as text or as messages."""
@@ -213,22 +215,22 @@ class RewardModel:
 
     def _group(self, rows: Sequence[int], first: EncodedPrompt, chats: list[str | list]) -> "_Group | None":
         """Returns the group of a prompt's completions, or `None` if they can't share the prompt's forward pass."""
-        assert self._reader is not None
+        assert self._group_model is not None
         texts = [
             chat if isinstance(chat, str) else write_chat(chat, self.processor, "", **self._options) for chat in chats
         ]
         ids = [tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"] for text in texts]
-        first.position_ids = prompt_position_ids(self._reader, first.input_ids, first.media, first.token_fields)
+        first.position_ids = prompt_position_ids(self._group_model, first.input_ids, first.media, first.token_fields)
         try:
             group = _Group(rows, *common_start(first, ids))
         except ValueError:
             return None
-        # A completion of padding tokens alone gets the score at the prompt's last token, which can't be padding then
+        # For a completion of padding alone, the score is read at the prompt's last token, which must not be padding
         return None if group.prompt.input_ids[-1] == self._pad else group
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
         for ref in refs:
-            if ref.modality not in self._takes or not isinstance(self.processor, ProcessorMixin):
+            if ref.modality not in self._modalities or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(
                     f"the reward model '{self.__name__}' with its {type(self.processor).__name__} takes no "
                     f"{ref.modality}; use a model that does, with its processor, or drop the column"
@@ -236,7 +238,7 @@ class RewardModel:
         return decode_media(refs, self.processor, self.audio_overlong)
 
     def _without_placeholders(self, value: str | list | dict) -> str | list | dict:
-        """Returns a text, a message or its blocks with a space inside the literal placeholder tokens of the model."""
+        """Inserts a space into placeholder tokens that a text, a message or its blocks contain, to keep them text."""
         if isinstance(value, str):
             for token in self._placeholders:
                 value = value.replace(token, f"{token[0]} {token[1:]}")
@@ -258,13 +260,13 @@ class RewardModel:
         return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
     def _score_groups(self, groups: "list[_Group]") -> torch.Tensor:
-        assert self._reader is not None
+        assert self._group_model is not None
         device = next(self.model.parameters()).device
         completions = [torch.tensor(ids, dtype=torch.long) for group in groups for ids in group.completions]
         ids, mask = (values.to(device) for values in padded(completions))
         prompts = [group.prompt for group in groups for _ in group.rows]
-        request = ScoreRequest(prompts, ids, mask, isolate=family_of(self._reader).isolate)
-        return completion_rewards(self.model, self._reader, request)[:, 0].cpu()
+        request = ScoreRequest(prompts, ids, mask, isolate=family_of(self._group_model).isolate)
+        return completion_rewards(self.model, self._group_model, request)[:, 0].cpu()
 
     def _score(self, rows: list[EncodedPrompt]) -> torch.Tensor:
         ids, mask = padded([row.input_ids for row in rows])
@@ -290,23 +292,23 @@ class RewardModel:
         return scores.view(-1).float().cpu()
 
 
-def _reader_of_groups(model: nn.Module) -> PreTrainedModel | None:
+def _model_for_groups(model: nn.Module) -> PreTrainedModel | None:
     """
-    Returns a model of the same modules that forwards a prompt once per group, or `None` if no such model exists.
+    Returns a model with the same modules that forwards a prompt once per group, or `None` if no such model exists.
 
-    There is none for sharded weights: all ranks gather them in a forward pass, but may have unequal numbers of groups.
+    With sharded weights, ranks need equally many forward passes, but may have different numbers of groups.
     """
     base = unwrapped_model(None, model)
     if not isinstance(base, PreTrainedModel) or getattr(base, "score", None) is None or is_sharded(base):
         return None
     try:
-        reader = as_reward_model(base)
+        group_model = as_reward_model(base)
     except ValueError:  # several labels, or no policy of its family
         return None
-    if sharing_obstacle(reader) is not None or family_of(reader).token_field_fill:
+    if sharing_obstacle(group_model) is not None or family_of(group_model).token_field_fill:
         return None
-    install_prefix_attention(reader)
-    return reader
+    install_prefix_attention(group_model)
+    return group_model
 
 
 def read_as_text(
@@ -315,7 +317,7 @@ def read_as_text(
     """Returns a reward function of a text model, for which texts such as `"<image>"` replace media."""
 
     def reward(prompts: list, completions: list, **columns: Argument) -> list[float]:
-        reader = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)
-        return reader(strip_media(prompts), strip_media(completions))
+        reward_model = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)
+        return reward_model(strip_media(prompts), strip_media(completions))
 
     return reward

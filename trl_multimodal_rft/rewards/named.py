@@ -23,16 +23,16 @@ from .recipe import apply_recipe
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Callable:
-    """Calls TRL's factory, by default with the values of TRL's command line."""
+    """Returns TRL's penalty of overlong completions, by default with the values of TRL's command line."""
     return trl_rewards.get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
 
 
 # Names of this package take precedence over TRL's
 _FUNCTIONS = tuple(name for name in rewards.__all__ if name.endswith("_reward"))
-_OF_TRL = ("reasoning_accuracy_reward", "think_format_reward")
-# These names stand for factories, which make a reward function even without settings
+_TRL_FUNCTIONS = ("reasoning_accuracy_reward", "think_format_reward")
+# Factories, which are called to make a reward function even if their name has no settings
 _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
-REWARD_NAMES = (*_FUNCTIONS, *_OF_TRL, *_FACTORIES)
+REWARD_NAMES = (*_FUNCTIONS, *_TRL_FUNCTIONS, *_FACTORIES)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -61,6 +61,7 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
     for reward_func in functions if isinstance(functions, (list, tuple)) else [functions]:
         if isinstance(reward_func, str):
             is_function = reward_func.endswith(")") or _DOTTED.fullmatch(reward_func)
+            # A misspelled name of a function must not be taken for a model on the Hub
             is_function = is_function or difflib.get_close_matches(reward_func, REWARD_NAMES, cutoff=0.8)
             reward_func = _load(reward_func) if is_function and not os.path.isdir(reward_func) else reward_func
         if callable(reward_func) and not isinstance(reward_func, nn.Module):
@@ -78,13 +79,13 @@ def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return []
     columns, warnings = {*dataset.column_names} - {"prompt", "completion"}, []
-    empty: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
+    no_rows: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
     for func in functions:
-        if inspect.isfunction(plain := getattr(func, "func", func)):
+        if inspect.isfunction(function := getattr(func, "func", func)):
             check_signature(func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *columns])
-        if (name := getattr(plain, "__name__", None)) in _FUNCTIONS and plain is getattr(rewards, name):
-            func(**empty)
-            needed = columns.intersection(inspect.signature(plain).parameters)
+        if (name := getattr(function, "__name__", None)) in _FUNCTIONS and function is getattr(rewards, name):
+            func(**no_rows)  # raises an error about a missing column
+            needed = columns.intersection(inspect.signature(function).parameters)
             if cells := empty_cells(dataset, needed):
                 if any(len(empty_rows(dataset, column)) == len(dataset) for column in needed):
                     raise ValueError(f"'{name}' needs cells that hold nothing: {cells}; fill them in, or remove it.")
@@ -95,24 +96,24 @@ def check_reads(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
 def _load(name: str) -> Callable:
     name, settings = split_settings(name)
     if name in _FACTORIES:
-        return _made(getattr(rewards, name, get_soft_overlong_punishment), name, settings or {})
+        return _call_factory(getattr(rewards, name, get_soft_overlong_punishment), name, settings or {})
     function = getattr(rewards, name) if name in _FUNCTIONS else None
     if function is None:
-        path = f"trl.rewards.{name}" if name in _OF_TRL else name
+        path = f"trl.rewards.{name}" if name in _TRL_FUNCTIONS else name
         function = load_dotted(path, "reward function", REWARD_NAMES, "my_rewards.brief")
     if settings is None:
         return function
     if inspect.isclass(function):
-        return _made(function, name, settings)
+        return _call_factory(function, name, settings)
     check_settings(function, name, settings)
-    # A reward function takes lists for columns, with an entry per row
-    fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    reward_func = partial(function, **fixed)
+    # A reward function would take a list for a column, with an entry per row
+    constants = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    reward_func = partial(function, **constants)
     vars(reward_func)["required_in_prompt"] = getattr(function, "required_in_prompt", None)
     return reward_func
 
 
-def _made(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
+def _call_factory(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
     check_settings(factory, name, settings)
     parameters = inspect.signature(factory).parameters.values()
     missing = [param.name for param in parameters if param.default is param.empty and param.name not in settings]

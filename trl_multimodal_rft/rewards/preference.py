@@ -15,7 +15,7 @@ Verdict = Literal["A", "B", "tie"]
 _MARKED = re.compile(
     r'<answer>([^<]*)</answer>|"(?:better|(?:final_)?verdict)"\s*:\s*"([^"]*)"|\[\[([^\[\]]*)\]\]', re.IGNORECASE
 )
-_AROUND = re.compile(r"</?answer>|[\[\]()*.\"'\s]+")
+_DECORATION = re.compile(r"</?answer>|[\[\]()*.\"'\s]+")
 _ANSWER = r"(?:(?:answer|response|candidate|assistant|image|video|audio) )?(?:%s)(?: is better)?"
 _VERDICTS: dict[Verdict, re.Pattern] = {
     "A": re.compile(_ANSWER % "a|1"),
@@ -30,7 +30,7 @@ def preference_reward(
     """
     Rewards the verdict of a judge on two answers: 1.0 if it equals the reference, else 0.0.
 
-    [`verdict_in`] finds the verdict in the completion. Judges also prefer answers by their position, so the dataset
+    [`verdict_in`] finds the verdict in the completion. Judges may favor a position, so the dataset
     should show each pair in both orders, as the rows of [`~data.judge_rows`] do. For the other arguments and the
     errors, see [`accuracy_reward`].
 
@@ -76,11 +76,11 @@ def verdict_in(text: str) -> Verdict | None:
         verdict, and if several contradict each other.
     """
     written = text.rpartition("</think>")[2].partition("<think>")[0]
-    marked = ["".join(groups) for groups in _MARKED.findall(written)] or [extract_answer(written)]
-    verdicts = {_named(words) for words in marked} - {None}
+    candidates = ["".join(groups) for groups in _MARKED.findall(written)] or [extract_answer(written)]
+    verdicts = {_as_verdict(words) for words in candidates} - {None}
     return verdicts.pop() if len(verdicts) == 1 else None
 
 
-def _named(text: str) -> Verdict | None:
-    words = _AROUND.sub(" ", normal_form(text)).strip().casefold()
+def _as_verdict(text: str) -> Verdict | None:
+    words = _DECORATION.sub(" ", normal_form(text)).strip().casefold()
     return next((verdict for verdict, pattern in _VERDICTS.items() if pattern.fullmatch(words)), None)

@@ -19,7 +19,7 @@ def combine_rewards(
     label_map: dict[str, int],
 ) -> torch.Tensor:
     """
-    Adds up the weighted rewards that the recipe has for the label of each completion, see [`add_rewards`].
+    Sums the rewards of each completion with the recipe's weights for its label, see [`add_rewards`].
 
     Args:
         rewards (`Sequence[torch.Tensor]`):
@@ -42,14 +42,14 @@ def combine_rewards(
             raise ValueError(
                 f"Sample {i} has the label {label!r}, which `reward_recipe` doesn't know: {sorted(recipe)}."
             )
-    parts = [torch.full_like(rewards[0], torch.nan)]
+    weighted = [torch.full_like(rewards[0], torch.nan)]
     for name, weights in _weights({label: recipe[label] for label in labels}).items():
         if name not in label_map:
             raise ValueError(f"`reward_recipe` asks for {name!r}, which `reward_fn_label_map` doesn't know.")
-        parts.append(
-            rewards[label_map[name]] * parts[0].new_tensor([weights.get(label, torch.nan) for label in labels])
+        weighted.append(
+            rewards[label_map[name]] * weighted[0].new_tensor([weights.get(label, torch.nan) for label in labels])
         )
-    return add_rewards(torch.stack(parts))
+    return add_rewards(torch.stack(weighted))
 
 
 def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
@@ -64,7 +64,7 @@ def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[
 
 
 def add_rewards(rewards: torch.Tensor) -> torch.Tensor:
-    """Sums rewards over the first dimension, `NaN` where none applies: `(n_rewards, ...)` to `(...)`."""
+    """Sums rewards `(n_rewards, ...)` to `(...)`, where `NaN` doesn't count; `NaN` where all are `NaN`."""
     return torch.where(rewards.isnan().all(0), torch.nan, rewards.nansum(0))
 
 
@@ -74,8 +74,8 @@ def apply_recipe(
     """
     Selects and weights reward functions by the label of each row, for any trainer with TRL's reward functions.
 
-    A function is called with the rows whose label uses it, unless there are none. List arguments are cut to these
-    rows. Values that the function logs with `log_extra` are `None` on other rows.
+    A function is called only with the rows whose label uses it, and not at all without such rows. List arguments are
+    cut to these rows. Values that the function logs with `log_extra` are `None` on other rows.
 
     Args:
         reward_funcs (`dict[str, Callable]`):
@@ -148,23 +148,24 @@ def _on_labelled_rows(
 
             arguments["log_extra"] = log_extra
             if not rows:
-                # Without new values, TRL's table would repeat those of an earlier batch
+                # Without new values, TRL's table would repeat the values of an earlier batch
                 for column in sorted(extra_columns):
                     log_extra(column, [])
 
-        def spread(rewards: list) -> list[float | None]:
+        def to_all_rows(rewards: list) -> list[float | None]:
             result: list[float | None] = [None] * len(row_labels)
             for row, reward in zip(rows, check_rewards(rewards, len(rows), name), strict=True):
                 result[row] = None if reward is None else weights[row_labels[row]] * reward
             return result
 
-        return arguments if rows else None, _naming_rows(name, rows), spread
+        return arguments if rows else None, _naming_rows(name, rows), to_all_rows
 
     return wrap_reward(reward_func, get_callable_name(reward_func), prepare)
 
 
 @contextmanager
 def _naming_rows(name: str, rows: list[int]):
+    """Names rows of the batch in errors of a function that was called with some of its rows alone."""
     try:
         yield
     except RowError as error:

@@ -19,13 +19,13 @@ _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s*,\s*[\[(]|,){_NUMBER},{_
 # "(1, 2)", or the four numbers of a box
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?[\])]")
 # 'x="1" y="2"' and "x1: 1, y1: 2"
-_IS = r"""["']?\s*+[=:]\s*+["']?"""
-_PAIR = re.compile(rf"""\bx(\d*){_IS}{_NUMBER}["']?[\s,]*+["']?y\1{_IS}{_NUMBER}""", re.IGNORECASE)
+_ASSIGN = r"""["']?\s*+[=:]\s*+["']?"""
+_PAIR = re.compile(rf"""\bx(\d*){_ASSIGN}{_NUMBER}["']?[\s,]*+["']?y\1{_ASSIGN}{_NUMBER}""", re.IGNORECASE)
 _UNIT = r"(?:h(?:(?:ou)?rs?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)(?![a-z])"
 _AMOUNT = r"\d++(?:\.\d++)?"
 # "3.5", "00:03", "3 s", "1 min 3 s"
 _TIME = rf"((?:\d++:){{1,2}}{_AMOUNT}|{_AMOUNT}(?:\s*+{_UNIT}(?:\s*+{_AMOUNT}\s*+{_UNIT})*+)?)"
-_PARTS = re.compile(rf"({_AMOUNT})\s*+([hms]?)", re.IGNORECASE)
+_QUANTITY = re.compile(rf"({_AMOUNT})\s*+([hms]?)", re.IGNORECASE)
 _SECONDS = {"h": 3600, "m": 60, "s": 1}
 # Between the times of a span: "to", and the key of "{'start': 1.5, 'end': 3}"
 _TO = r"""(?:(?:to|and|until|till|through)\b|->|[-–—→~]|["']?[,;]?\s*+["']?end\w*+["']?\s*+[:=]\s*+["']?)"""
@@ -43,7 +43,7 @@ Scale = float | tuple[float, float] | None
 
 
 class Box(NamedTuple):
-    """A box in an answer or a reference, in the coordinates of its text."""
+    """A box in an answer or a reference, in the coordinates that its text uses."""
 
     left: float
     top: float
@@ -84,8 +84,8 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def boxes_in(text: str) -> list[Box]:
-    """Returns the boxes with an area in an answer. Boxes in JSON may have labels and confidences."""
-    boxes, _ = _read(_parsed(text), _as_box)
+    """Returns the boxes of positive area in an answer. Boxes in JSON may have labels and confidences."""
+    boxes, _ = _read(_json_in(text), _as_box)
     text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
     corners = [pair[1:] for pair in _PAIR.findall(text)]
     matches = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
@@ -93,8 +93,8 @@ def boxes_in(text: str) -> list[Box]:
 
 
 def share_of_boxes(text: str) -> float:
-    """Returns the share of the entries of a JSON list that are boxes with a label."""
-    value = _parsed(text)
+    """Returns the share of entries in a JSON list that are boxes with a label."""
+    value = _json_in(text)
     entries = value if isinstance(value, list) else [value]
     boxes = [_as_box(entry) for entry in entries if isinstance(entry, dict)]
     return sum(box is not None and box.label is not None for box in boxes) / max(len(entries), 1)
@@ -102,7 +102,7 @@ def share_of_boxes(text: str) -> float:
 
 def points_in(text: str) -> list[tuple[float, float]]:
     """Returns the points in an answer; a box stands for its center."""
-    points, _ = _read(_parsed(text), _as_point)
+    points, _ = _read(_json_in(text), _as_point)
     if points:
         return points
     matches = [pair[1:] for pair in _PAIR.findall(text)] or _POINT.findall(text)
@@ -111,43 +111,43 @@ def points_in(text: str) -> list[tuple[float, float]]:
 
 
 def spans_in(text: str) -> list[tuple[float, float]]:
-    """Returns the spans of time in an answer, in seconds. A span must end after its start."""
+    """Returns the spans of time in an answer, in seconds. A start without a unit has the unit of the end after it."""
     times = [[time for time in groups if time] for groups in _SPAN.findall(text)]
-    spans = [_as_span([_seconds(start, _PARTS.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
+    spans = [_as_span([_seconds(start, _QUANTITY.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
     return [span for span in spans if span is not None]
 
 
 def boxes_of(solution: Json) -> list[Box]:
     """Returns the boxes of a reference: a text, a box, a dictionary or a list of boxes and dictionaries."""
-    return _of(solution, boxes_in, _as_box)
+    return _items_of(solution, boxes_in, _as_box)
 
 
 def points_of(solution: Json) -> list[tuple[float, float]]:
     """Returns the points of a reference: a text, or a list of points or boxes."""
-    return _of(solution, points_in, _as_point)
+    return _items_of(solution, points_in, _as_point)
 
 
 def spans_of(solution: Json) -> list[tuple[float, float]]:
     """Returns the spans of a reference: a text, a pair of seconds, or a list of pairs."""
-    return _of(solution, spans_in, _as_span)
+    return _items_of(solution, spans_in, _as_span)
 
 
-def _of(solution: Json, in_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
+def _items_of(solution: Json, read_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
     if isinstance(solution, str):
-        return in_text(extract_answer(solution))
+        return read_text(extract_answer(solution))
     items, n_unreadable = _read(solution, as_item)
     return [] if n_unreadable else items
 
 
 def of_row(setting: list[T] | T, position: int) -> T:
-    """Returns the setting of a row: its entry of a column, which is a list, or else the setting of all rows."""
+    """Returns a row's entry of a setting that is a column (a list), or else the setting, which all rows share."""
     return setting[position] if isinstance(setting, list) else setting
 
 
 def scales_of(
     solution_scale: list[Scale] | Scale, answer_scale: list[Scale] | Scale, position: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns the width and height of an image, in the coordinates of the reference and in those of the answer."""
+    """Returns an image's (width, height) in the reference's and in the answer's coordinates; 1 without scales."""
     settings = {"solution_scale": of_row(solution_scale, position), "answer_scale": of_row(answer_scale, position)}
     if all(size is None for size in settings.values()):
         return (1.0, 1.0), (1.0, 1.0)
@@ -165,15 +165,15 @@ def scales_of(
 
 
 def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
-    """Returns a box in shares of the image's width and height."""
+    """Returns a box with coordinates as shares of the image's width and height."""
     width, height = scale
     return box._replace(
         left=box.left / width, right=box.right / width, top=box.top / height, bottom=box.bottom / height
     )
 
 
-def _parsed(text: str) -> Json:
-    """Returns the JSON value of an answer, also with Python's brackets and quotes, or `None` without such a value."""
+def _json_in(text: str) -> Json:
+    """Returns the JSON value in an answer, also if written in Python's syntax, or `None` if there is none."""
     before, fence, fenced = text.partition("```")
     text = fenced.partition("```")[0].removeprefix("json").strip() if fence else before
     for spelling in (text, text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"})):
@@ -185,22 +185,22 @@ def _parsed(text: str) -> Json:
 
 
 def _read(value: Json, read: Callable[[Json], T | None]) -> tuple[list[T], int]:
-    """Returns the values that `read` makes of the items of nested lists, and the number of unreadable items."""
-    values, n_unreadable, waiting = [], 0, [value]
-    while waiting:
-        item = waiting.pop()
-        one = read(item)
-        if one is not None:
-            values.append(one)
+    """Applies `read` to the items of nested lists; returns its results, and the number of items it can't read."""
+    values, n_unreadable, stack = [], 0, [value]
+    while stack:
+        item = stack.pop()
+        result = read(item)
+        if result is not None:
+            values.append(result)
         elif isinstance(item, (list, tuple)) and item:
-            waiting += reversed(item)
+            stack += reversed(item)
         else:
             n_unreadable += 1
     return values, n_unreadable
 
 
 def _as_box(value: Json) -> Box | None:
-    """Returns the box of four numbers, two corners or a dictionary, or `None` if they make no box with an area."""
+    """Returns the box that four numbers, two corners or a dictionary describe, or `None` without a positive area."""
     confidence = label = None
     if isinstance(value, dict):
         entries = {str(key).lower(): item for key, item in value.items()}
@@ -241,7 +241,7 @@ def _first(entries: dict[str, Json], keys: Sequence[str]) -> Json:
 
 
 def _values(entries: dict[str, Json], keys: Sequence[Sequence[str]]) -> list:
-    """Returns the values of the first group of keys that are all present, also if spelled with underscores."""
+    """Returns the values of the first group of keys that is complete; underscores in keys don't count."""
     entries = {key.replace("_", ""): value for key, value in entries.items()}
     return next(([entries[key] for key in group] for group in keys if entries.keys() >= {*group}), [])
 
@@ -251,7 +251,7 @@ def _is_number(value: Json) -> TypeGuard[float]:
 
 
 def _seconds(time: str, unit: str = "") -> float:
-    """Returns the seconds of a time such as "00:03" or "1 min 3 s". `unit` applies to numbers without a unit."""
+    """Converts a time such as "00:03" or "1 min 3 s" to seconds. `unit` applies to numbers without a unit."""
     if ":" in time:
         return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
-    return sum(float(n) * _SECONDS[(of_number or unit or "s").lower()] for n, of_number in _PARTS.findall(time))
+    return sum(float(n) * _SECONDS[(item_unit or unit or "s").lower()] for n, item_unit in _QUANTITY.findall(time))

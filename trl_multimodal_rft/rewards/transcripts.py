@@ -41,7 +41,7 @@ def ocr_reward(
     def reward(answer: str, reference: str) -> float:
         return 1 - distance(answer, reference) / max(len(answer), len(reference))
 
-    return _best(completions, solution, "ocr_reward", lambda text: " ".join(text.split()), reward, kwargs)
+    return _best_rewards(completions, solution, "ocr_reward", lambda text: " ".join(text.split()), reward, kwargs)
 
 
 def wer_reward(
@@ -63,7 +63,7 @@ def wer_reward(
     ```
     """
     rate = require_module("jiwer", "speech").wer
-    return _best(completions, solution, "wer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
+    return _best_rewards(completions, solution, "wer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
 
 
 def cer_reward(
@@ -83,25 +83,25 @@ def cer_reward(
     ```
     """
     rate = require_module("jiwer", "speech").cer
-    return _best(completions, solution, "cer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
+    return _best_rewards(completions, solution, "cer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
 
 
 def _spoken(text: str) -> str:
     """Returns a text without case, punctuation and symbols."""
     text = normal_form(text, superscripts=True).casefold().replace("’", "'")
-    kept = []
+    characters = []
     for index, character in enumerate(text):
         if unicodedata.category(character)[0] not in "PS":
-            kept.append(character)
+            characters.append(character)
             continue
-        around = text[max(index - 1, 0) : index], text[index + 1 : index + 2]
-        in_word = character == "'" and all(map(str.isalpha, around))
-        in_number = character in ".,:" and all(map(str.isdigit, around))
-        kept.append(character if in_word or in_number else "" if character == "'" else " ")
-    return " ".join("".join(kept).split())
+        neighbors = text[max(index - 1, 0) : index], text[index + 1 : index + 2]
+        in_word = character == "'" and all(map(str.isalpha, neighbors))
+        in_number = character in ".,:" and all(map(str.isdigit, neighbors))
+        characters.append(character if in_word or in_number else "" if character == "'" else " ")
+    return " ".join("".join(characters).split())
 
 
-def _best(
+def _best_rewards(
     completions: Sequence[Completion],
     solution: Sequence[Reference] | None,
     name: str,
@@ -109,13 +109,13 @@ def _best(
     reward: Callable[[str, str], float],
     columns: dict[str, Argument],
 ) -> list[float | None]:
-    """Returns the reward of each answer, compared with the nearest of its references."""
+    """Returns the rewards of answers, each for the reference that gives it the largest reward."""
 
     def read(reference: Json) -> list[str]:
-        several = reference if isinstance(reference, (list, tuple)) else [reference]
-        several = [entry for entry in several if filled(entry) is not None]
-        texts = [normalize(extract_answer(str(entry))) for entry in several if isinstance(entry, (str, Real, Decimal))]
-        return texts if all(texts) and len(texts) == len(several) else []
+        entries = reference if isinstance(reference, (list, tuple)) else [reference]
+        entries = [entry for entry in entries if filled(entry) is not None]
+        texts = [normalize(extract_answer(str(entry))) for entry in entries if isinstance(entry, (str, Real, Decimal))]
+        return texts if all(texts) and len(texts) == len(entries) else []
 
     def nearest(answer: str, references: list[str], position: int) -> float:
         answer = normalize(answer)
