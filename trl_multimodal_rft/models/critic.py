@@ -141,7 +141,7 @@ class Critic(nn.Module):
         self.head.save_pretrained(folder, head)
 
     def load(self, folder: str | Path) -> bool:
-        """Loads a local folder that [`save_pretrained`] wrote. Without a head, returns `False` and loads nothing."""
+        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`], if the folder has a head."""
         if not self.head.load(folder):
             return False
         self.load_state_dict(Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype).state_dict())

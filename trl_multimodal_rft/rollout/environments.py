@@ -121,7 +121,7 @@ class Environments:
                 Prompts as messages; `None` where an environment makes the prompt.
             rows (`Sequence[dict]`):
                 Rows as the dataset has them, which `reset` gets.
-            numbers (`Sequence[int]`):
+            row_indices (`Sequence[int]`):
                 Indices of the rows, for errors.
             check (`Callable`):
                 Gets an observation and a label of its origin; returns the observation without control tokens, or
