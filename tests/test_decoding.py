@@ -154,7 +154,7 @@ def test_one_wait_for_several_tokens(keeps, layouts, short, monkeypatch):
     found = assert_same(model, rows, config, branches=branches if keeps else None)
     assert found.size(1) % 16 and layouts[-1] is not None
     if keeps:
-        cache = branches._kept[0]
+        cache = branches._stored[0]
         length = max(map(len, rows)) + found.size(1) - 1
         assert cache.get_seq_length() == length and {layer.whole().keys.size(-2) for layer in cache.layers} == {length}
 
@@ -265,7 +265,7 @@ def test_processes_that_wait_for_each_other_run_more_steps(kind, first, monkeypa
         asked.append(left)
         return left or asked.count(0) < 4  # three more steps
 
-    monkeypatch.setattr(decoding, "_most", most)
+    monkeypatch.setattr(decoding, "_max_over_ranks", most)
     steps, own = [], model.forward
     model.forward = lambda *args, **kwargs: steps.append(len(kwargs["input_ids"])) or own(*args, **kwargs)
     static = {"cache_implementation": "static"} if kind == "static" else {}

@@ -97,7 +97,7 @@ def test_a_cache_is_continued(recorded):
     for runs in (None, RecordedStep(torch.device("cpu"))):
         branches = Branches()
         ids, _ = sample(model, rows, config, branches=branches, runs=runs)
-        cache = branches._kept[0]
+        cache = branches._stored[0]
         whole = [layer.whole() for layer in cache.layers]
         kept[runs is None] = ids, [(layer.keys, layer.values) for layer in whole]
     assert torch.equal(kept[True][0], kept[False][0])

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The sampling loop behind a cache of prompts, in place of the loop of transformers' `generate`."""
+"""Decoding loop that continues from a KV cache of prompts, in place of the loop of transformers' `generate`."""
 
 import inspect
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from ..versions import cache_name
 from .graphs import TokenStep, weights_cast_once
 
 
-# Number of tokens between two checks whether all completions have ended, as the host waits for the device in a check
+# Number of tokens between checks for the end of all completions, as a check synchronizes the host with the device
 _TOKENS_PER_WAIT = {"cuda": 16, "xpu": 16}
 
 # Options that make `generate` do more than draw from the last token's logits, and their neutral values
@@ -48,7 +48,7 @@ _NEEDS_GENERATE = {
 
 
 def decodes(model: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Returns whether [`decode`], behind a cache of prompts, gives the output of `generate` with these options."""
+    """Returns whether [`decode`], with a cache of prompts, gives the same output as `generate` with these options."""
     neutral = all(getattr(config, name, None) in values for name, values in _NEEDS_GENERATE.items())
     draws = config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
     is_of_transformers = getattr(model.generate, "__module__", "").startswith("transformers.")
@@ -83,15 +83,20 @@ def decode(
 
     Args:
         model, logits_processor, stopping_criteria, generation_config, inputs:
-            Arguments as `generate` prepares them. Of the criteria, ends and the length are used, see [`decodes`].
+            Arguments as `generate` prepares them. The only criteria in use are end-of-sequence tokens and the length,
+            see [`decodes`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits behind them, shape `(B, V)`.
-        layout, keeps, in_step ([`~forward.decoding.Decoding`], `bool`, `bool`, *optional*):
-            Prompts that completions share; whether the cache is used afterwards: it then holds all tokens but the
-            last; and whether processes need each other's forwards, so that all go on until the last process has ended.
-        runs, casts_once ([`~engines.graphs.TokenStep`], `bool`, *optional*):
-            Runner of the step of a token if the layout has a `room`, so that shapes stay; whether autocast, in which
-            the model's forward runs, casts weights once, see [`~engines.graphs.weights_cast_once`].
+        layout ([`~forward.decoding.Decoding`], *optional*):
+            Prompts that completions share in the cache.
+        keeps (`bool`, *optional*):
+            Whether the cache is used afterwards; it then holds all tokens but the last.
+        in_step (`bool`, *optional*):
+            Whether ranks need each other's forwards, so that all ranks go on until the last one has ended.
+        runs ([`~engines.graphs.TokenStep`], *optional*):
+            Runner of decoding steps, used if the layout has a `room`, in which shapes don't change.
+        casts_once (`bool`, *optional*):
+            Whether autocast casts weights once, see [`~engines.graphs.weights_cast_once`].
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
@@ -141,7 +146,7 @@ def decode(
             if n == stop or (n - start) % interval == 0:
                 if ends is not None:
                     _pad_behind_ends(ids[:, n_checked:n], finished, ends, pad)
-                    n_left = int((~finished).view(groups, -1).sum(1).max())  # of the prompt that has most left
+                    n_left = int((~finished).view(groups, -1).sum(1).max())  # maximum over prompts
                     if n_left == 0:
                         surplus = n - start - int(up_to_first_end(ids[:, start:n], ends.tolist()).sum(1).max())
                         random.set_rng_state(random_states[-1 - surplus], *device_args)
@@ -151,7 +156,7 @@ def decode(
                 if n_left == 0 or n == stop:
                     break
                 if in_step:
-                    _most(n_left, device)
+                    _max_over_ranks(n_left, device)
                 n_checked, random_states = n, []
                 if drops_ended and 2 * n_left * groups <= len(step["input_ids"]):
                     index = _first_false((finished if rows is None else finished[rows]).view(groups, -1), n_left)
@@ -169,7 +174,7 @@ def decode(
             logits = runs(forward)
             if rows is not None:
                 logits = logits.new_zeros(len(ids), logits.size(-1)).index_copy_(0, rows, logits)
-        while in_step and _most(0, device):
+        while in_step and _max_over_ranks(0, device):
             forward()
     if layout is not None and layout.room:
         set_lengths(cache, n - start - 1)
@@ -182,7 +187,7 @@ def decode(
 
 
 def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
-    """Returns positions of the tokens before a step: in models without them, the tokens of the cache, with padding."""
+    """Returns the positions of the last tokens; without position ids, the last index in the cache, with padding."""
     positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
     return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
@@ -207,9 +212,9 @@ def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> 
         layout.mask = layout.mask[index]
 
 
-def _most(left: int, device: torch.device) -> int:
-    """Returns the largest number `left` of all processes."""
-    count = torch.tensor(left, device=device)
+def _max_over_ranks(number: int, device: torch.device) -> int:
+    """Returns the maximum of a number over all ranks."""
+    count = torch.tensor(number, device=device)
     dist.all_reduce(count, dist.ReduceOp.MAX)
     return int(count)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Faster steps of a token: CUDA graphs, which need no host, and weights that autocast casts once."""
+"""Faster decoding steps: CUDA graphs, which run without the host, and weights that autocast casts once."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class TokenStep:
-    """A runner of the step of a token: a function without arguments that reads and writes fixed buffers."""
+    """Runner of decoding steps, which are functions without arguments that read and write fixed buffers."""
 
     obstacle: str | None = None  # why the step isn't captured
 
@@ -32,11 +32,11 @@ class TokenStep:
 
 class GraphedStep(TokenStep):
     """
-    A runner that captures the step of a token, and replays it from then on.
+    Runner that captures a decoding step, and replays it from then on.
 
-    The first step after a [`reset`] runs as it is, since kernels are compiled and tuned by their first call. A step
-    that can't be captured, such as one that waits for a value, has the reason in `obstacle`, and runs as it is.
-    Subclasses capture and replay on a kind of device.
+    The first step after a [`reset`] runs eagerly, since kernels are compiled and tuned by their first call. Steps that
+    can't be captured, such as those that synchronize with the host, run eagerly, too; `obstacle` then has the reason.
+    Subclasses capture and replay on one type of device.
     """
 
     def __init__(self, device: torch.device):
@@ -51,7 +51,7 @@ class GraphedStep(TokenStep):
         if self._output is None:
             try:
                 self._output = self.capture(step)
-            except Exception as error:  # from the driver, from torch, or from code that asks for a value
+            except Exception as error:  # from the driver, from torch, or from code that synchronizes
                 self.obstacle = next(iter(str(error).splitlines()), "") or type(error).__name__
                 _warn(self.obstacle)
                 torch.clear_autocast_cache()  # casts that were captured didn't run
@@ -78,18 +78,18 @@ def _warn(obstacle: str) -> None:
 
 
 class CudaStep(GraphedStep):
-    """A step of a token as a [CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)."""
+    """Runner of decoding steps as a [CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._graph: torch.cuda.CUDAGraph | None = None  # of the last capture; the pool ends without it
-        self._pool: torch.cuda.MemPool | None = None  # memory of all captures, which is released with it
+        self._graph: torch.cuda.CUDAGraph | None = None  # graph of the last capture, which keeps the pool alive
+        self._pool: torch.cuda.MemPool | None = None  # memory pool of all captures
 
     def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         try:
-            self._graph, output = _captured(step, self._pool, self.device)
+            self._graph, output = _capture(step, self._pool, self.device)
         except BaseException:
             _recover(self._pool, self.device)
             self._pool = None
@@ -101,7 +101,7 @@ class CudaStep(GraphedStep):
             self._graph.replay()
 
 
-def _captured(
+def _capture(
     step: Callable[[], torch.Tensor], pool: torch.cuda.MemPool, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """
@@ -128,7 +128,7 @@ def _captured(
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """
     Returns the stream of all captures. torch holds a workspace of cuBLAS, 33 MiB on Hopper, for each stream that
-    multiplies matrices. This stream gets its workspace here, where that isn't a part of a graph's memory.
+    multiplies matrices. This stream gets its workspace here, outside of any capture, so that no graph's pool holds it.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -140,21 +140,21 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _recover(pool: torch.cuda.MemPool, device: torch.device) -> None:
     """
-    Restores a device after a failed capture: the allocator would go on to record, and the generator would refuse to
-    draw until a capture succeeds.
+    Restores a device after a failed capture. Otherwise the allocator would go on to allocate from the pool, and the
+    random generator would raise errors until a capture succeeds.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool.id)
     value = torch.zeros(1, device=device)
-    _captured(lambda: value.add_(1), torch.cuda.MemPool(), device)
+    _capture(lambda: value.add_(1), torch.cuda.MemPool(), device)
 
 
-# Classes of captured steps, by type of device
+# Runners that capture steps, by type of device
 STEPS: dict[str, type[GraphedStep]] = {"cuda": CudaStep}
 
 
 def step_on(device: torch.device) -> TokenStep:
-    """Returns the runner of token steps for a device."""
+    """Returns the runner of decoding steps for a device."""
     return STEPS[device.type](device) if device.type in STEPS else TokenStep()
 
 
@@ -175,7 +175,7 @@ def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
         return
     torch.autocast_increment_nesting()  # casts are forgotten at the end of the outermost context
     try:
-        for weight in frozen:  # autocast takes frozen weights for temporary tensors
+        for weight in frozen:  # autocast keeps casts only of leaves that require gradients
             weight.requires_grad_(True)
         yield
     finally:

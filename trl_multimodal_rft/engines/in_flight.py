@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Completions of coming generation batches, which servers sample while the policy is trained on earlier ones."""
+"""Completions of the next generation batches, which servers sample while the policy is trained on earlier batches."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ class EarlyRewards(NamedTuple):
     """Rewards of completions in flight, by functions that only wait, and the entries that these functions logged."""
 
     values: dict[str, list[float | None]]
-    logged: list[tuple[str, str, Any]]  # the argument that was called, such as `log_metric`, the name and the value
+    logged: list[tuple[str, str, Any]]  # logging argument, such as `log_metric`, name and value
 
     @classmethod
     def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
@@ -36,8 +36,8 @@ class EarlyRewards(NamedTuple):
 
 class EarlyCalls:
     """
-    Serial calls of each function by several threads, as a function opens as many connections as it may have. After an
-    error, every further call raises that error.
+    Serializer of calls: threads call a function one after another, as one call may open all the connections that the
+    function may have. After an error, every further call raises that error.
     """
 
     def __init__(self):
@@ -95,9 +95,9 @@ class InFlight:
         max_staleness (`int`):
             Number of batches that may be requested beyond the batch that is to be trained on.
         patience (`float`):
-            Sum of the seconds to wait between attempts.
+            Seconds of all waits between the attempts of a request.
         changes_weights (`bool`):
-            Whether requests go on with newer weights when servers get these.
+            Whether a request continues with new weights as soon as its server has them.
         settings (`dict`, *optional*):
             Settings of sampling that requests don't hold. Answers of a checkpoint with other settings aren't used.
     """
@@ -115,7 +115,7 @@ class InFlight:
         self._settings = settings
         self._changes_weights = changes_weights
         self._pending: dict[int, PendingBatch] = {}
-        self._rows: dict[int, list[int]] = {}  # row indices by batch, of a checkpoint, as are the next answers
+        self._rows: dict[int, list[int]] = {}  # row indices by batch, from a checkpoint like the answers below
         self._checkpoint_answers: dict[Key, Answer] = {}
         self._n_sent = 0
         self._n_cleared = 0
@@ -130,7 +130,7 @@ class InFlight:
         self,
         batch_index: int,
         batch: Any,
-        numbers: list[int],
+        row_indices: list[int],
         requests: dict[Key, EngineRequest],
         reward: dict[Key, Callable[[list[ServerSample]], EarlyRewards]],
         **more: Any,
@@ -139,27 +139,27 @@ class InFlight:
         Requests the completions of a batch, except for answers that a checkpoint has. `reward` has functions that
         reward the completions of some requests as soon as they arrive.
         """
-        known = self._checkpoint_answers
-        outdated = [key for key, value in requests.items() if key in known and not self._fits(key, value)]
+        checkpoint_answers = self._checkpoint_answers
+        outdated = [key for key, value in requests.items() if key in checkpoint_answers and not self._fits(key, value)]
         if outdated:
             logger.warning(
                 f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
             )
-        self._checkpoint_answers = {key: answer for key, answer in known.items() if key not in outdated}
+        self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._answer, key, request, salt, turn)
             for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
-        rewards = {key: started(self._rewarded, self._n_cleared, answers[key], value) for key, value in reward.items()}
+        rewards = {key: started(self._reward, self._n_cleared, answers[key], value) for key, value in reward.items()}
         self._n_sent += len(requests)
-        self._pending[batch_index] = PendingBatch(batch, numbers, answers, rewards, **more)
+        self._pending[batch_index] = PendingBatch(batch, row_indices, answers, rewards, **more)
 
     def take(self, batch_index: int) -> tuple[PendingBatch, list[Answer], tuple[float, float]]:
         """
-        Returns a batch and the answers to its requests, and forgets them. Also returns the seconds spent waiting for
-        the answers, and the mean number of seconds that answers had waited before.
+        Removes and returns a batch and the answers to its requests, with the seconds that this call waited for them,
+        and the mean of the seconds that they had waited for this call.
         """
         start, pending = time.monotonic(), self._pending[batch_index]
         answers = [item.result() for item in pending.answers.values()]
@@ -173,7 +173,7 @@ class InFlight:
         return pending, answers, (time.monotonic() - start, waited)
 
     def sample(self, requests: Sequence[EngineRequest]) -> list[ServerSample]:
-        """Returns completions that are sampled by the newest weights, and waits for them."""
+        """Waits for completions that servers sample with the newest weights, and returns them."""
         pending = [started(self._answer, None, item, str(self.version), turn) for turn, item in enumerate(requests)]
         return [sample for item in pending for sample in item.result().completions]
 
@@ -189,7 +189,7 @@ class InFlight:
         n_cleared = self._n_cleared
 
         def attempt(n: int) -> Answer:
-            self._check(n_cleared)
+            self._check_not_cleared(n_cleared)
             first = self.version
             completions = self._send(request, salt, turn, n)
             last = self.version if self._changes_weights else first
@@ -197,14 +197,14 @@ class InFlight:
 
         return until_answered(attempt, self._patience, self._warn)
 
-    def _rewarded(
+    def _reward(
         self, n_cleared: int, answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]
     ) -> EarlyRewards:
         completions = answer.result().completions
-        self._check(n_cleared)
+        self._check_not_cleared(n_cleared)
         return reward(completions)
 
-    def _check(self, n_cleared: int) -> None:
+    def _check_not_cleared(self, n_cleared: int) -> None:
         if n_cleared != self._n_cleared:
             raise RuntimeError("The run has ended.")  # ends the thread; nobody reads the error
 
@@ -236,16 +236,16 @@ class InFlight:
 
 
 def request_keys(
-    prompts: Sequence[Any], numbers: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
+    prompts: Sequence[Any], row_indices: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
 ) -> list[Key]:
     """
-    Returns the keys of requests for completions, one for consecutive completions of a prompt. `numbers` are row
-    indices, and `indices` count the completions of all ranks.
+    Returns the keys of requests, one per run of consecutive completions of the same prompt. `row_indices` are those of
+    the completions' rows, and `indices` count the completions of all ranks.
     """
     keys = []
     for _, run in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
-        first, *later_ones = run
-        text = f"{seed} {batch_index} {numbers[first]}"
+        first, *others = run
+        text = f"{seed} {batch_index} {row_indices[first]}"
         start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first]
-        keys.append((batch_index, numbers[first], start, 1 + len(later_ones)))
+        keys.append((batch_index, row_indices[first], start, 1 + len(others)))
     return keys

@@ -124,17 +124,17 @@ class TransformersSampler(Sampler):
                 branches=branches,
             )
         ids = trim_after_eos(output, self.eos_token_ids if config is None else config.eos_token_id)
-        texts = (
+        stop_strings = (
             [sampling_config.stop_strings]
             if isinstance(sampling_config.stop_strings, str)
             else sampling_config.stop_strings or ()
         )
-        return [self._unpadded(completion, texts) for completion in ids], None
+        return [self._strip_padding(completion, stop_strings) for completion in ids], None
 
-    def _unpadded(self, ids: list[int], texts: Sequence[str]) -> list[int]:
-        """Returns a completion without the padding that follows if one of the texts has ended it."""
+    def _strip_padding(self, ids: list[int], stop_strings: Sequence[str]) -> list[int]:
+        """Returns a completion without the padding behind a stop string that has ended it."""
         padding = (n for n, token in enumerate(ids) if token == self.pad_token_id)
-        return ids[: next((n for n in padding if ends_with(ids[:n], texts, self.policy.processor)), len(ids))]
+        return ids[: next((n for n in padding if ends_with(ids[:n], stop_strings, self.policy.processor)), len(ids))]
 
     def _generate_batch(self, prompts: Sequence[EncodedPrompt]) -> list[list[int]]:
         for prompt in prompts:
@@ -145,7 +145,7 @@ class TransformersSampler(Sampler):
                 )
         with self.profile("transformers.generate_batch"), self.generating() as model:
             unwrapped = self.policy.unwrapped(model)
-            # Continuous batching raises an error for names of attention that it doesn't know
+            # Continuous batching rejects attention implementations that it doesn't know
             with original_attention(unwrapped), replaced(unwrapped, generation_config=self.config):
                 if self.dtype is not None:
                     model.to(self.dtype)
@@ -197,7 +197,7 @@ class VLLMSampler(Sampler):
         if config is not None:
             sampling = sampling_parameters(config)
             if config.do_sample:
-                sampling["seed"] = torch.randint(2**31, ()).item()  # leaves the engine's random numbers to training
+                sampling["seed"] = torch.randint(2**31, ()).item()  # keeps the engine's own random state for training
         with self.explain():
             self.load_weights(step)
             _, ids, logps, _ = self.engine.generate(

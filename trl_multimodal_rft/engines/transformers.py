@@ -37,7 +37,7 @@ from .graphs import GraphedStep, TokenStep, step_on
 # Cache layers without keys; older versions of transformers lack the second class
 _WITHOUT_KEYS = {LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer)}
 
-# Prefixes are prefilled first if at most this share of the tokens is forwarded then
+# Common prefixes are prefilled first if at most this share of the tokens is then forwarded
 _WORTH_PREFILLING = 0.9
 
 # By the batch index of a completion: its row in a cache, its prompt, and its sampled tokens in the cache
@@ -47,7 +47,7 @@ Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
 @dataclass
 class Branches:
     """
-    Holder of the cache of completions, from which generation can continue without prefilling them again.
+    Holder of the KV cache of completions, so that their next turns needn't prefill them again.
 
     [`generate_completions`] stores the cache, and takes it out for the next turn.
     """
@@ -58,7 +58,7 @@ class Branches:
     obstacle: str | None = None  # reason why the latest prompts were prefilled instead
 
     # The cache, the mask `(B, N)` of its tokens, and the rows of completions in it
-    _kept: tuple[DynamicCache, torch.Tensor, Rows] | None = field(default=None, init=False)
+    _stored: tuple[DynamicCache, torch.Tensor, Rows] | None = field(default=None, init=False)
 
     def keep(
         self,
@@ -68,7 +68,7 @@ class Branches:
         completion_ids: torch.Tensor,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Stores a cache of tokens with the mask `(B, P)` and of completions `(B, N)` behind them."""
+        """Stores a cache of prompts, with the mask `(B, P)`, and of their completions `(B, N)`."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
         rows = {
@@ -77,16 +77,16 @@ class Branches:
                 zip(indices, prompts, completion_ids.tolist(), sampled.sum(1).tolist(), strict=True)
             )
         }
-        self._kept = cache, torch.cat([mask, sampled.to(mask)], dim=1), rows
+        self._stored = cache, torch.cat([mask, sampled.to(mask)], dim=1), rows
 
     def take(
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
     ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
         """
-        Takes out the cache, and returns it with its mask and the parts of the prompts behind it. Returns `None` if the
-        prompts must be prefilled; `obstacle` then has the reason.
+        Removes and returns the cache, with its mask and the suffixes of prompts that it doesn't hold. Returns `None`
+        if the prompts must be prefilled; `obstacle` then has the reason.
         """
-        stored, self._kept = self._kept, None
+        stored, self._stored = self._stored, None
         if self.continuations is None:
             return None
         if stored is None:
@@ -96,25 +96,25 @@ class Branches:
         self.obstacle = self._branch_obstacle(model, stored_rows, prompts)
         if self.obstacle is not None:
             return None
-        rests, rows = [], []
+        suffixes, rows = [], []
         for prompt, (parent, turn) in zip(prompts, self.continuations, strict=True):
             row, before, ids = stored_rows[parent]
             n = len(before) + len(ids)
-            rests.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
+            suffixes.append(replace(prompt.part(slice(n, None)), media=turn.media if turn else {}))
             rows.append(row)
         cache.layers = [layer.whole() if isinstance(layer, CompletionLayer) else layer for layer in cache.layers]
         index = torch.tensor(rows, device=mask.device)
         cache.reorder_cache(cast(torch.LongTensor, index))
-        return cache, mask[index], rests
+        return cache, mask[index], suffixes
 
-    def _branch_obstacle(self, model: PreTrainedModel, held: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
+    def _branch_obstacle(self, model: PreTrainedModel, rows: Rows, prompts: Sequence[EncodedPrompt]) -> str | None:
         """Returns the reason why the cache doesn't hold the prompts' first tokens, or `None` if it does."""
         for prompt, (parent, turn) in zip(prompts, self.continuations or (), strict=True):
             if turn is None:
                 return "contexts were rewritten"
-            if parent not in held:
+            if parent not in rows:
                 return "other completions were continued since"
-            _, before, ids = held[parent]
+            _, before, ids = rows[parent]
             tokens = torch.cat([before.input_ids, torch.tensor(ids, dtype=torch.long)])
             positions = torch.cat([before.position_ids, before.positions_after(len(ids))], dim=-1)
             n = len(tokens)
@@ -148,11 +148,11 @@ def generate_completions(
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
     Unique prompts are prefilled once, through the model's own forward, and [`~engines.decoding.decode`] continues.
-    Their common first tokens ([`~forward.trees.Node`]) are prefilled once, too, by one more forward, unless processes
-    need each other's forwards, `in_step`. If the family or options don't allow that, `generate` gets repeated prompts.
-    `dummies` are prefilled, for the collectives in their encoders, but not completed. `branches` may hold a cache to
-    continue from, and get the new one. Texts that end completions (`stop_strings`) need the `tokenizer`. `runs` runs
-    the step of a token, and may capture it. Under autocast, `casts_once` keeps the casts of weights meanwhile.
+    Common prefixes of prompts ([`~forward.trees.Node`]) are prefilled once, too, by one more forward, unless ranks
+    need each other's forwards (`in_step`). If the family or options don't allow this loop, `generate` gets repeated
+    prompts. `dummies` are prefilled, for the collectives in their encoders, but not completed. `branches` may hold a
+    cache to continue from, and get the new one. `stop_strings` need the `tokenizer`. `runs` runs decoding steps, and
+    may capture them. With `casts_once`, autocast casts each weight once for all tokens.
 
     Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
     rows of dummies at the end.
@@ -160,7 +160,7 @@ def generate_completions(
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
     if (is_static or isinstance(runs, GraphedStep)) and shares_prompts(unwrapped_model):
-        # With `in_step`, a process may run more steps than it has tokens, while it waits for others
+        # With `in_step`, a rank that waits for others runs more steps than it has tokens, which would exceed the room
         config, room = copy.copy(config), 0 if in_step else min(ROOM, config.max_new_tokens or ROOM)
         config.cache_implementation = None if is_static else config.cache_implementation
     if not (shared_prefill and decodes(unwrapped_model, config)):
@@ -170,12 +170,12 @@ def generate_completions(
         batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
         del batch["position_ids"]
         inputs: dict[str, Any] = {**batch, **media, **({"tokenizer": tokenizer} if config.stop_strings else {})}
-        forwarded = windows_as_forwarded(unwrapped_model)
+        cache_config = windows_as_forwarded(unwrapped_model)
         takes_cache = generation_config.cache_implementation is None and config.use_cache is not False
-        if takes_cache and forwarded is not unwrapped_model.config:
-            inputs[cache_name()] = DynamicCache(config=forwarded)  # the default cache drops tokens that leave a window
+        if takes_cache and cache_config is not unwrapped_model.config:
+            inputs[cache_name()] = DynamicCache(config=cache_config)  # the default drops tokens that leave a window
         with frozen_features(unwrapped_model, rows):
-            return _generated(model, unwrapped_model, inputs, generation_config, len(prompts))
+            return _generate(model, unwrapped_model, inputs, generation_config, len(prompts))
     unique, past, obstacle = [*group_by_prompt(prompts), *dummies], None, _cache_obstacle(unwrapped_model)
     order = [unique.index(prompt) for prompt in prompts]
     if branches is not None:
@@ -184,7 +184,7 @@ def generate_completions(
     if branches is not None and (past := branches.take(unwrapped_model, prompts)) is not None:
         order, unique = [*range(len(prompts))], [*prompts]
     elif obstacle is None and not in_step:
-        past = _prefilled_prefixes(model, unwrapped_model, unique, device, pad_token_id)
+        past = _prefill_prefixes(model, unwrapped_model, unique, device, pad_token_id)
     cache, mask, logits = _prefill(model, unwrapped_model, unique, device, pad_token_id, past)
     index, shares, layout = torch.tensor(order, device=device), shares_prompts(unwrapped_model), None
     size, remainder = divmod(len(order), len(unique))
@@ -199,7 +199,7 @@ def generate_completions(
     options = {"keeps": keeps, "in_step": in_step, "runs": runs, "casts_once": casts_once}
     loop = functools.partial(decode, logits=logits[index], layout=layout, **options)
     inputs |= {"attention_mask": mask, cache_name(): cache, "custom_generate": loop}
-    output = _generated(model, unwrapped_model, inputs, config, len(order))
+    output = _generate(model, unwrapped_model, inputs, config, len(order))
     if branches is not None:
         sequences, ends = output["sequences"] if isinstance(output, ModelOutput) else output, config.eos_token_id
         completion_ids = sequences[:, mask.size(1) - cache.get_seq_length() - 1 :]
@@ -207,10 +207,10 @@ def generate_completions(
     return output
 
 
-def _generated(
+def _generate(
     model: nn.Module, unwrapped_model: PreTrainedModel, inputs: dict[str, Any], config: GenerationConfig, n: int
 ) -> torch.Tensor | ModelOutput:
-    """Returns the output of `generate`; if it is ids, the ids after the first `n` prompts."""
+    """Returns the output of `generate`; if it is a tensor, only the ids behind the prompts of the first `n` rows."""
     # `generate` fills options that are `None` from the model's, so that a `min_p` or a repetition penalty that a
     # checkpoint recommends would change the distribution that completions are sampled from
     with replaced(unwrapped_model, generation_config=config):
@@ -219,13 +219,13 @@ def _generated(
 
 
 def _batch(rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int) -> tuple:
-    """Returns the left-padded tensors per token, and the media, of rows."""
+    """Returns the left-padded per-token tensors of prompts, and their media."""
     batch = left_pad(rows, pad_token_id)
     batch = {**batch.pop("fields"), **batch}
     return {name: value.to(device) for name, value in batch.items()}, media_inputs(rows, model, device)
 
 
-def _prefilled_prefixes(
+def _prefill_prefixes(
     model: nn.Module,
     unwrapped_model: PreTrainedModel,
     prompts: Sequence[EncodedPrompt],
@@ -233,28 +233,28 @@ def _prefilled_prefixes(
     pad_token_id: int,
 ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
     """
-    Returns a cache of the prompts' common first tokens, with a row for each prompt, its mask, and the rests of the
-    prompts; `None` if the cache saves too little, or isn't exact.
+    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, its mask, and the suffixes of the
+    prompts; `None` if the cache would save too little, or wouldn't be exact.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):
         return None
-    prefixes, rests, owner = [], {}, {}
-    for number, tree in enumerate(trees):
+    prefixes, suffixes, owner = [], {}, {}
+    for index, tree in enumerate(trees):
         n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
         spans = [prompt.media_span or (0, len(prompt)) for prompt in tree.leaves if prompt.media]
         if n < 1 or any(first < n < end for first, end in spans):  # the prefix may end within media
             return None
         prefixes.append(tree.prompt.part(slice(n)))
         for prompt in tree.leaves:
-            rests[prompt], owner[prompt] = prompt.part(slice(n, None)), number
-    forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, rests.values()))
-    if forwarded > _WORTH_PREFILLING * len(prompts) * max(map(len, prompts)):
+            suffixes[prompt], owner[prompt] = prompt.part(slice(n, None)), index
+    n_forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, suffixes.values()))
+    if n_forwarded > _WORTH_PREFILLING * len(prompts) * max(map(len, prompts)):
         return None
     order = torch.tensor([owner[prompt] for prompt in prompts], device=device)
     cache, mask, _ = _prefill(model, unwrapped_model, prefixes, device, pad_token_id)
     cache.reorder_cache(cast(torch.LongTensor, order))
-    return cache, mask[order], [rests[prompt] for prompt in prompts]
+    return cache, mask[order], [suffixes[prompt] for prompt in prompts]
 
 
 def _prefill(
@@ -265,7 +265,7 @@ def _prefill(
     pad_token_id: int,
     past: tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None = None,
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-    """Returns a cache of prompts, which continues a `past` one if there is one, its mask `(B, N)`, and last logits."""
+    """Prefills prompts, behind a `past` cache if any. Returns the cache, its mask `(B, N)`, and the last logits."""
     rows = prompts if past is None else past[2]
     with frozen_features(unwrapped_model, rows):
         batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
@@ -302,7 +302,7 @@ def without_router_logits(model: PreTrainedModel) -> AbstractContextManager[None
 
 
 def _cache_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns a model's reason why no prompt can continue from its cache, or `None`; see also [`Branches.take`]."""
+    """Returns the reason why no cache of this model can be continued, or `None`; see also [`Branches.take`]."""
     if {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers} != {DynamicLayer}:
         return "its layers keep windows or carry states, which have no mask for padding"
     family = family_of(model)
@@ -330,11 +330,11 @@ def sample_completions(
     Samples a completion of each prompt with transformers.
 
     The `fallbacks`, by default those of the policy, say whether prompts are prefilled once or for each completion,
-    and whether a graph of the device runs the step of a token; a graph that can't be captured is turned off in
-    them. `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the
+    and whether decoding steps run as a graph of the device; if they can't be captured, `fallbacks.graph` is set to
+    `False`. `generating` returns a context with the model ready to generate, by default TRL's. `branches` hold the
     cache to continue from, if ranks needn't wait for each other's forwards.
 
-    Returns completions `(B, N)`, or, if all are sampled at once, the result of [`generate_completions`].
+    Returns completions `(B, N)`, or the result of [`generate_completions`] if one call of it samples them all.
     """
     fallbacks, isolate = fallbacks or policy.fallbacks, policy.fallbacks.isolate
     shared_prefill = fallbacks.shared_prefill
@@ -350,8 +350,8 @@ def sample_completions(
             ready = unwrap_model_for_generation(model, policy.accelerator)
         is_sharded = policy.accelerator is not None and not is_unsharded(policy.accelerator)
         if branches is not None and (is_sharded or isolate is not None):
-            why = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
-            branches.obstacle, branches = why, None
+            obstacle = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
+            branches.obstacle, branches = obstacle, None
         surplus = policy.processes.n_forwards(prompts, isolate, dummies) - len(parts)
         is_cast = policy.accelerator is not None and policy.accelerator.mixed_precision in ("bf16", "fp16")
         with ready as generating_model, same_adapters(generating_model):
@@ -362,7 +362,7 @@ def sample_completions(
                     encode_once(unwrapped_model, [*prompts, *dummies], device)
             outputs, runs = [], step_on(device) if fallbacks.graph else TokenStep()
             with without_router_logits(unwrapped_model):
-                for part in [*parts, *[parts[-1]] * surplus]:  # forwards that other ranks have
+                for part in [*parts, *[parts[-1]] * surplus]:  # as many forwards as other ranks have
                     output = generate_completions(
                         generating_model,
                         unwrapped_model,

@@ -55,7 +55,7 @@ if engine_obstacle() is None:
 
 
 def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters for ends of text, in place of ends that it reads from the model's folder."""
+    """Returns vLLM's sampling parameters that end completions at `ids` alone, not at ids from the model's folder."""
     return {"stop_token_ids": [*ids], "ignore_eos": True}
 
 
@@ -98,7 +98,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.vllm_client: Any = None  # client of this rank's server; in process 0, of all servers
         self._adapter_request: LoRARequest | None = None  # the adapter in the engine, after the first sync
         self.batch_index = 0  # batch for which the engine gets weights
-        # Batch indices and folders of adapters on servers, which may still sample with earlier ones than the last
+        # Batch index and folder of each adapter on servers, which may still sample with adapters before the last
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # whether the first sync has shown that vLLM has a place for all weights
         self._speculates = bool(self._engine_kwargs.get("speculative_config"))
@@ -116,9 +116,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
         try:
             engine = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
-            further = {**adapter_kwargs, **self._engine_kwargs}
+            engine_kwargs = {**adapter_kwargs, **self._engine_kwargs}
             with (
-                replaced(vllm_generation, LLM=lambda **args: engine(**{**args, **further})),
+                replaced(vllm_generation, LLM=lambda **args: engine(**{**args, **engine_kwargs})),
                 processors_unchecked(),
             ):
                 if self.mode == "server":
@@ -134,7 +134,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
-            self._bad_words(self.sampling)  # raises an error for unsupported options
+            self._with_bad_words(self.sampling)  # raises an error for unsupported options
             name = cast(str, self.model.name_or_path)
             renderer = server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
         else:
@@ -161,14 +161,14 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             return client, info
 
         self.vllm_client, info = on_all_ranks(self.accelerator, connect)
-        self._by_main(lambda: self.vllm_client.init_communicator(self.accelerator.device))
+        self._on_main_process(lambda: self.vllm_client.init_communicator(self.accelerator.device))
         return info
 
     @property
     def _urls(self) -> Sequence[str]:
         return (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
 
-    def _by_main(self, work: Callable[[], None]) -> None:
+    def _on_main_process(self, work: Callable[[], None]) -> None:
         on_all_ranks(self.accelerator, work if self.accelerator.is_main_process else lambda: None)
 
     @property
@@ -187,8 +187,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         sampling: dict[str, Any] | None = None,
         room: Sequence[int] | None = None,
     ) -> tuple:
-        """Samples a completion of each prompt."""
-        options = self._bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
+        """Samples completions of prompts; returns prompt ids, completion ids, log-probabilities, and their tokens."""
+        options = self._with_bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
             seed += self.accelerator.process_index * len(prompts)  # unique over ranks, as a group may straddle them
@@ -214,7 +214,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         seed: int | None,
         room: Sequence[int],
     ) -> list[EngineRequest]:
-        """Returns requests for completions of prompts, one for consecutive completions of a prompt."""
+        """Returns requests for completions, one per run of consecutive completions of the same prompt."""
         requests: list[EngineRequest] = []
         last = None
         for index, prompt in enumerate(prompts):
@@ -240,12 +240,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def ask(self, request: EngineRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
-        Returns completions from a server. The server depends on the rank, on the request and on the attempt, so that
-        another server may answer a request that one doesn't answer in time. See [`server_completions`].
+        Returns completions from the server for this rank, request and attempt, so that a retry goes to another server
+        if there are several. See [`server_completions`].
         """
         rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
         url = urls[(rank + turn * n_ranks + attempt) % len(urls)]
-        options = {**self._bad_words(self.sampling), "seed": request.seed}
+        options = {**self._with_bad_words(self.sampling), "seed": request.seed}
         try:
             return self._complete(url, request, options, attempt, salt)
         except RequestLost as error:
@@ -255,7 +255,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _complete(
         self, url: str, request: EngineRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
-        """Returns completions from a server, sampled by the weights that it was sent."""
+        """Returns completions from a server. A retry checks that the server still has the weights that it was sent."""
         timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
         if attempt > 0 and adapter is not None:  # a server that was started again doesn't know the adapter
             load_adapter(url, Path(adapter.lora_path), timeout)
@@ -275,8 +275,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _check_start(self, url: str) -> None:
         """
-        Raises a `RuntimeError` for a server that was started again and has lost weights. A lost adapter needs no such
-        check, as it has another name in each version.
+        Raises a `RuntimeError` for a server that was started again and has lost weights. A lost adapter needs no
+        check, as each version of the adapter has a name of its own.
         """
         loses_weights = self.adapter_alone is None or self._needs_base_weights
         # Dates are in whole seconds
@@ -291,10 +291,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
         def check() -> None:
             for url in self._connected:
-                with suppress(RequestLost):  # a server that is away gave its answers before
+                with suppress(RequestLost):  # a server that is unreachable now has answered before
                     self._check_start(url)
 
-        self._by_main(check)
+        self._on_main_process(check)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -312,10 +312,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _with_bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Returns a copy of options. With speculative decoding, a bias of logits becomes `bad_words`, which vLLM supports
-        in its place. Raises a `ValueError` for other options that vLLM doesn't support with speculative decoding.
+        Returns a copy of options, with `bad_words` in place of `logit_bias` for speculative decoding, which supports
+        only the former. Raises a `ValueError` for other options that vLLM doesn't support with speculative decoding.
         """
         options = dict(options)
         if self._speculates and options.get("min_p"):
@@ -335,7 +335,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
 
     def acceptance_length(self) -> float | None:
-        """Returns the tokens per step of an engine that speculates, since the last call; `None` if it reports none."""
+        """Returns the tokens per step of speculative decoding since the last call; `None` if vLLM reports none."""
         if not self._speculates or not (counts := self._counters()):
             return None
         before = self._n_drafts, self._n_accepted
@@ -346,7 +346,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
     def _counters(self) -> Mapping[str, float | None]:
-        """Returns vLLM's counters, those of this rank's server in `server` mode; none if vLLM reports none."""
+        """Returns vLLM's counters by name, in `server` mode of this rank's server; empty if vLLM reports none."""
         try:
             if self.mode == "server":
                 return _server_counters(self.vllm_client)
@@ -425,7 +425,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     @property
     def _needs_base_weights(self) -> bool:
         """
-        `True` if an engine with an adapter also needs weights that aren't trained: dequantized ones, or after sleep.
+        `True` if an engine that gets the adapter alone needs base weights, too: dequantized ones, or after sleep.
         """
         adapter = self.adapter_alone
         return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
@@ -434,25 +434,25 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """Updates the engine's weights, or its adapter, and resets its caches."""
         adapter = self.adapter_alone
         is_first = self._adapter_request is None
-        gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
+        sends_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
             with ExitStack() as stack:
                 if self._max_staleness > 0:  # servers sample during updates
-                    self._by_main(lambda: stack.enter_context(self.vllm_client.paused()))
-                # First, so that no rank waits in a collective for a server that is gone
-                self._by_main(lambda: self.vllm_client.reset_encoder_caches())
+                    self._on_main_process(lambda: stack.enter_context(self.vllm_client.paused()))
+                # Before weights are gathered, so that no rank waits in a collective for a server that is gone
+                self._on_main_process(lambda: self.vllm_client.reset_encoder_caches())
                 self.check_starts()
-                if gives_weights:
+                if sends_weights:
                     on_all_ranks(self.accelerator, super().sync_weights)
                 if adapter is not None:
-                    self._load_adapter_by_servers(adapter)
-                self._by_main(stack.close)
+                    self._load_adapter_on_servers(adapter)
+                self._on_main_process(stack.close)
             return
         if self.enable_sleep_mode:
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        if gives_weights:
+        if sends_weights:
             self._load_weights()
         if adapter is not None:
             self._load_adapter(adapter)
@@ -469,13 +469,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"vLLM's {type(worker).__name__} can't reload weights, of which it may have changed the layout, so it "
                 f"would sample from another model; install {SUPPORTED} for GPUs, or set `use_vllm=False`."
             )
-        is_unneeded = _of_unused_towers(model)
+        is_unneeded = _unused_weight_test(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            # vLLM holds a layer's weights until it has all of them, perhaps for longer than adapters are merged
+            # Copies, as vLLM may hold weights until a layer is complete, when no adapter is merged into them any more
             reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
-        # vLLM silently drops weights that it has no place for, and returns names of its own
+        # vLLM silently drops weights that it has no place for, and returns its own names of the others
         left_out = load_and_find_unread(lambda iterator: reload(weights_iterator=iterator), weights)
         if left_out:
             raise RuntimeError(
@@ -508,7 +508,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _runner(self) -> Any:
         return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
-    def _load_adapter_by_servers(self, adapter: EngineAdapter) -> None:
+    def _load_adapter_on_servers(self, adapter: EngineAdapter) -> None:
         # A unique name, as other runs may use the servers
         [name] = broadcast_object_list([f"policy-{uuid.uuid4().hex}"])
         folder = Path(self._adapter_folder or "", name).absolute()
@@ -517,10 +517,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
         oldest = self.batch_index - self._max_staleness if self._max_staleness > 0 else math.inf
-        before = [entry for batch_index, entry in self._adapters if batch_index < oldest]
-        kept = [entry for entry in self._adapters if entry[0] >= oldest]
-        self._adapters = [*kept, (self.batch_index, folder)]
-        self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
+        old_folders = [path for batch_index, path in self._adapters if batch_index < oldest]
+        current = [entry for entry in self._adapters if entry[0] >= oldest]
+        self._adapters = [*current, (self.batch_index, folder)]
+        self._on_main_process(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, old_folders))
         self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name
 
@@ -534,8 +534,8 @@ def _server_counters(client: ServerClient) -> dict[str, float]:
     return counters
 
 
-def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:
-    """Returns a function that tells whether a weight is of an encoder that the engine was started without."""
+def _unused_weight_test(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Returns a function that tells, by name, whether a weight belongs to an encoder that the engine doesn't have."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     unused = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, StageMissingLayer))
     return lambda name: any(

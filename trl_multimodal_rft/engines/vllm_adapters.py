@@ -33,8 +33,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    LoRA adapter of a policy for vLLM. With `alone`, the engine gets the adapter by itself, and has as many `versions`
-    of it at a time; otherwise the adapter is merged into dequantized 4-bit weights.
+    LoRA adapter of a policy for vLLM. If it is sent `alone`, the engine holds up to `versions` versions of it at a
+    time; otherwise it is merged into dequantized 4-bit weights.
     """
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True, versions: int = 1):
@@ -53,11 +53,11 @@ class EngineAdapter:
         self._layers: dict[str, Any] = {}  # adapted layers by their names in the checkpoint
         for name, layer in base.named_modules():
             if isinstance(layer, LoraLayer) and self._name in layer.r:
-                stored = checkpoint_layer(base, name) if self._takes(layer) else None
-                if stored is None:
+                checkpoint_name = checkpoint_layer(base, name) if self._is_supported(layer) else None
+                if checkpoint_name is None:
                     kind = type(layer.get_base_layer()).__name__
                     raise self._error(f"is on the layer '{name}' ({kind})", "leave it out of `target_modules`")
-                self._layers[stored] = layer
+                self._layers[checkpoint_name] = layer
         adapted = {id(parameter) for pair in self._pairs() for parameter in pair}
         trained = [
             name for name, weight in base.named_parameters() if weight.requires_grad and id(weight) not in adapted
@@ -65,7 +65,7 @@ class EngineAdapter:
         if trained:
             raise self._error(f"isn't all that is trained ('{trained[0]}' is, too)", "freeze the rest")
 
-    def _takes(self, layer: "LoraLayer") -> bool:
+    def _is_supported(self, layer: "LoraLayer") -> bool:
         is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
         return is_plain and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
 
@@ -90,7 +90,7 @@ class EngineAdapter:
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """Arguments that the engine must be started with."""
-        # The adapter fits the quantized weights, which the engine gets dequantized
+        # The adapter was trained on 4-bit weights, so the engine gets these dequantized, and must not quantize them
         unquantized = {"quantization": None} if self.is_4bit else {}
         if not self.alone:
             return unquantized
@@ -108,7 +108,7 @@ class EngineAdapter:
         return {**options, **unquantized}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights for the engine, without the adapter if that is `alone`, else merged with it."""
+        """Yields weights for the engine: base weights if the adapter is sent `alone`, else weights merged with it."""
         adapted = {id(layer.get_base_layer().weight): layer for layer in self._layers.values()}
         for name, parameter in self._base.named_parameters():
             if "lora_" in name:
@@ -138,8 +138,8 @@ class EngineAdapter:
         Path(folder, "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
-    def replace_on_servers(self, clients: Sequence[Any], folder: Path, before: Sequence[Path]) -> None:
-        """Loads the adapter into servers, and removes the adapters in the folders `before`, files included."""
+    def replace_on_servers(self, clients: Sequence[Any], folder: Path, old_folders: Sequence[Path]) -> None:
+        """Loads the adapter into servers, and removes the adapters in `old_folders`, files included."""
         for client in clients:
             try:
                 arguments = client.base_url, folder, client.timeout
@@ -158,18 +158,18 @@ class EngineAdapter:
                     f"{problem} Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
                     f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
                 )
-            for old_folder in before:
+            for old_folder in old_folders:
                 unloaded = client.answer(_UNLOAD, {"lora_name": old_folder.name})
                 if unloaded.status not in (200, 404):  # a server that was started again doesn't know the adapter
                     raise refusal(unloaded, client.base_url, _UNLOAD)
-        for old_folder in before:
+        for old_folder in old_folders:
             shutil.rmtree(old_folder)
 
 
 def load_adapter(url: str, folder: Path, seconds: float) -> str | None:
     """
-    Loads an adapter into a server that doesn't have it. Returns the reason if the server can't, else `None`; raises a
-    [`RequestLost`] without an answer.
+    Loads an adapter into a server, unless it is loaded. Returns the reason if the server can't load it, else `None`.
+    Raises a [`RequestLost`] without an answer.
     """
     answer = answer_of(url, _LOAD, {"lora_name": folder.name, "lora_path": str(folder)}, seconds=seconds)
     is_loaded = answer.status == 200 or b"already been loaded" in answer.body

@@ -28,8 +28,8 @@ _ASSUMED_FPS = 24
 
 class EnginePrompts:
     """
-    Converter of prompts for an engine of a mode (`"server"` or `"colocate"`). It processes media once for as long as
-    the decoded media exist.
+    Converter of prompts to the input of an engine in `mode`, `"server"` or `"colocate"`. Processed media are cached as
+    long as the decoded media exist.
     """
 
     def __init__(self, renderer: "BaseRenderer", processor: ProcessorMixin | PreTrainedTokenizerBase, mode: str):
@@ -44,11 +44,11 @@ class EnginePrompts:
     def take(
         self, prompt: EncodedPrompt | dict[str, Any] | Sequence[int], images: Sequence | None, index: int
     ) -> dict[str, Any]:
-        """Returns a prompt as the engine takes it, with processed media."""
+        """Returns a prompt as input of the engine, with processed media; errors name its row, or else `index`."""
         if isinstance(prompt, EncodedPrompt):
             row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
             self._check_length(len(ids), row)
-            return self._with_parts(ids, prompt, row)
+            return self._join_parts(ids, prompt, row)
         tokens_prompt = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
         if images:
             tokens_prompt["multi_modal_data"] = {"image": images}
@@ -57,27 +57,27 @@ class EnginePrompts:
             self._check_length(len(tokens_prompt["prompt_token_ids"]), index)
             return tokens_input(tokens_prompt["prompt_token_ids"])
         for modality, modality_items in media.items():
-            self._check_number(modality, len(modality_items), index)
-        processed = self._rendered(tokens_prompt)
+            self._check_count(modality, len(modality_items), index)
+        processed = self._render(tokens_prompt)
         self._check_length(len(processed["prompt_token_ids"]), index)
         return processed
 
-    def _with_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
+    def _join_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
         if not prompt.modalities:
             return tokens_input(ids)
         if isinstance(prompt.decoded, dict):
             return {"prompt_token_ids": ids, "features": prompt.decoded}
         if not prompt.decoded:
             raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
-        numbers: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for _, decoded in prompt.decoded:
-            numbers.update({modality: len(media) for modality, media in decoded.media.items()})
-        for modality, number in numbers.items():
-            self._check_number(modality, number, row)
+            counts.update({modality: len(media) for modality, media in decoded.media.items()})
+        for modality, count in counts.items():
+            self._check_count(modality, count, row)
         kwargs, hashes, placeholders = defaultdict(list), defaultdict(list), defaultdict(list)
         for span, decoded in prompt.decoded:
             if decoded not in self._processed:
-                self._processed[decoded] = self._rendered(self.with_media(decoded, row))
+                self._processed[decoded] = self._render(self.with_media(decoded, row))
             part = self._processed[decoded]
             _check_ids(ids[span], part["prompt_token_ids"], row)
             for modality, ranges in part["mm_placeholders"].items():
@@ -88,13 +88,13 @@ class EnginePrompts:
                 ]
         return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(placeholders))
 
-    def _rendered(self, prompt: dict[str, Any]) -> dict[str, Any]:
+    def _render(self, prompt: dict[str, Any]) -> dict[str, Any]:
         with processors_unchecked():
             [processed] = self.renderer.render_cmpl([prompt])
         return processed
 
     def with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
-        """Returns a part of a prompt with decoded media, as the renderer takes it."""
+        """Returns a part of a prompt, with its decoded media, as input of the renderer."""
         media: dict[str, Any] = dict(prompt.media)
         processor = self.processor
         for modality in media:
@@ -104,7 +104,7 @@ class EnginePrompts:
                     "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
         options: dict[str, Any] = {modality: dict(value) for modality, value in prompt.processor_kwargs.items()}
-        if "video" not in media:  # vLLM counts the tokens of images by arguments that aren't nested
+        if "video" not in media:  # vLLM counts image tokens by arguments at the top level
             options |= options.pop("images_kwargs", {})
         if "video" in media:
             videos = options["videos_kwargs"]
@@ -112,7 +112,7 @@ class EnginePrompts:
                 {"fps": _ASSUMED_FPS, **{name: value for name, value in video_metadata.items() if value is not None}}
                 for video_metadata in videos.pop("video_metadata")[0]
             ]
-            # If vLLM keeps metadata with the frames, processors may not get options twice
+            # If vLLM passes metadata with the frames, the processor must not get its options again as `videos_kwargs`
             if getattr(self.renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
                 del videos["do_sample_frames"]
                 options["do_sample_frames"] = False
@@ -126,22 +126,22 @@ class EnginePrompts:
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }
 
-    def _check_number(self, modality: str, number: int, row: int) -> None:
+    def _check_count(self, modality: str, count: int, row: int) -> None:
         # An engine that was started without media has no processor
         info = self.renderer.mm_processor and self.renderer.mm_processor.info
         allowed = info.allowed_mm_limits.get(modality, 0) if info else 0
-        if number <= allowed:
+        if count <= allowed:
             return
         most = info.supported_mm_limits.get(modality, 0) if info else None
-        message = f"row {row}: the prompt has media of the kind {modality!r}, {number} of them,"
-        if most is not None and number > most:
+        message = f"row {row}: the prompt has media of the kind {modality!r}, {count} of them,"
+        if most is not None and count > most:
             raise MediaError(f"{message} of which vLLM takes {most} for this model; set `use_vllm=False`.")
         if self.mode == "server":
-            remedy = f"start the server with `--limit-mm-per-prompt.{modality} {number}`."
+            remedy = f"start the server with `--limit-mm-per-prompt.{modality} {count}`."
         else:
             remedy = (
                 "by default the most in a prompt of the trainer's datasets; raise "
-                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{modality}': {number}}}}}`."
+                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{modality}': {count}}}}}`."
             )
         raise MediaError(f"{message} and the engine was started for {allowed}; {remedy}")
 
@@ -169,5 +169,5 @@ def _check_ids(expected: list[int], actual: Sequence[int], row: int) -> None:
 
 
 def processors_unchecked() -> AbstractContextManager[None]:
-    """Turns off the check with which processors since transformers 5.23 reject vLLM's placeholders without videos."""
+    """Turns off a check of processors since transformers 5.23, which rejects vLLM's placeholders without videos."""
     return replaced(ProcessorMixin, validate_inputs=lambda self, *args, **kwargs: None)

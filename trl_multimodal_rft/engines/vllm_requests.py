@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Most requests at the same time
+# Limit of concurrent requests
 _AT_ONCE = 64
 # Seconds: for a connection, before a request is first sent again (doubled each time), and the longest of these waits
 _TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
@@ -31,16 +31,16 @@ _SHOWN = 200  # bytes of an answer in an error
 
 # Values of `finish_reason` of a whole completion
 _ENDS = ("stop", "length", "repetition")
-# Servers send it in place of a log-probability that they don't have
+# Value that servers send in place of a missing log-probability
 _UNKNOWN = -9999.0
-_ROUNDING = 1e-3  # excess of a log-probability over 0 by rounding, at most
+_ROUNDING = 1e-3  # largest log-probability, as rounding may give values above 0
 
 # Ids of a completion, and their log-probabilities, `None` where the engine has none
 ServerSample = tuple[list[int], list[float | None]]
 
 
 class RequestLost(RuntimeError):
-    """Error of a request without a usable answer, which may be sent again; it `timed_out` if time has run out."""
+    """Error of a request that got no usable answer, or none in time (`timed_out`). The request may be sent again."""
 
     def __init__(self, message: str, timed_out: bool = False):
         super().__init__(message)
@@ -48,7 +48,7 @@ class RequestLost(RuntimeError):
 
 
 class WarnOnce:
-    """Warning that a lost request is sent again, for the first of such requests alone."""
+    """Warning that a lost request is sent again, logged for the first such request only."""
 
     warned = False
 
@@ -67,7 +67,7 @@ def answer_of(
     max_bytes: int = _MOST_BYTES,
     method: str = "POST",
 ) -> Answer:
-    """Returns a server's answer, whole within `seconds`. Raises a [`RequestLost`] without one, or if it is busy."""
+    """Returns a server's answer. Raises a [`RequestLost`] if it isn't complete in `seconds`, or the server is busy."""
     start = time.monotonic()
     try:
         return ask(
@@ -87,9 +87,9 @@ def lost(
     url: str, path: str, reason: str | int | Exception, answer: Answer | None = None, timed_out: bool = False
 ) -> RequestLost:
     """Returns an error with the reason why a request has to be sent again, and the start of the server's answer."""
-    shown = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
+    excerpt = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
     url = without_credentials(url)
-    return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{shown}).", timed_out)
+    return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{excerpt}).", timed_out)
 
 
 def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
 
 
 def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
-    """Returns an error that shows an answer of another kind than requested."""
+    """Returns an error that quotes an answer which isn't the requested one."""
     return RuntimeError(str(lost(url, path, answer.status, answer)))
 
 
@@ -128,11 +128,11 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Returns the results of work in threads. After the first error, or an interrupt, it waits for no other thread."""
-    free = threading.Semaphore(_AT_ONCE)
+    """Returns the results of `work` on items in threads. After an error or interrupt, it doesn't wait for the rest."""
+    slots = threading.Semaphore(_AT_ONCE)
 
     def run(item: T) -> U:
-        with free:
+        with slots:
             return work(item)
 
     futures = [started(run, item) for item in items]
@@ -183,8 +183,8 @@ def _sample_in(
             raise ValueError(f"has the token {value!r}, and the vocabulary {vocabulary}")
         if value in placeholders:
             raise ValueError(f"has the token {value}, which stands for media that don't exist")
-    if behind := [token for token in ids[:-1] if token in ends]:
-        raise ValueError(f"has tokens behind {behind[0]}, which ends a text")
+    if early_ends := [token for token in ids[:-1] if token in ends]:
+        raise ValueError(f"has tokens behind {early_ends[0]}, which ends a text")
     try:
         logps = [value["logprob"] for value in choice["logprobs"]["content"]]
     except (KeyError, TypeError):

@@ -2,8 +2,8 @@
 """
 Clients of vLLM's servers: checks of the servers' settings, requests with media, and resets of caches.
 
-Servers take token ids and processed media, which the trainer makes by vLLM's renderer with a server's settings. Media
-themselves never travel: HTTP would encode them again, and has no place for the options of processors.
+Servers get token ids and processed media: the trainer processes media by vLLM's renderer with the server's settings.
+Raw media are never sent, since HTTP requests would encode them again, and have no field for options of processors.
 """
 
 import math
@@ -48,16 +48,16 @@ if engine_obstacle() is None:
 
 T = TypeVar("T")
 
-# A server's settings on which processed media depend, in the two parts of its configuration
+# Settings of a server that processed media depend on: those of the model, and those of its multimodal config
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
 _OF_MEDIA = """
 mm_processor_kwargs mm_device_do_normalize video_pruning_rate video_pruning_method language_model_only
 """.split()
 _GENERATE = "/inference/v1/generate"
 _INFO = "/server_info?config_format=json"
-# Most bytes of an answer: per log-probability of a token, and for everything else
+# Limits of an answer's size in bytes: per log-probability of a token, and for the rest of the answer
 _BYTES_PER_LOGP, _BYTES_AROUND = 2**10, 2**20
-# Settings of a config that are equal for models that can exchange weights
+# Fields of a config that must be equal for two models to exchange weights
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -78,12 +78,12 @@ class EngineRequest(NamedTuple):
     seed: int | None
 
     def for_server(self) -> "EngineRequest":
-        """Returns the request with its media as a server takes them; the time depends on the size of the media."""
+        """Returns the request with media in the format of servers, which takes longer the larger the media are."""
         return self._replace(media=server_features(self.media or {}))
 
 
 class ServerClient(VLLMClient):
-    """TRL's client with calls that end after `timeout` seconds, and that wait as long for a server that is away."""
+    """TRL's client, with calls that time out after `timeout` seconds, and are retried as long if a server is away."""
 
     def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
         self.timeout, self.warn = timeout, WarnOnce()
@@ -97,7 +97,7 @@ class ServerClient(VLLMClient):
         seconds: float | None = None,
         **limits: Unpack[Limits],
     ) -> Answer:
-        """Returns the server's answer; an attempt takes `seconds` and waits `patience`, each by default `timeout`."""
+        """Returns the answer. `seconds` limits an attempt, `patience` the waits between them, by default `timeout`."""
         seconds = self.timeout if seconds is None else seconds
         patience = self.timeout if patience is None else patience
         return until_answered(
@@ -170,7 +170,7 @@ class ServerGroup(ServerClient):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses all servers within the context. They drop their caches, and keep their requests, which go on then."""
+        """Pauses all servers within the context. They drop their caches, and continue their requests afterwards."""
         with ExitStack() as stack:
             for client in self.clients:
                 stack.push(partial(_resume, client))  # resumes even if another server fails
@@ -183,16 +183,16 @@ class ServerGroup(ServerClient):
         bodies = [json] * len(self.clients)
         if path == "/init_weight_transfer_engine":
             assert json is not None
-            firsts = accumulate((client.get_world_size() for client in self.clients[:-1]), initial=1)
-            bodies = [{"init_info": {**json["init_info"], "rank_offset": first}} for first in firsts]
-        # Never sent again, as a server may have got a part of the weights
+            offsets = accumulate((client.get_world_size() for client in self.clients[:-1]), initial=1)
+            bodies = [{"init_info": {**json["init_info"], "rank_offset": offset}} for offset in offsets]
+        # Not retried, as a server may have received a part of the weights
         pairs = zip(self.clients, bodies, strict=True)
         return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
 
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        """Sends weights. After an error, the ranks still gather the remaining weights, before others hear of it."""
+        """Sends weights. After an error, this rank still gathers the other weights, as the other ranks wait for it."""
         try:
             super().update_named_params(metadata, named_params)
         except Exception:
@@ -204,13 +204,13 @@ class ServerGroup(ServerClient):
 def _resume(
     client: ServerClient, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Ends a server's pause. If an error ends it, an error of resuming must not hide the first one."""
+    """Resumes a paused server. An error of resuming must not hide an `error` that has ended the pause."""
     with nullcontext() if error is None else suppress(Exception):
         client.call("/resume", patience=None if error is None else 0.0)
 
 
 def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Returns the result of work on this rank. All ranks must call this; if work fails on one, all raise its error."""
+    """Calls `work` and returns its result. All ranks must call this; if it fails on one rank, all raise that error."""
     if accelerator.num_processes == 1:
         return work()
     result, error = None, None
@@ -230,20 +230,20 @@ def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedC
     """Raises a `ValueError` if a server would sample from another model, or can't take media."""
     check_protocol(client)
     settings = info["model_config"]
-    computed = settings["dtype"].removeprefix("torch.")
+    server_dtype = settings["dtype"].removeprefix("torch.")
     problem = None
     if settings["logprobs_mode"] != "processed_logprobs":
         problem = (
             f"returns {settings['logprobs_mode']}, not those it samples from; start it with "
             "`--logprobs-mode processed_logprobs`"
         )
-    elif computed != dtype:
+    elif server_dtype != dtype:
         problem = (
-            f"computes in {computed} and the trainer in {dtype}, which rounds differently; start it with "
+            f"computes in {server_dtype} and the trainer in {dtype}, which rounds differently; start it with "
             f"`--dtype {dtype}`"
         )
-    elif different := _other_shape(settings, config):
-        problem = f"serves '{settings['model']}', another model than the trainer's: {different}; start it with that"
+    elif differences := _shape_differences(settings, config):
+        problem = f"serves '{settings['model']}', another model than the trainer's: {differences}; start it with that"
     if problem is not None:
         raise ValueError(f"The vLLM server at {without_credentials(client.base_url)} {problem}.")
 
@@ -263,14 +263,14 @@ def check_protocol(client: ServerClient) -> None:
         )
 
 
-def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
-    """Returns the differences of the server's model as text, empty if there are none or its config isn't readable."""
+def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> str:
+    """Returns the fields of `_SHAPE` that differ on a server, as text; empty if its config can't be read."""
     try:
         served = AutoConfig.from_pretrained(
             settings["model"], revision=settings["revision"], trust_remote_code=settings["trust_remote_code"]
         )
     except (OSError, ValueError):
-        return ""  # a path of another machine
+        return ""  # a path on another machine
     actual, expected = served.get_text_config(), config.get_text_config()
     values = {name: (getattr(actual, name, None), getattr(expected, name, None)) for name in _SHAPE}
     return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
@@ -347,7 +347,7 @@ def server_completions(
     salt: str | None = None,
 ) -> list[ServerSample]:
     """
-    Returns completions from a server, which shares the prompt's cache with requests of the same `salt` alone.
+    Returns completions from a server. Only requests with the same `salt` share a cached prefix.
 
     Raises a [`RequestLost`] if the server gives no answer within `timeout` seconds, or another answer than requested,
     and a `RuntimeError` if it refuses the request.
@@ -369,14 +369,14 @@ def server_completions(
 
 def prompt_scores(client: ServerClient, requests: list[EngineRequest], k: int) -> list[list[dict[int, float]]]:
     """
-    Returns the log-probabilities of the `k` most likely tokens at each position of prompts but the first, over the
-    whole vocabulary and at a temperature of 1.
+    Returns the log-probabilities of the `k` most likely tokens at each position of prompts, except for their first
+    token, over the whole vocabulary and at a temperature of 1.
     """
 
     def score(request: EngineRequest) -> list[dict[int, float]]:
         sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
-        # TRL's client doesn't read the answers of vLLM from 0.32 on
+        # TRL's client can't read the answers of vLLM 0.32 and later
         answer = client.call(_GENERATE, _request_body(client.model, request, sampling), max_bytes=max_bytes)
         positions = answer["prompt_logprobs"][1:]
         # vLLM adds the prompt's token if it isn't among the `k` most likely ones

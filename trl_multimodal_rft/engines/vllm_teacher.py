@@ -24,10 +24,10 @@ class ServerTeacher:
         timeout (`float`):
             Seconds to wait for the server.
         trust_remote_code (`bool`):
-            Whether the configuration of the served model may hold code.
+            Whether to run code that comes with the served model's config.
 
     Raises:
-        `ImportError`: Without vLLM, whose renderer processes media as the server needs them.
+        `ImportError`: If vLLM isn't installed here, too; its renderer processes media for the server.
         `ValueError`: If the server runs another version of vLLM, or takes no media.
     """
 
@@ -63,8 +63,8 @@ class ServerTeacher:
         k)` on the CPU, 0 beyond the completions' ends.
         """
         ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
-        whole = [prompt._replace(ids=prompt.ids + part) for prompt, part in zip(prompts, completions, strict=True)]
-        for i, positions in enumerate(prompt_scores(self.client, whole, k)):
+        requests = [prompt._replace(ids=prompt.ids + row) for prompt, row in zip(prompts, completions, strict=True)]
+        for i, positions in enumerate(prompt_scores(self.client, requests, k)):
             part = positions[len(prompts[i].ids) - 1 :]
             ids[i, : len(part)] = torch.tensor([[*position] for position in part])
             logps[i, : len(part)] = torch.tensor([[*position.values()] for position in part])

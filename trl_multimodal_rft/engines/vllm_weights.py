@@ -26,11 +26,11 @@ from transformers.core_model_loading import (
 from ..models.wrapped import replaced
 
 
-# Parts of weights' names that wrappers of adapters and of checkpointing add
+# Parts of weight names that adapters and activation checkpointing add
 _WRAPPERS = (".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module.")
 
-# By model, and by the name of its weight: the name in the checkpoint and 0; for a weight that is converted beyond
-# renaming, the name of the group of weights that are converted together, and their number
+# Targets of weights, by model and by name in memory: for a weight that is only renamed, its name in the checkpoint and
+# 0; for any other, the name of the group of weights that are converted together, and the number of these weights
 _targets_of: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[str, float]]] = WeakKeyDictionary()
 
 
@@ -57,7 +57,7 @@ def gathered_weights(
     module: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    Yields the weights of a model that FSDP2 has sharded, cast before they are gathered, as in a forward. All ranks
+    Yields the unsharded weights of an FSDP2 model, cast to `dtype` before the all-gather, as in a forward. All ranks
     must call this.
     """
     for name, parameter in module.named_parameters():
@@ -80,9 +80,9 @@ def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
 def load_and_find_unread(
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
-    """Loads weights, and returns the names of weights that no operation read. Views of a weight don't read it."""
+    """Calls `load` with weights, and returns the names of weights that no operation read. A view isn't a read."""
     with _Reads() as reads:
-        copies = reads.give(weights)
+        copies = reads.track(weights)
         load(copies)
         for _ in copies:  # weights that `load` didn't ask for are unread, too
             pass
@@ -94,14 +94,14 @@ Tree = torch.Tensor | tuple | list | dict[str, Any] | float | None
 
 
 class _Reads(TorchDispatchMode):
-    """Record of the weights that are unread so far, which holds them so that no other tensor gets their memory."""
+    """Record of the weights that no operation has read. It holds them, so that no other tensor gets their memory."""
 
     def __init__(self):
         super().__init__()
         self.unread: dict[int, tuple[str, torch.Tensor]] = {}  # names and weights by their memory
         self._is_loading = True
 
-    def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def track(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields copies of weights, which share no memory."""
         self._is_loading = False  # operations that make the weights may have tensors without memory
         for name, weight in weights:
@@ -171,8 +171,8 @@ def _converters(model: PreTrainedModel) -> list[WeightTransform]:
     ]
 
 
-class _Exchange(GroupWeightRename):
-    """Renaming of a weight even without the others of its group, which show whether weights are renamed already."""
+class _UnguardedRename(GroupWeightRename):
+    """Renaming of a weight without the first of its group, by which transformers sees that the group isn't renamed."""
 
     __slots__ = ()
 
@@ -190,13 +190,13 @@ def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[st
 
 
 def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns weights with their conversion reverted, each by itself, even without the others of its group."""
+    """Returns weights with their conversion reverted, even if other weights of a group are missing."""
     loaded = vars(model).get("_weight_conversions") or []
     if not any(isinstance(conversion, GroupWeightRename) for conversion in loaded):
         return revert_weight_conversion(model, weights)
     conversions = [copy.copy(conversion) for conversion in loaded]
     for conversion in conversions:
         if isinstance(conversion, GroupWeightRename):
-            conversion.__class__ = _Exchange
+            conversion.__class__ = _UnguardedRename
     with replaced(model, _weight_conversions=conversions):
         return revert_weight_conversion(model, weights)

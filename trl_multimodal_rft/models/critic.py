@@ -54,7 +54,7 @@ class ValueHead(nn.Linear):
             `torch.Tensor`: Values, float32, shape `(...)`.
         """
         with torch.autocast(hidden_states.device.type, enabled=False):
-            # An engine may have cast the weight
+            # Training engines such as DeepSpeed's may have cast the weight
             return super().forward(hidden_states.to(self.weight.dtype))[..., 0].float()
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -65,7 +65,7 @@ class ValueHead(nn.Linear):
             folder (`str` or `Path`):
                 Folder to save it in.
             state_dict (`dict[str, torch.Tensor]`, *optional*):
-                Its whole weights, if ranks hold shards.
+                Unsharded weights of the head, if ranks hold shards.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         state_dict = self.state_dict() if state_dict is None else state_dict
@@ -141,7 +141,7 @@ class Critic(nn.Module):
         self.head.save_pretrained(folder, head)
 
     def load(self, folder: str | Path) -> bool:
-        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`], or nothing without a head."""
+        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`], if the folder has a head."""
         if not self.head.load(folder):
             return False
         self.load_state_dict(Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype).state_dict())
@@ -152,8 +152,8 @@ class Critic(nn.Module):
         """
         Loads a critic that [`save_pretrained`] wrote, or makes one from a saved reward model or backbone.
 
-        A reward model is a sequence classifier with one label; its score gives the first values. An adapter of one is
-        merged. The first values of a backbone are 0.
+        A reward model is a sequence classifier with one label; its score gives the first values. An adapter of a
+        reward model is merged. The first values of a backbone are 0.
 
         Args:
             folder (`str` or `Path`):
@@ -241,8 +241,8 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
 
 def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
-    Returns a module of the policy's class that shares all modules of the policy but the critic, or the policy itself
-    if it has none, to save, load or synchronize weights. The policy must be unwrapped from its engine.
+    Returns the policy without its critic, to save, load or synchronize weights: a module of its class that shares all
+    other modules, or the policy itself if it has no critic. Expects a policy without wrappers such as DDP.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
@@ -253,7 +253,7 @@ def policy_alone(policy: PolicyModule) -> PolicyModule:
 
 
 def _head_weights(model: PreTrainedModel) -> set[nn.Parameter]:
-    """Returns the weights of an LM head that aren't tied, which a critic doesn't have."""
+    """Returns the untied weights of an LM head, which a critic doesn't have."""
     head, tied = model.get_output_embeddings() or nn.Identity(), model.get_input_embeddings()
     return {*head.parameters()} - {*tied.parameters()}
 

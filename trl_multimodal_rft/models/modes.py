@@ -20,14 +20,14 @@ logger = get_logger(__name__)
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode within the context, and each of its parts back into the mode it had."""
-    modes = [(part, part.training) for part in module.modules()]
+    """Puts a module into evaluation mode within the context, and restores the modes of its submodules on exit."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def fix_encoders(model: PreTrainedModel) -> None:
     """
     Turns off dropout outside the language model, and keeps batch norms there at their running statistics.
 
-    Encoders such as Granite Speech's would otherwise compute other features in each forward pass, so that completions
-    would be scored on other features than they were sampled on, and update statistics while sampling. Their parts stay
-    in training mode, which gradient checkpointing needs.
+    Encoders such as Granite Speech's would otherwise update statistics while sampling, and compute other features in
+    each forward pass, so that completions would be scored with other features than they were sampled with. Other
+    modules stay in training mode, which gradient checkpointing needs.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():
@@ -122,9 +122,11 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _dropout_rates(module: nn.Module) -> dict[str, float]:
     """Returns the attributes of a module that are rates of dropout."""
-    drops = isinstance(module, nn.modules.dropout._DropoutNd)
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
     return {
-        name: value for name, value in vars(module).items() if isinstance(value, float) and (drops or "drop" in name)
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, float) and (is_dropout or "drop" in name)
     }
 
 

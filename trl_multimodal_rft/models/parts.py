@@ -42,8 +42,8 @@ _PROJECTORS = {
 
 def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """
-    Yields name, part and parameter of each weight, tied ones once, of a model that no engine has wrapped. A part is
-    one of `PARTS`, or that of PPO's critic.
+    Yields the name, the part and the parameter of every weight, once if tied, of a model that isn't wrapped for
+    training. The part is one of `PARTS`, or `CRITIC` in PPO.
 
     Names are those in the model that an adapter wraps. An adapter's weights belong to the part that they change.
     """
@@ -64,22 +64,22 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 
 def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
-    """Returns parts by dotted names of modules: a weight's part is that of the deepest named module around it."""
+    """Returns parts by dotted names of modules; a weight belongs to the part of the deepest module around it."""
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     parts_by_name = {"": "projector"}
     heads = model.get_output_embeddings(), getattr(model, "score", None)
     for module in (model.get_decoder(), model.get_input_embeddings(), *heads):
         if module in names:
             parts_by_name[names[module]] = "language_model"
-    language = [name for name in parts_by_name if name not in ("", model.base_model_prefix)]
+    language_names = [name for name in parts_by_name if name not in ("", model.base_model_prefix)]
     towers = {}
     for name in names.values():
-        inside = any(name.startswith(f"{other}.") for other in [*language, *towers])
+        is_inside = any(name.startswith(f"{other}.") for other in [*language_names, *towers])
         for part, pattern in _ENCODERS.items():
-            if not inside and pattern.fullmatch(name.rpartition(".")[2]):
+            if not is_inside and pattern.fullmatch(name.rpartition(".")[2]):
                 towers[name] = part
-    parts = {"image": "vision_tower", "audio": "audio_tower"}
-    towers |= {tower: parts[modality] for modality, tower in find_towers(model).items()}
+    part_names = {"image": "vision_tower", "audio": "audio_tower"}
+    towers |= {tower: part_names[modality] for modality, tower in find_towers(model).items()}
     for tower, part in towers.items():
         module = model.get_submodule(tower)
         for child, _ in [*module.named_children(), *module.named_parameters(recurse=False)]:
@@ -97,12 +97,12 @@ def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Par
     Raises:
         `ValueError`: If a key chooses nothing.
     """
-    chosen = _chosen(model, keys)
-    held = {part for _, part, _ in named_parts(model)}
+    chosen = _choose(model, keys)
+    present = {part for _, part, _ in named_parts(model)}
     kind = type(unwrapped(None, model)).__name__
     for key in keys:
-        if key in PARTS and key not in held:
-            parts = ", ".join(part for part in PARTS if part in held)
+        if key in PARTS and key not in present:
+            parts = ", ".join(part for part in PARTS if part in present)
             raise ValueError(f"`{option}` names the part {key!r}, which {kind} lacks; it has {parts}.")
         if key not in PARTS and key not in chosen.values():
             name = next(name for name, _, _ in named_parts(model))
@@ -113,7 +113,7 @@ def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Par
     return chosen
 
 
-def _chosen(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
+def _choose(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
     patterns = [key for key in keys if key not in PARTS]
     chosen = {}
     for name, part, parameter in named_parts(model):
@@ -162,7 +162,7 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model that no engine has wrapped yet.
+            Model before DeepSpeed, FSDP or DDP wraps it.
         keys (`list[str]`, *optional*):
             Parts, of `vision_tower`, `audio_tower`, `projector` and `language_model`, or patterns of the names of
             parameters and modules, such as `model.visual.blocks.[0-3]`.
@@ -178,7 +178,7 @@ def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
 
 def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:
     """Freezes parts of a critic's backbone as [`freeze`] does; a key may match nothing, as there is no LM head."""
-    _freeze(model, {*_chosen(model, keys or ())})
+    _freeze(model, {*_choose(model, keys or ())})
 
 
 def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
@@ -204,7 +204,7 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_adapters(model: nn.Module) -> Iterator[None]:
-    """Restores which adapters are on, and trained, as Granite Speech's `generate` changes both with each prompt."""
+    """Restores enabled adapters and trained weights on exit, as Granite Speech's `generate` changes both."""
     layers = adapter_layers(model)
     disabled = [layer.disable_adapters for layer in layers]
     with same_weights_trained(model):
@@ -217,13 +217,13 @@ def same_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_layers(model: nn.Module) -> "list[BaseTunerLayer]":
-    """Returns the layers of PEFT's adapters, without the need for PEFT."""
+    """Returns the layers of PEFT's adapters, without an import of PEFT."""
     layers = (layer for layer in model.modules() if isinstance(getattr(layer, "disable_adapters", None), bool))
     return [cast("BaseTunerLayer", layer) for layer in layers]
 
 
 def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns the numbers of all and of trained parameters, by the parts of a model."""
+    """Returns the numbers of all parameters and of trained ones, by part of a model."""
     counts = dict.fromkeys((*PARTS, CRITIC), (0, 0))
     for _, part, parameter in named_parts(model):
         size, (total, trained) = _size(parameter), counts[part]

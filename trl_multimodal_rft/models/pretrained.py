@@ -28,7 +28,7 @@ from .wrapped import replaced
 
 
 if Version(transformers.__version__) < Version("5.23"):
-    # Decoders would be saved and sent as `language_model.model.model`, unlike in the released models
+    # Decoders would otherwise be saved and sent to vLLM as `language_model.model.model`, unlike in released models
     for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
         _, head, *towers = cast(list[WeightRenaming], get_checkpoint_conversion_mapping(kind))
         decoder = WeightRenaming("^language_model", "model.language_model")
@@ -61,7 +61,7 @@ def _reverse(self: Transpose) -> Transpose:
     return reverse_class(self.dim1, self.dim0)
 
 
-# Changes every model, whoever loaded it, as models save themselves
+# Affects all models, as their `save_pretrained` may be called by other code
 setattr(Transpose, "reverse_op", property(_reverse))  # noqa: B010
 
 # Arguments of `from_pretrained` that locate files
@@ -69,7 +69,7 @@ SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """Returns the class of the part of a model that is trained, or `None` if all of it is."""
+    """Returns the class of the part of a model that is trained, or `None` if the whole model is."""
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
@@ -141,7 +141,7 @@ def load_trained(
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
     if not is_adapter(name, revision):
-        model, holder = load(name, **source, **kwargs), name
+        model, processor_name = load(name, **source, **kwargs), name
     else:
         peft = require_module("peft", "peft")
         config = peft.PeftConfig.from_pretrained(name, **source)
@@ -160,12 +160,12 @@ def load_trained(
         has_processor = cached_file(
             name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **source
         )
-        holder, source = (name, source) if has_processor else (base, base_source)
-    return model, load_processor(holder, trust_remote_code=trust_remote_code, **source)
+        processor_name, source = (name, source) if has_processor else (base, base_source)
+    return model, load_processor(processor_name, trust_remote_code=trust_remote_code, **source)
 
 
 def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Returns whether a name is that of an adapter, not of a model, which may hold an adapter of its own, too."""
+    """Returns whether a name is that of an adapter alone; the folder of a model may hold an adapter, too."""
     return not holds_model(name) and find_adapter_config_file(name, revision=revision or "main") is not None
 
 
@@ -184,7 +184,7 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
 
 
 def policy_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Returns transformers' class that generates text, by a config of a policy or of a sequence classifier."""
+    """Returns transformers' class that generates text, for the config of a policy or of a sequence classifier."""
     mappings = (
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights in 4 bits."""
+"""Models with 4-bit weights."""
 
 from torch import nn
 

@@ -25,7 +25,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _Scores(GenericForSequenceClassification):
-    """Score in place of the LM head of the next class, whose masks and positions stay."""
+    """Mixin with a score in place of the LM head of the next class, which makes masks and positions as before."""
 
     num_labels = 1
 
@@ -61,9 +61,9 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     suffixes = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
     stem = functools.reduce(str.removesuffix, suffixes, policy.__name__)
     members = {
-        "__module__": policy.__module__,  # transformers finds names of weights in other versions by it
+        "__module__": policy.__module__,  # transformers converts names of weights for its own modules alone
         "base_model_prefix": policy.base_model_prefix,
-        "_tied_weights_keys": {},  # the LM head's go with it
+        "_tied_weights_keys": {},  # without those of the LM head, which is removed
     }
     return type(f"{stem}ForSequenceClassification", (_Scores, policy), members)
 
@@ -77,8 +77,8 @@ def as_reward_model(model: _Model) -> _Model:
             Model, whose modules are taken over.
 
     Returns:
-        The same type: The reward model, with an adapter if there was one; the model itself if it is one. A new score
-        is initialized as the other weights are.
+        The same type: The reward model, with the adapter of `model` if it has one; `model` itself if it is a reward
+        model. A new score is initialized as the other weights are.
 
     Raises:
         `ValueError`: If the model has no backbone of its own, or several labels.
@@ -107,7 +107,7 @@ def as_reward_model(model: _Model) -> _Model:
     policy = source
     if not source.can_generate():
         with torch.device("meta"):
-            policy = policy_class(source.config)(source.config)  # its methods read more attributes
+            policy = policy_class(source.config)(source.config)  # for attributes that only its methods read
         if type(policy.base_model) is not type(source.base_model):
             raise ValueError(f"{name} has another backbone than {type(policy).__name__}, so that it can't be trained.")
     reward_model = object.__new__(reward_model_class(type(policy)))
@@ -125,7 +125,7 @@ def load_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
 ) -> PreTrainedModel:
     """
-    Loads a reward model: a sequence classifier, saved or of transformers, as it is, or a policy with a new score.
+    Loads a reward model: a sequence classifier (of a trainer or of transformers), or a policy, which gets a new score.
 
     Args:
         name (`str`):
@@ -133,7 +133,7 @@ def load_reward_model(
         revision (`str`, *optional*):
             Version in the repository.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run code that comes with it.
+            Whether to run code that comes with the model.
         kwargs:
             Further arguments of `from_pretrained`.
 
@@ -153,7 +153,7 @@ def load_trained_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
 ) -> "tuple[PreTrainedModel | PeftModel, Processor]":
     """
-    Loads a reward model, any sequence classifier of transformers or an adapter of one, and its processor.
+    Loads a trained reward model, which is a sequence classifier or an adapter of one, and its processor.
 
     Args:
         name, revision, trust_remote_code, kwargs:
@@ -169,7 +169,7 @@ def load_trained_reward_model(
     base = unwrapped(None, model)
     if not is_reward_model(base.config.architectures) and not hasattr(base.get_submodule("score"), "modules_to_save"):
         raise ValueError(f"{name!r} has no trained score; name a reward model, or train one on it.")
-    base.config._name_or_path = name  # rewards are logged by it, not by an adapter's base
+    base.config._name_or_path = name  # name in the log, instead of an adapter's base
     return model, processor
 
 

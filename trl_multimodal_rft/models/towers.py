@@ -11,9 +11,9 @@ from ..families import family_of
 
 
 def find_tower(model: PreTrainedModel, modality: str) -> str:
-    """Returns the dotted name of the encoder of a modality."""
-    if (known := family_of(model).towers.get(modality)) is not None:
-        return known
+    """Returns the dotted name of the encoder of a modality. Raises `ValueError` if the model has none."""
+    if (tower := family_of(model).towers.get(modality)) is not None:
+        return tower
     encoder = model.get_encoder(modality=modality)
     # Without an encoder, `get_encoder` returns a model with a decoder
     name = next((name for name, module in model.named_modules() if module is encoder), "")

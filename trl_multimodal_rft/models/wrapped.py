@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Models within wrappers of engines and adapters, and their hidden states."""
+"""Models within wrappers of training (DeepSpeed, FSDP, DDP) and of adapters, and their hidden states."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
-    """Returns the model within wrappers of the engine and of PEFT."""
+    """Returns the model within the wrappers of Accelerate and of PEFT."""
     if isinstance(model, PreTrainedModel):
         return model  # a shortcut: Accelerate searches all installed packages
     inner = model if accelerator is None else accelerator.unwrap_model(model)
@@ -51,17 +51,17 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
     """
     Collects the inputs of the LM head, `(B, S, hidden_size)`, of each forward within the context.
 
-    They are the backbone's outputs. A model without one, which merges media and holds a language model with a head,
-    gets a hook at that head, which with `instead_of_logits` projects only the last state.
+    These inputs are the outputs of the backbone. A model without a backbone, which merges media and holds a language
+    model with a head, gets a hook on that head; with `instead_of_logits`, the head projects only the last state.
     """
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()
 
-    def take(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def collect(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         states.append(args[0])
         return (args[0][:, -1:], *args[1:]) if instead_of_logits else None
 
-    def give_away(module: nn.Module, args: tuple, output: ModelOutput) -> None:
+    def add_to_output(module: nn.Module, args: tuple, output: ModelOutput) -> None:
         if "logits" in output:
             output["last_hidden_state"] = states[-1]
 
@@ -71,16 +71,16 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
         else:
             head = head or model.get_decoder().get_output_embeddings()
             assert head is not None
-            hooks.enter_context(head.register_forward_pre_hook(take))
+            hooks.enter_context(head.register_forward_pre_hook(collect))
             if instead_of_logits:
-                hooks.enter_context(model.register_forward_hook(give_away))
+                hooks.enter_context(model.register_forward_hook(add_to_output))
         yield states
 
 
 def is_unsharded(accelerator: Accelerator) -> bool:
-    """Returns whether ranks run forwards independently, as each rank holds all weights, without an engine."""
-    engines = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
-    return all(engine is None for engine in engines)
+    """Returns whether ranks run forwards independently: every rank holds all weights, without DeepSpeed or FSDP."""
+    plugins = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
+    return all(plugin is None for plugin in plugins)
 
 
 def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
@@ -89,5 +89,5 @@ def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.d
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns this process's part of a parameter."""
+    """Returns this rank's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)

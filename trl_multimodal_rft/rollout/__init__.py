@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The way from a dataset's rows to completions with advantages: one object, which one function per stage fills."""
+"""The path from rows of a dataset to completions with advantages: each stage is a function that fills a rollout."""

@@ -37,13 +37,13 @@ def collect(
     a batch without media isn't encoded, as the user's `rollout_func` tokenizes it. `views` has the views of the rows'
     media by row index.
     """
-    columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
-    source = Source(columns, numbers, [row.messages for row in rows], failures=[None] * len(rows))
+    columns, row_indices = [row.row for row in rows], [row.row_index for row in rows]
+    source = Source(columns, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
     source.tools = [toolbox.tools_in(None)] * len(rows)
-    before = source.messages
+    dataset_messages = source.messages
     if toolbox:
         source.environments, source.messages, source.failures = toolbox.enter(
-            source.messages, columns, numbers, encoder.checked_observation
+            source.messages, columns, row_indices, encoder.checked_observation
         )
         source.tools = [*map(toolbox.tools_in, source.environments)]
     source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
@@ -63,9 +63,9 @@ def collect(
                 try:
                     prompts.append(encode(messages[i]))
                 except MediaError as error:
-                    if messages[i] is before[i] or before[i] is None:
+                    if messages[i] is dataset_messages[i] or dataset_messages[i] is None:
                         raise
-                    source.failures[i], messages[i] = error, before[i]  # the observation can't be encoded
+                    source.failures[i], messages[i] = error, dataset_messages[i]  # the observation can't be encoded
                     prompts.append(encode(messages[i]))
     share_media(prompts)
     return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
@@ -79,23 +79,24 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
     """
     encoded: dict[int, EncodedPrompt] = {}
 
-    def under_view(row: int, prompt: EncodedPrompt, shown: list[list[dict[str, Any]]]) -> EncodedPrompt:
+    def under_view(row: int, prompt: EncodedPrompt, batch_messages: list[list[dict[str, Any]]]) -> EncodedPrompt:
         if isinstance(prompt, Contexts):
-            contexts = zip(prompt.prompts, [shown[row], *rollout.source.contexts[row]], strict=True)
+            contexts = zip(prompt.prompts, [batch_messages[row], *rollout.source.contexts[row]], strict=True)
             viewed = [
-                under_view(row, context, [*shown[:row], messages, *shown[row + 1 :]]) for context, messages in contexts
+                under_view(row, context, [*batch_messages[:row], messages, *batch_messages[row + 1 :]])
+                for context, messages in contexts
             ]
             same = all(context is new for context, new in zip(prompt.prompts, viewed, strict=True))
             return prompt if same else Contexts.of(viewed, prompt.ends)
         if isinstance(prompt, Conversation):
-            return continued(prompt, under_view(row, prompt.prompt, shown))
+            return continued(prompt, under_view(row, prompt.prompt, batch_messages))
         if not any(view.applies_to(kind) for kind in prompt.modalities):
             return prompt
         if id(prompt) not in encoded:
             encoded[id(prompt)] = encoder.encode(
-                shown[row],
+                batch_messages[row],
                 rollout.source.row_indices[row],
-                view_of_row(view, shown, rollout.source.row_indices, row),
+                view_of_row(view, batch_messages, rollout.source.row_indices, row),
                 sampled=True,  # a context may hold turns that the policy sampled
                 **rollout.source.template_tools(row),
             )
@@ -107,7 +108,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[E
 
 
 def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
-    """Returns `first`, which has the tokens of the prompt, with the tool results of the prompt if it has any."""
+    """Returns `first`, followed by the tool results of `prompt`, if any; they fit behind as many tokens alone."""
     if not isinstance(prompt, Conversation):
         return first
     if first is prompt.prompt:
@@ -117,21 +118,21 @@ def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
 
 def view_of_row(view: View, messages: Sequence[Any], row_indices: Sequence[int], row: int) -> View:
     """
-    Returns the view with random numbers of a row of the batch. If the view needs media of another row, it gets the
+    Returns the view, seeded for a row of the batch. If the view needs media of another row, it gets the
     media of the next row that has other media of the same modalities.
     """
     view = view.seeded(*view.seed, row_indices[row])
     if not view.type.needs_other:
         return view
-    media = _replaced(view, messages[row])
+    media = _replaced_media(view, messages[row])
     for step in range(1, len(messages)):
-        other = _replaced(view, messages[(row + step) % len(messages)])
+        other = _replaced_media(view, messages[(row + step) % len(messages)])
         if {ref.modality for ref in other} >= {ref.modality for ref in media} and not same_prompt(other, media):
             return view.with_others(other)
     return view
 
 
-def _replaced(view: View, messages: Any) -> list[MediaRef]:
+def _replaced_media(view: View, messages: Any) -> list[MediaRef]:
     return [ref for ref in iter_refs(messages) if view.applies_to(ref.modality)]
 
 

@@ -73,7 +73,7 @@ class Environments:
         if factory is not None:
             self.factories = {**factory} if isinstance(factory, dict) else {None: factory}
         # One environment of each factory, which shows its tools and whether it gives a reward
-        self.pool = {name: [_made(make)] for name, make in self.factories.items()}
+        self.pool = {name: [_make(make)] for name, make in self.factories.items()}
         for [environment] in self.pool.values():
             if not callable(getattr(environment, "reset", None)):
                 raise ValueError("Each environment that `environment_factory` returns must have a method `reset`.")
@@ -102,13 +102,14 @@ class Environments:
         return dict(zip(distinct_names([kind.__name__ for kind in rewarded]), map(reward_of, rewarded), strict=True))
 
     def fresh(self) -> "Environments":
+        """Returns the same tools, with new environments of the same factories."""
         return Environments(self.standalone, self.factory, self.media_rules)
 
     def enter(
         self,
         prompts: Sequence[Any],
         rows: Sequence[Mapping[str, Any]],
-        numbers: Sequence[int],
+        row_indices: Sequence[int],
         check: Callable[[Any, str], Any],
     ) -> tuple[list[Any], list[Any], list[Exception | None]]:
         """
@@ -120,8 +121,8 @@ class Environments:
                 Prompts as messages; `None` where an environment makes the prompt.
             rows (`Sequence[dict]`):
                 Rows as the dataset has them, which `reset` gets.
-            numbers (`Sequence[int]`):
-                Numbers of the rows, for errors.
+            row_indices (`Sequence[int]`):
+                Indices of the rows, for errors.
             check (`Callable`):
                 Gets an observation and a label of its origin; returns the observation without control tokens, or
                 raises an error about them.
@@ -143,7 +144,7 @@ class Environments:
         n_used: Counter[Any] = Counter()
         environments, messages = [], []
         failures: list[Exception | None] = [None] * len(rows)
-        for i, (name, prompt, row, number) in enumerate(zip(names, prompts, rows, numbers, strict=True)):
+        for i, (name, prompt, row, row_index) in enumerate(zip(names, prompts, rows, row_indices, strict=True)):
             pool = self.pool[name]
             if n_used[name] == len(pool):
                 pool.append(self.factories[name]())
@@ -151,30 +152,30 @@ class Environments:
             n_used[name] += 1
             # With several environments, the column only chooses one, as in TRL
             columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
-            place, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
+            label, signature = f"{type(environment).__name__}.reset", inspect.signature(environment.reset)
             if "prompt_messages" in signature.parameters:
                 columns["prompt_messages"] = prompt
             try:
                 signature.bind(**columns)
             except TypeError as error:
                 raise TypeError(
-                    f"`{place}` can't be called with the columns {[*columns]} ({error}); end its parameters with "
+                    f"`{label}` can't be called with the columns {[*columns]} ({error}); end its parameters with "
                     "`**row`, and give those that rows may lack a default."
                 ) from None
             observation = None
-            with _noting(failures, i):
+            with _storing_error(failures, i):
                 content = environment.reset(**columns)
                 if isinstance(content, list):
-                    content = blocks_to_refs(content, place, number, self.media_rules)
+                    content = blocks_to_refs(content, label, row_index, self.media_rules)
                 elif not isinstance(content, str | None):
                     content = str(content)
-                observation = content and check(content, f"row {number}, `{place}`")
+                observation = content and check(content, f"row {row_index}, `{label}`")
             environments.append(environment)
             messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
         return environments, messages, failures
 
 
-def _made(factory: Callable[[], Any]) -> Any:
+def _make(factory: Callable[[], Any]) -> Any:
     """Returns an environment of a factory; raises a `TypeError` of one line if the factory can't be called."""
     if not callable(factory):
         raise TypeError(
@@ -229,6 +230,7 @@ def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBas
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
+    """Returns the tools of an environment by name: its public methods, apart from those that trainers call."""
     names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
     return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
 
@@ -237,7 +239,7 @@ def reward_of(kind: type) -> Callable:
     """
     Returns a reward function that calls `get_reward` of a class, plain or async, with the environment's `completion`
     if the method has this parameter. The function returns `None` for environments of other classes and for failed
-    ones; it notes errors of `get_reward` in `failures` if it gets that list, and else raises them.
+    ones; it stores errors of `get_reward` in `failures` if it gets that list, and else raises them.
     """
     reads_completion = "completion" in inspect.signature(kind.get_reward).parameters
 
@@ -247,7 +249,7 @@ def reward_of(kind: type) -> Callable:
         rewards: list[Any] = [None] * len(environments)
         for i, environment in enumerate(environments):
             if type(environment) is kind and (failures is None or failures[i] is None):
-                with _noting(failures, i):
+                with _storing_error(failures, i):
                     rewards[i] = environment.get_reward(**{"completion": completions[i]} if reads_completion else {})
         return rewards
 
@@ -255,7 +257,7 @@ def reward_of(kind: type) -> Callable:
         environments: list[Any], completions: Sequence = (), failures: list | None = None, **columns: Argument
     ) -> list[Any]:
         async def settle(i: int, reward: Awaitable[float] | None) -> float | None:
-            with _noting(failures, i):
+            with _storing_error(failures, i):
                 return None if reward is None else await reward
 
         return await asyncio.gather(*starmap(settle, enumerate(call(environments, completions, failures))))
@@ -271,8 +273,8 @@ def as_error(exit: SystemExit) -> Exception:
 
 
 @contextmanager
-def _noting(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
-    """Notes an error of the context at an index of `failures` and suppresses it; raises it if that is `None`."""
+def _storing_error(failures: list[Exception | None] | None, index: int) -> Iterator[None]:
+    """Suppresses an error of the context and stores it at an index of `failures`; raises it if they are `None`."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -86,7 +86,7 @@ class GroupExchange:
 
     def exchange(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> tuple[Rollout, bool, dict[str, float]]:
         """
-        Returns a rollout of groups with signal, as far as there are any, whether a group of any rank was sampled at an
+        Returns a rollout with signal in as many groups as possible, whether any rank's rollout has a group of an
         earlier step, and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
         """
         step, is_dynamic = rollout.step, self.max_rounds > 0
@@ -102,20 +102,20 @@ class GroupExchange:
         replayed = self.replay.sample(size - len(chosen), step)
         if self.replays:
             self.replay.append(chosen)
-        live = _with_signal(drawn)
-        no_signal = [group for group in drawn if group not in live]
+        with_signal = _with_signal(drawn)
+        no_signal = [group for group in drawn if group not in with_signal]
         groups = chosen + replayed + no_signal[: size - len(chosen) - len(replayed)]
 
         result = join_rollouts(groups, self.accelerator.device)
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
-        age = sum(step - group.step for group in replayed)
-        uneven = [group for group in drawn if require(group.rewards.has_signal).all()]
-        equal = len(drawn) - len(uneven)
-        below, above = (sum(_side(group) == side for group in uneven) for side in (-1, 1))
-        counts = [len(drawn), len(live), size, len(replayed), age, equal, below, above]
-        n_drawn, n_live, n_used, n_replayed, age, *dropped = sum_over_ranks(self.accelerator, counts)
-        metrics = {"sampling/kept_frac": n_live / n_drawn}
+        total_age = sum(step - group.step for group in replayed)
+        differing = [group for group in drawn if require(group.rewards.has_signal).all()]
+        n_equal = len(drawn) - len(differing)
+        n_below, n_above = (sum(_side(group) == side for group in differing) for side in (-1, 1))
+        counts = [len(drawn), len(with_signal), size, len(replayed), total_age, n_equal, n_below, n_above]
+        n_drawn, n_with_signal, n_used, n_replayed, total_age, *dropped = sum_over_ranks(self.accelerator, counts)
+        metrics = {"sampling/kept_frac": n_with_signal / n_drawn}
         if self.is_bounded:
             for name, n in zip(("equal", "below", "above"), dropped, strict=True):
                 metrics[f"sampling/dropped_{name}"] = n / n_drawn
@@ -123,7 +123,7 @@ class GroupExchange:
             metrics["sampling/rounds"] = rounds
         if self.replays:
             metrics["replay/frac"] = n_replayed / n_used
-            metrics["replay/age"] = age / n_replayed if n_replayed else 0.0
+            metrics["replay/age"] = total_age / n_replayed if n_replayed else 0.0
         return result, any_rank(self.accelerator, any(group.step != step for group in groups)), metrics
 
 

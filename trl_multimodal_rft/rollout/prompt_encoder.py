@@ -77,7 +77,7 @@ class PromptEncoder:
     def encode(
         self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any
     ) -> EncodedPrompt:
-        """Returns the encoded prompt of a row, with media under `view`; the policy `sampled` some messages, if so."""
+        """Returns the encoded prompt of a row, with media under `view`; if `sampled`, the policy wrote a part."""
         encoded = encode_prompt(
             self.checked(prompt, row),
             self.processor,

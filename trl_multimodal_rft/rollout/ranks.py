@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Exchange among ranks: rows, sums, and before the update whole groups, so that no rank waits for one with more tokens.
+Exchange among ranks: rows, sums, and, before the update, whole groups, so that ranks have about as many tokens.
 """
 
 import io
@@ -27,14 +27,14 @@ def arranged(
 ) -> tuple[Rollout, dict[str, float]]:
     """
     Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`,
-    ranks exchange groups before, if `may_move`. All ranks have to call this.
+    ranks first exchange groups if `may_move`. All ranks have to call this.
     """
     steps, metrics, generator = args.steps_per_generation, {}, None
     if args.balance_ranks and accelerator.num_processes > 1:
         # The same order on all ranks, so that their longest micro-batches coincide
         generator = torch.Generator().manual_seed(args.seed + rollout.step)
         if may_move:
-            rollout, metrics["packing/moved_mb"] = _exchanged(rollout, args.num_generations, accelerator)
+            rollout, metrics["packing/moved_mb"] = _exchange(rollout, args.num_generations, accelerator)
     if steps > 1:
         later = [sum(map(len, prompt.contexts[1:])) for prompt in rollout.prompts]
         lengths = [n + more for n, more in zip(rollout.completion_mask.sum(1).tolist(), later, strict=True)]
@@ -42,16 +42,16 @@ def arranged(
     return rollout, metrics
 
 
-def _exchanged(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
+def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
     """Returns the rollout after the exchange, with as many groups as before, and the megabytes that all ranks sent."""
     groups, rank = rollout.groups(group_size), accelerator.process_index
-    loads = torch.tensor([[forwarded_length(group) for group in groups], _free(groups)], device=accelerator.device)
+    loads = torch.tensor([[forwarded_length(group) for group in groups], _is_free(groups)], device=accelerator.device)
     loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
     assignment = balanced(loads, free)
-    held = dict(enumerate(groups, start=rank * len(groups)))
-    received, n_bytes = _moved(held, assignment, accelerator)
+    local_groups = dict(enumerate(groups, start=rank * len(groups)))
+    received, n_bytes = _move(local_groups, assignment, accelerator)
     if n_bytes > 0:
-        joined = join_rollouts([{**held, **received}[group] for group in assignment[rank]], accelerator.device)
+        joined = join_rollouts([{**local_groups, **received}[group] for group in assignment[rank]], accelerator.device)
         rollout = replace(joined, packed=rollout.packed, step=rollout.step)
     return rollout, n_bytes / 1e6
 
@@ -65,21 +65,21 @@ def forwarded_length(rollout: Rollout) -> int:
 
 
 def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> dict[str, float]:
-    """Returns the length of the longest ranks' micro-batches relative to the mean. All ranks have to call this."""
+    """Returns the tokens of micro-batches on the longest rank, relative to the mean rank. All ranks must call this."""
     if accelerator.num_processes == 1:
         return {}
     lengths = torch.tensor(
         [[forwarded_length(micro_batch) for micro_batch in micro_batches]], device=accelerator.device
     )
-    everyone = accelerator.gather(lengths).float()
-    return {"packing/rank_imbalance": float(everyone.amax(0).sum() / everyone.mean(0).sum().clamp(min=1))}
+    rank_lengths = accelerator.gather(lengths).float()
+    return {"packing/rank_imbalance": float(rank_lengths.amax(0).sum() / rank_lengths.mean(0).sum().clamp(min=1))}
 
 
 def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> list[list[int]]:
     """
-    Returns the groups that each rank holds after swaps of free groups between the longest and the shortest rank, as
-    long as a swap brings their lengths closer; groups count over all ranks. Swaps keep the number of groups per rank,
-    and move fewer groups than a new distribution would.
+    Returns the indices of each rank's groups, among those of all ranks, after swaps of free groups: the longest and
+    the shortest rank swap two groups as long as that brings their lengths closer. Swaps keep the number of groups per
+    rank, and move fewer groups than a new distribution would.
     """
     n = len(loads[0])
     assignment = [list(range(rank * n, rank * n + n)) for rank in range(len(loads))]
@@ -104,25 +104,25 @@ def balanced(loads: Sequence[Sequence[int]], free: Sequence[Sequence[int]]) -> l
     return assignment
 
 
-def _free(groups: Sequence[Rollout]) -> list[int]:
+def _is_free(groups: Sequence[Rollout]) -> list[int]:
     """Returns 1 for a group that may move, and 0 for one that shares the media of its prompt with another group."""
     media = [{id(prompt.shared.on_device) for prompt in group.prompts} for group in groups]
-    held = Counter(sum(map(list, media), []))
-    return [int(all(held[key] == 1 for key in keys)) for keys in media]
+    n_holders = Counter(sum(map(list, media), []))
+    return [int(all(n_holders[key] == 1 for key in keys)) for keys in media]
 
 
-def _moved(
-    held: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
+def _move(
+    local_groups: dict[int, Rollout], assignment: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
     """Returns the groups that this rank receives from others, and the bytes that all ranks send."""
-    rank, device, n = accelerator.process_index, accelerator.device, len(held)
+    rank, device, n = accelerator.process_index, accelerator.device, len(local_groups)
     moves = [
         (group, group // n, to)
         for to, rank_groups in enumerate(assignment)
         for group in rank_groups
         if group // n != to
     ]
-    sent = {group: packed_group(held[group]) for group, source, _ in moves if source == rank}
+    sent = {group: packed_group(local_groups[group]) for group, source, _ in moves if source == rank}
     sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(assignment))], device=device)
     sizes = accelerator.reduce(sizes).tolist() if moves else []
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:  # it can't send memory of a GPU

@@ -28,7 +28,7 @@ from .rollout import Rollout, Source, Turn
 
 logger = get_logger(__name__)
 
-# TRL adds it to standard deviations before it divides by them
+# Added to standard deviations before divisions, as in TRL
 _EPS = 1e-4
 
 # Number of a completion's first turns whose mean rewards are logged
@@ -217,11 +217,11 @@ def join_steps(
     bonus: torch.Tensor | None = None,
 ) -> Steps:
     """
-    Returns the steps of completions from rewards of steps, and from the end (the index behind the last token) and the
-    state of each turn. A completion's outcome is its bonus, `(N,)`, plus the weighted sum of the rewards of functions
-    that reward whole completions, in `rewards_per_func`, `(N, F)`.
+    Returns the steps of completions, by their stepwise rewards, and by the end (the index behind the last token) and
+    the state of each turn. A completion's outcome is its bonus, `(N,)`, plus the weighted sum of the rewards by
+    functions of whole completions, in `rewards_per_func`, `(N, F)`.
     """
-    step_lists, numbers, weights = [], {}, weights.cpu().double()
+    step_lists, state_ids, weights = [], {}, weights.cpu().double()
     for row, spans in zip(rewards, turns, strict=True):
         stepwise = [dict(item.steps) if isinstance(item, StepwiseReward) else {} for item in row]
         steps = []
@@ -230,10 +230,10 @@ def join_steps(
             values = [
                 weight * item[end] for weight, item in zip(weights.tolist(), stepwise, strict=True) if end in item
             ]
-            state = numbers.setdefault(spans[turn][1], len(numbers))
+            state = state_ids.setdefault(spans[turn][1], len(state_ids))
             steps.append(Step(end, turn, sum(values) if values else None, state))
         # A completion without tokens has a step, too, for an outcome that is compared with those of others
-        step_lists.append(steps or [Step(-1, 0, None, numbers.setdefault(None, len(numbers)))])
+        step_lists.append(steps or [Step(-1, 0, None, state_ids.setdefault(None, len(state_ids)))])
     stepwise = torch.tensor([[isinstance(item, StepwiseReward) for item in row] for row in rewards])
     outcomes = weighted_sum(rewards_per_func.cpu().double().masked_fill(stepwise, torch.nan), weights)
     outcomes = outcomes if bonus is None else outcomes.nan_to_num(0.0) + bonus.cpu().double()

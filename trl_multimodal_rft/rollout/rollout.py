@@ -97,7 +97,7 @@ class Source(_Part):
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
     flight: Flight | None = None
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
-    # Further completions from another view, which aren't trained on, and the indices of the completions beside them
+    # Rollout from another view, which isn't trained on, and the batch indices of completions with the same prompts
     contrast: "tuple[Rollout, list[int]] | None" = None
 
     def template_tools(self, row: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Rewards(_Part):
 
     by_function: list[list[float | None]] = field(default_factory=list)  # of each completion
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
-    bonus: torch.Tensor | None = None  # (all ranks' N,), added to the rewards' sum, by the rewards of the contrast
+    bonus: torch.Tensor | None = None  # (all ranks' N,), from the contrast, added to the sum of rewards
     has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
     # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
     out_of_range: torch.Tensor | None = None
@@ -170,7 +170,7 @@ class Rollout(_Part):
     """
     Completions of a generation batch on this rank, or a micro-batch of them: `N` completions of at most `C` tokens.
 
-    One stage of the step writes each field, or each part. Fields that losses of TRL read have TRL's names, see
+    A field, or a part, is written by a single stage of the step. Fields that losses of TRL read have TRL's names, see
     [`TRLInputs`].
     """
 
@@ -218,7 +218,7 @@ class Rollout(_Part):
 
     @property
     def scored_mask(self) -> torch.Tensor:
-        """The loss mask without completions that the update doesn't forward, `(N, C)`."""
+        """The loss mask, 0 on completions that the update skips, `(N, C)`."""
         mask = self.loss_mask
         if self.rows_to_score is None:
             return mask
@@ -231,7 +231,7 @@ class Rollout(_Part):
 
     @property
     def prompt_mask(self) -> torch.Tensor:
-        """0 on the padding of `prompt_ids`, `(N, P)`."""
+        """Attention mask of `prompt_ids`, `(N, P)`."""
         return left_pad(self.prompts, self.pad_token_id)["attention_mask"].to(self.completion_ids.device)
 
     @property
@@ -240,6 +240,7 @@ class Rollout(_Part):
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
 
     def select(self, indices: Sequence[int]) -> "Rollout":
+        """Returns a rollout of the completions at batch indices."""
         indices, n = list(indices), len(self)
 
         def chosen(_: Field, value: Any) -> Any:
@@ -264,26 +265,26 @@ class Rollout(_Part):
         return [self.select(range(start, start + size)) for start in range(0, n * size, size)]
 
     def groups(self, size: int) -> list["Rollout"]:
-        """Returns one rollout per group of `size` completions, without columns of padding alone."""
+        """Returns one rollout per group of `size` completions, without columns that only have padding."""
         parts, tokens = map(self.select, self.parts(size)), self.token_fields()
         return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
 
     def token_fields(self) -> set[Field]:
-        """Returns the fields whose tensors have a value per token, which advantages and ratios may or may not have."""
+        """Returns the fields that have a value per token here; advantages and ratios may have one per completion."""
         width = self.completion_ids.size(1)
         values = {spec: value for spec, value in self.walk() if "fill" in spec.metadata and value is not None}
         return {spec for spec, value in values.items() if value.dim() > 1 and value.size(1) == width}
 
     def resized(self, width: int, tokens: set[Field]) -> "Rollout":
         """Returns a copy whose per-token tensors are padded on the right, or cut, to `width` columns."""
-        more = width - self.completion_ids.size(1)
+        n_extra = width - self.completion_ids.size(1)
 
         def padded(spec: Field, value: Any) -> Any:
             if spec not in tokens:
                 return value
             fill = spec.metadata["fill"]
             behind = (0, 0) * (value.dim() - 2)  # no padding of the dimensions behind the tokens
-            return F.pad(value, (*behind, 0, more), value=self.pad_token_id if fill is None else fill)
+            return F.pad(value, (*behind, 0, n_extra), value=self.pad_token_id if fill is None else fill)
 
         return self.changed(padded)
 
@@ -292,7 +293,10 @@ class Rollout(_Part):
         return self.changed(lambda _, value: value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value)
 
     def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
-        """Returns a copy whose prompts have their own mask caches, and share media on devices if `on_device`."""
+        """
+        Returns a copy whose prompts have new mask caches and no decoded media, and share the media on devices if
+        `on_device`.
+        """
         copies: dict[int, EncodedPrompt] = {}
 
         def copied(prompt: EncodedPrompt) -> EncodedPrompt:

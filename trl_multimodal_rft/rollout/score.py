@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores of rollouts, and importance ratios to the engine that sampled them."""
+"""Scores of rollouts, and importance ratios of the policy to the engine that sampled them."""
 
 import math
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from .rollout import Rollout, require
 
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
-    """Returns the scores of a rollout, or of a part of it, with `size` completions in a forward."""
+    """Returns the scores of a rollout, or of a part of it, in forwards of `size` completions."""
     (prompts, ids, mask), ranges = rollout.completions, rollout.parts(size)
     slices = [slice(indices.start, indices.stop) for indices in ranges]  # slices copy no tensor, unlike `select`
-    requests = [ScoreRequest(prompts[part], ids[part], mask[part], rollout.packed) for part in slices]
+    requests = [ScoreRequest(prompts[rows], ids[rows], mask[rows], rollout.packed) for rows in slices]
     parts = [policy.score(model, request) for request in requests]
     return parts[0] if len(parts) == 1 else Scores.join(parts, ranges)
 
@@ -35,7 +35,7 @@ def score_with_view(
     policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
 ) -> Scores:
     """
-    Returns the scores of a micro-batch, with the scores under the view of its prompts as their `view`, if it has one.
+    Returns the scores of a micro-batch; if it has prompts under a view, `view` holds the scores with these prompts.
     One forward computes both, as wrappers such as DDP need it; where the view replaces nothing, both are the same.
     `options` are further fields of the [`~forward.requests.ScoreRequest`].
     """
@@ -65,7 +65,7 @@ def score_dependency(
 ) -> tuple[Scores, torch.Tensor]:
     """
     Returns the scores of a rollout, and the KL divergence `(N, C)` between each token's distributions without and with
-    the view of its prompt, 0 where the view replaces nothing. A forward has `size` completions.
+    the view of its prompt, 0 where the view replaces nothing. Forwards have `size` completions.
     """
     ranges = rollout.parts(size)
     part_scores, dependencies = [], []
@@ -90,8 +90,8 @@ def score_values(
     cut: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the values of the states before each completion token, and after each completion that was `cut`, 0 after
-    others. A forward has `size` completions.
+    Returns the value of the state before each completion token, and of the state after each completion that was `cut`,
+    0 for other completions. Forwards have `size` completions.
 
     Shapes: `cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
@@ -122,7 +122,7 @@ def engine_ratios(
     Returns importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says.
 
     Shapes: `logps`, `sampling_logps` (NaN where the engine returned none), `mask` `(N, C)`; returns `(N, C)`, or
-    `(N, 1)` for modes of sequences.
+    `(N, 1)` for sequence-level modes.
     """
     differences = ((logps - sampling_logps) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
@@ -172,11 +172,11 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
 
 
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
-    """Returns the number of a rollout's micro-batches that the policy is trained on before its first update."""
+    """Returns the number of micro-batches of a rollout that are on-policy: trained on before the first update."""
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if accumulation % steps_per_rollout == 0:
         return steps
-    # Otherwise an update may end in the middle of the next rollout
+    # If neither number divides the other, an update may span two rollouts
     return min(steps, accumulation) if steps_per_rollout % accumulation == 0 else 0
 
 
@@ -191,8 +191,8 @@ def packing_metrics(
     policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]
 ) -> dict[str, float]:
     """
-    Returns shares over all ranks: of prompt tokens that micro-batches needn't forward, since completions share a
-    prompt, and of completions that aren't forwarded for lack of a gradient.
+    Returns two shares over all ranks: prompt tokens that aren't forwarded since completions share their prompt, and
+    completions that aren't forwarded since they have no gradient.
     """
     repeated = [sum(len(context) for prompt in part.prompts for context in prompt.contexts) for part in micro_batches]
     forwarded = [

@@ -54,7 +54,7 @@ class EncodedRow:
     stored: Row  # the same columns, with media as they are stored
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
-    prompt: EncodedPrompt | None = None  # `None` without media: its batch encodes text, and decides the format
+    prompt: EncodedPrompt | None = None  # `None` without media: text is encoded with its batch
     teachers: EncodedPrompt | None = None  # a teacher's own prompt; `None` also without media
 
 
@@ -179,11 +179,11 @@ class RowStream:
         self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, get_skipped)
         if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # other systems can't fork
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
-            # Workers return no messages, as a pickled `MediaRef` becomes a text; `_placed` makes them again
+            # Workers return no messages, as a pickled `MediaRef` becomes a text; `_complete` converts them again
             self._pool = PrefetchPool(
-                lambda number: self._encoded(rows[number])._replace(messages=None),
+                lambda index: self._encoded(rows[index])._replace(messages=None),
                 n_workers,
-                lambda number: self._patience(rows[number]),
+                lambda index: self._patience(rows[index]),
             )
         return _batch_loader(self._batches, len(dataset), **options)
 
@@ -207,19 +207,19 @@ class RowStream:
         rows = DatasetRows(self._select_columns(dataset))
         read = partial(self._read, completions=completions, rows=rows)
         unreadable = self._find_unreadable(dataset, map(rows.__getitem__, range(len(rows))))
-        numbers: Any = [number for number in range(len(rows)) if number not in unreadable]
+        row_indices: Any = [index for index in range(len(rows)) if index not in unreadable]
         collate = options.pop("collate_fn", _unchanged)
         loader = DataLoader(
-            numbers,
+            row_indices,
             size,
-            sampler=sampler(numbers),
+            sampler=sampler(row_indices),
             collate_fn=lambda keys: collate(RowBatch(keys, read)),
             drop_last=args.dataloader_drop_last,
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
     def left_out(self, dataset: Dataset) -> dict[int, str]:
-        """Returns the indices of rows that loaders of a dataset to evaluate leave out, with their errors."""
+        """Returns the errors of rows that evaluation loaders of a dataset leave out, by row index."""
         return self._unreadable.get(dataset, {})
 
     def draw(self, n: int) -> RowBatch:
@@ -227,9 +227,9 @@ class RowStream:
         assert self._extra is not None
         ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
         self._n_extra += ranks * n
-        numbers = self._extra.row_indices(start + rank * n, n)
+        row_indices = self._extra.row_indices(start + rank * n, n)
         self._coming_extra = self._extra.row_indices(start + (ranks + rank) * n, n)
-        return RowBatch([number for number in numbers for _ in range(self._completions)], self._read_training)
+        return RowBatch([index for index in row_indices for _ in range(self._completions)], self._read_training)
 
     # Batches of the run, counted from its first one
 
@@ -248,7 +248,7 @@ class RowStream:
         )
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
-        """Gives batches the row indices of a checkpoint; others might come now that more rows are skipped."""
+        """Restores the row indices of batches from a checkpoint; more skipped rows might have changed them."""
         self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
@@ -284,8 +284,10 @@ class RowStream:
     ) -> list[EncodedRow]:
         """Returns the row of each completion, read once per group. In training, replaces rows that can't be read."""
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
-        numbers = [*map(_number, batch.keys)]
-        begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
+        row_indices = [*map(_row_index, batch.keys)]
+        begins = [
+            i == 0 or (first + i) % completions == 0 or row_indices[i] != row_indices[i - 1] for i in range(len(batch))
+        ]
         skipped_errors, lost = self._skips if training else (), dict[int, str]()
         read: dict[int, _Read] = {}  # by the position in the batch at which a group begins
         while True:
@@ -294,12 +296,12 @@ class RowStream:
                 failed, self._lost = self._lost, failed
             for i in (i for i in range(len(batch)) if begins[i]):
                 key = self._replacement(batch.keys[i], lost) if training else batch.keys[i]
-                if i in read and read[i].row.row_index == _number(key):
+                if i in read and read[i].row.row_index == _row_index(key):
                     continue
                 try:
                     read[i] = self._take(key, rows, training)
                 except skipped_errors as error:
-                    failed[_number(key)] = str(error)
+                    failed[_row_index(key)] = str(error)
             if skipped_errors:
                 failed = self._skip(failed, self.skipped, len(rows or range(_STREAM_LENGTH)), "train")
                 lost |= failed
@@ -311,11 +313,11 @@ class RowStream:
         return [groups[group - 1] for group in accumulate(begins)]
 
     def _patience(self, row: Row) -> float:
-        """Returns the seconds that a row's media may take to be downloaded, unpacked and decoded."""
-        chat = row.get("prompt") or row.get("messages") or ""  # none of tokenized rows
+        """Returns the seconds that downloading, unpacking and decoding the media of a row may take."""
+        chat = row.get("prompt") or row.get("messages") or ""  # tokenized rows have none
         with suppress(MediaError):
-            asked = Row(row.row_index, {**row, "prompt": chat})
-            media = rows_to_messages([asked], self._args.ignored_media_columns or (), rules=self._rules)
+            prompt_row = Row(row.row_index, {**row, "prompt": chat})
+            media = rows_to_messages([prompt_row], self._args.ignored_media_columns or (), rules=self._rules)
             return 3 * self._rules.media_timeout * max(sum(1 for _ in iter_refs(media)), 1)
         return 3 * self._rules.media_timeout
 
@@ -347,16 +349,16 @@ class RowStream:
         columns = restore_rows([item.row for item in read], self._rules)
         return [
             EncodedRow(item.row.row_index, restored, item.row, messages, item.prompt, item.teachers)
-            for item, restored, messages in zip(read, columns, self._placed(read), strict=True)
+            for item, restored, messages in zip(read, columns, self._uniform_messages(read), strict=True)
         ]
 
-    def _placed(self, read: "list[_Read]") -> list[Any]:
+    def _uniform_messages(self, read: "list[_Read]") -> list[Any]:
         """Returns the messages of rows in one format, with blocks if any row has media."""
         messages = [item.messages for item in read]
         formats = {(item.prompt is None, type(item.messages)) for item in read}
         if self._messages is None or (len(formats) == 1 and messages[0] is not None):
             return messages
-        # Converts messages without media, and those that a worker left out, with a row whose media decide the format
+        # Converts prompts without media, and messages that a worker left out, after a row whose media set the format
         indices = [i for i, item in enumerate(read) if item.prompt is None or item.messages is None]
         with_media = [item.row for item in read if item.prompt is not None and item.messages is not None][:1]
         converted = self._messages([*with_media, *(read[i].row for i in indices)])[len(with_media) :]
@@ -389,7 +391,7 @@ class RowStream:
         yield from rows
 
     def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
-        """Records rows of a split of `n_rows` that failed, and returns those that failed on any rank, with errors."""
+        """Records failed rows of a split of `n_rows`, and returns the errors of all ranks by row index."""
         failures, file = dict(gather_object(list(failed.items()))), Path(self._args.output_dir, SKIPPED_ROWS)
         new = dict(sorted(failures.items() - skipped.items()))
         skipped.update(failures)
@@ -411,7 +413,7 @@ class RowStream:
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
-        """Returns the unreadable rows of a dataset to evaluate. The ranks share the reading, once per dataset."""
+        """Returns the errors of unreadable rows of a dataset to evaluate. Ranks read a part each, once per dataset."""
         if not self._skips or self._encode is None:
             return {}
         if dataset not in self._unreadable:
@@ -433,7 +435,7 @@ class RowStream:
 
 
 class _Unindexed:
-    """Dataset of a loader whose batch sampler makes the batches."""
+    """Placeholder for a dataset: the batch sampler of its loader makes the batches."""
 
     def __init__(self, n_rows: int | None):
         self._n_rows = n_rows
@@ -458,7 +460,7 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _number(key: Any) -> int:
+def _row_index(key: Any) -> int:
     return getattr(key, "row_index", key)
 
 
@@ -470,14 +472,14 @@ def named_dataset(datasets: Any, dataset: Any) -> Any:
     return dataset
 
 
-def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], model: PreTrainedModel) -> bool:
+def warn_of_positions(prompts: Sequence[EncodedPrompt], row_indices: Sequence[int], model: PreTrainedModel) -> bool:
     """Warns of the first row that is longer than the model was trained for; returns whether there is one."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
-    for prompt, number in zip(prompts, numbers, strict=True):
+    for prompt, row_index in zip(prompts, row_indices, strict=True):
         n_positions = int(prompt.position_ids.max()) + 1
         if n_positions > limit:
             logger.warning(
-                f"Row {number} takes {n_positions} positions, more than the {limit} of the model "
+                f"Row {row_index} takes {n_positions} positions, more than the {limit} of the model "
                 "(`max_position_embeddings`), beyond which it was never trained. Remove such rows, make their "
                 "media smaller, or scale its positions (`rope_scaling` of its config).",
                 main_process_only=False,

@@ -45,7 +45,7 @@ _DEEPEST = 100  # most levels of a call's arguments
 
 @dataclass
 class Trajectory:
-    """Completion while tools are called in it."""
+    """State of a completion while tools are called."""
 
     prompt: EncodedPrompt  # the prompt, or the context that replaced it last
     ids: list[int]  # ids of the completion
@@ -58,7 +58,7 @@ class Trajectory:
     whole: EncodedPrompt | None = None  # the context and all tokens behind it, up to the last result
     # Messages of the contexts, each with the number of `messages` that the context replaces
     contexts: list[tuple[list[dict[str, Any]], int]] = field(default_factory=list)
-    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score the tokens behind them with
+    closed: list[EncodedPrompt] = field(default_factory=list)  # earlier contexts, to score tokens behind them
     ends: list[int] = field(default_factory=list)  # index in `ids` behind the tokens of each earlier context
     sampled: list[Turn] = field(default_factory=list)
     # Numbers of `calls` and `failures`, and 1 for `length`, `turns` or `media` if that limit ended the completion
@@ -91,7 +91,7 @@ class Trajectory:
         self.prompt, self.history, self.turns, self.whole = encoded, [*messages], [], None
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
-        """Appends tokens to the completion, which were `sampled` or else are tool results."""
+        """Appends tokens to the completion, from the policy if `sampled`, else from tool results."""
         self.ids = self.ids + ids
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
@@ -107,7 +107,7 @@ class ToolLoop:
     complete: Callable[[list[EncodedPrompt], list[int]], Samples]
     branches: Branches  # caches of the completions, which later turns continue
     max_length: int  # most tokens of a completion, tool results included
-    max_turns: float  # most answers to a completion's calls
+    max_turns: float  # most turns with tool results
     max_media: int | None  # most media in a completion
     ends: Collection[int]  # ids that end a turn
     isolate: str | None = None  # prompts that are forwarded separately, see [`~policy.Fallbacks`]
@@ -119,6 +119,7 @@ class ToolLoop:
     loop: Any = None  # event loop of async tools
 
     def run(self, trajectories: list[Trajectory]) -> None:
+        """Continues trajectories in place. If ranks must sample equally often, all must call this."""
         calling = [trajectory for trajectory in trajectories if trajectory.calls and trajectory.failure is None]
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
@@ -143,7 +144,7 @@ class ToolLoop:
             try:
                 messages, encoded = self._encode(trajectory, results)
             except MediaError as error:
-                results = self._failed(trajectory, results, error)
+                results = self._replace_failed(trajectory, results, error)
                 messages, encoded = self._encode(trajectory, results)
         except (EnvironmentFailure, MediaError) as error:
             trajectory.failure = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(str(error))
@@ -178,10 +179,10 @@ class ToolLoop:
         """Number of characters of the longest token."""
         return max(map(len, tokenizer_of(self.encoder.processor).get_vocab()))
 
-    def _rewritten(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Returns a new context after results: the environment's, or one of the last media; `None` to keep the old."""
-        rewrite, most = getattr(trajectory.environment, "get_context", None), self.max_context_media
-        if rewrite is None and most is None:
+    def _new_context(self, trajectory: Trajectory, results: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Returns a new context after results, if the environment or the limit of media changes it, else `None`."""
+        rewrite, limit = getattr(trajectory.environment, "get_context", None), self.max_context_media
+        if rewrite is None and limit is None:
             return None
         messages = [*self._conversation(trajectory), *results]
         try:
@@ -190,10 +191,10 @@ class ToolLoop:
         except Exception as error:
             raise EnvironmentFailure(f"`get_context` raised {type(error).__name__}: {error}") from error
         if custom is not None:
-            mode, where = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
+            mode, label = self.encoder.special_tokens_in_text or "strip", f"row {trajectory.row}, `get_context`"
             messages = _read_messages(custom, trajectory.row, self.encoder.media_rules)
-            messages = checked_texts(messages, self.encoder.processor, mode, where)
-        n_surplus = 0 if most is None else sum(1 for _ in iter_refs(messages)) - most
+            messages = checked_texts(messages, self.encoder.processor, mode, label)
+        n_surplus = 0 if limit is None else sum(1 for _ in iter_refs(messages)) - limit
         if n_surplus > 0:
             return _without_first_media(messages, n_surplus)
         return None if custom is None else messages
@@ -210,7 +211,7 @@ class ToolLoop:
         self, trajectory: Trajectory, results: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]] | None, EncodedPrompt]:
         """Returns a new context's messages and encoding; `None` and the results' encoding if these are appended."""
-        messages = self._rewritten(trajectory, results)
+        messages = self._new_context(trajectory, results)
         if messages is not None:
             tools = [*trajectory.tools.values()] or None
             return messages, self.encoder.encode(messages, trajectory.row, sampled=True, tools=tools)
@@ -247,9 +248,9 @@ class ToolLoop:
                 results.append((name, error))
             except SystemExit as error:
                 results.append((name, as_error(error)))
-        coroutines = [_settled(result) for _, result in results if inspect.iscoroutine(result)]
+        coroutines = [_settle(result) for _, result in results if inspect.iscoroutine(result)]
         if coroutines:
-            awaited = iter(asyncio.run_coroutine_threadsafe(_together(coroutines), self.loop).result())
+            awaited = iter(asyncio.run_coroutine_threadsafe(_gather(coroutines), self.loop).result())
             results = [(name, next(awaited) if inspect.iscoroutine(value) else value) for name, value in results]
         row, messages = trajectory.row, []
         for name, result in results:
@@ -263,17 +264,17 @@ class ToolLoop:
             except Exception as error:  # the `str` of a result may fail
                 failed, content = True, str({"error": f"the result has no text ({type(error).__name__})"})
             try:
-                place = f"row {row}, column '{FROM_TOOL}{name!r}'"
+                label = f"row {row}, column '{FROM_TOOL}{name!r}'"
                 content = checked_texts(
-                    content, self.encoder.processor, self.encoder.special_tokens_in_text or "raise", place
+                    content, self.encoder.processor, self.encoder.special_tokens_in_text or "raise", label
                 )
             except MediaError as error:
-                failed, content = True, self._failure(error)
+                failed, content = True, self._error_message(error)
             trajectory.counts["failures"] += failed
             messages.append({"role": "tool", "name": name, "content": content})
         return messages
 
-    def _failure(self, error: MediaError) -> str:
+    def _error_message(self, error: MediaError) -> str:
         """Returns the error message for a result that can't be encoded, without the result's control tokens."""
         logger.warning_once(f"Tool result could not be encoded; the model received an error message instead: {error}")
         reason = str(error).encode(errors="replace").decode()
@@ -281,24 +282,24 @@ class ToolLoop:
             reason = reason.replace(token, "")
         return str({"error": checked_texts(reason, self.encoder.processor, "strip", "")})
 
-    def _failed(
+    def _replace_failed(
         self, trajectory: Trajectory, results: list[dict[str, Any]], error: MediaError
     ) -> list[dict[str, Any]]:
         """Returns results with an error message in place of results that can't be encoded."""
         with_media = [message for message in results if next(iter_refs(message), None) is not None]
         failed = with_media or results  # without media, texts hold placeholders
         trajectory.counts["failures"] += len(failed)
-        content = self._failure(error)
+        content = self._error_message(error)
         return [{**message, "content": content} if message in failed else message for message in results]
 
     def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt) -> None:
         """Samples the turns after the results; a rank without any results samples once, to join collectives."""
-        wholes = [item.whole or item.prompt for item in trajectories] or [idle]
+        prompts = [item.whole or item.prompt for item in trajectories] or [idle]
         continuations = [(item.index, item.turns[-1][1] if item.turns else None) for item in trajectories]
         self.branches.continuations = continuations
         room = [self.max_length - len(item.ids) for item in trajectories]
         tokenizer = tokenizer_of(self.encoder.processor)
-        ids, logps = self.complete(wholes, [max(n, 1) for n in room] or [1])
+        ids, logps = self.complete(prompts, [max(n, 1) for n in room] or [1])
         for i, trajectory in enumerate(trajectories):
             new = ids[i][: room[i]]
             before = trajectory.prompt.input_ids.tolist() + trajectory.ids[trajectory.start :]
@@ -313,7 +314,7 @@ class ToolLoop:
 def parse_assistant_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
-    """Returns a sampled turn as a message; a turn with calls that are nested too deeply for other code is text."""
+    """Returns a sampled turn as a message, as text if the arguments of a call are nested too deeply for other code."""
     callables: Any = list(tools.values())
     try:
         message = parse_response(tokenizer, ids, prefix=before, tools=callables)
@@ -348,7 +349,7 @@ def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Proc
 
 
 def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns completions as texts, which begin with the tag of thoughts if their prompt has opened it."""
+    """Returns completions as texts, which begin with the thinking tag if the prompt has opened it."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     opened = {id(row): opened_thoughts(row.input_ids, tokenizer) for row in rollout.prompts}
     return [opened[id(prompt)] + text for prompt, text in zip(rollout.prompts, texts, strict=True)]
@@ -394,7 +395,7 @@ def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> 
 
 
 def scored_prompt(model: PreTrainedModel, trajectory: Trajectory) -> EncodedPrompt:
-    """Returns the prompt to score the tokens behind a trajectory's context with."""
+    """Returns the prompt with which the tokens behind a trajectory's context are scored."""
     prompt, whole = trajectory.prompt, trajectory.whole
     return prompt if whole is None else with_media(model, prompt, trajectory.media, whole)
 
@@ -426,7 +427,7 @@ def _without_first_media(messages: list[dict[str, Any]], n: int) -> list[dict[st
 
 
 def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) -> list[dict[str, Any]]:
-    """Returns messages in which the blocks that `change` returns take the place of each block."""
+    """Returns messages with `change(block)`, a list of blocks, in place of every block."""
     return [
         {**message, "content": [part for block in message["content"] for part in change(block)] or ""}
         if isinstance(message.get("content"), list)
@@ -435,12 +436,12 @@ def _with_blocks(messages: list[dict[str, Any]], change: Callable[[Any], list]) 
     ]
 
 
-async def _together(coroutines: list) -> list[Any]:
+async def _gather(coroutines: list) -> list[Any]:
     return await asyncio.gather(*coroutines, return_exceptions=True)
 
 
-async def _settled(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of an async tool, an error for an exit, which would end the thread of all tools."""
+async def _settle(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of an async tool, or an error in place of an exit, which would end the event loop."""
     try:
         return await coroutine
     except SystemExit as error:
@@ -462,10 +463,10 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
     if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
         # The paths of a tool aren't relative to the folder of rows' media
         return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, replace(rules, media_dir=None))
-    place = next((place for place, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
-    if place is not None:
+    path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
+    if path is not None:
         raise MediaError(
-            f"the tool {name!r} returned a medium ({place}) that the model would not get; return a list of content "
+            f"the tool {name!r} returned a medium ({path}) that the model would not get; return a list of content "
             "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
         )
     return str(result)
