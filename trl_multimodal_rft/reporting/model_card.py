@@ -115,7 +115,7 @@ def is_hub_name(name: str) -> bool:
 def base_metadata(name: str) -> dict[str, str]:
     """
     Returns metadata of the base model for a model card: its name on the Hub and its license. They come from a card in
-    a local folder or the Hub's cache, without requests. A local card names it only if this package wrote the card.
+    a local folder or the Hub's cache, without requests. A local card names the base model if this package wrote it.
     """
     on_hub = is_hub_name(name)
     path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")

@@ -180,7 +180,7 @@ def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
 
 
 def _local(ref: MediaRef, path: str) -> str:
-    """Returns the path of a local file that exists and is allowed, starting from `media_dir`."""
+    """Returns the path of a local file, after checks that it exists and is allowed."""
     _check_protocol(ref, "file")
     original, path = path, rooted(ref, path)
     if _BASE64.fullmatch(original.rstrip()) and not os.path.isfile(path):

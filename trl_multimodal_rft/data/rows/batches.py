@@ -69,7 +69,7 @@ class BatchShape:
         return self.size * self.n_ranks // self.completions
 
     def keys(self, rows: Sequence[Any], first: Sequence[Any]) -> list[Any]:
-        """Returns this rank's rows. A partial batch is dropped, or filled up with `first` rows of the epoch."""
+        """Returns this rank's rows. A partial batch is dropped, or, for several ranks, filled up with `first` rows."""
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first)), self.n_rows))
         keys = [row for row in rows for _ in range(self.completions)]
