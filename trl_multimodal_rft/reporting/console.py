@@ -43,7 +43,7 @@ from .events import EventPart
 if TYPE_CHECKING:
     from transformers.utils.notebook import NotebookTrainingTracker
 
-PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # transformers'
+PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # callbacks of transformers that print logs
 _LONGEST_TEXT = 2000  # characters of a prompt or completion
 # Rewards that are 1 for a right answer and 0 for a wrong one
 _ACCURACIES = ("accuracy_reward", "choice_reward")
@@ -53,7 +53,7 @@ class CompactLogCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that shows a run on the console of its main process: the parts of the model,
     trained and frozen, the first prompt as the model gets it with one completion and its rewards, and one line per
-    log above a progress bar, in a notebook a table. There is no bar with `disable_tqdm`, or if the output isn't a
+    log above a progress bar (a table in a notebook). There is no bar with `disable_tqdm`, or if the output isn't a
     terminal.
 
     The callback replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and
@@ -117,13 +117,13 @@ class CompactLogCallback(TrainerCallback):
     ) -> None:
         if self._trainer_name is not None and state.is_world_process_zero:
             model = extract_model_from_parallel(model)
-            trained = type(unwrapped(None, model)).__name__
-            write(f"{self._trainer_name} trains {trained} for {state.max_steps} steps:")
+            model_name = type(unwrapped(None, model)).__name__
+            write(f"{self._trainer_name} trains {model_name} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
             # An optimizer that the user passed has rates of its own
-            held = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
-            show_parts(model, rates if held.issuperset(chain(*rates.values())) else {})
+            optimizer_rates = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
+            show_parts(model, rates if optimizer_rates.issuperset(chain(*rates.values())) else {})
 
     def show_example(
         self,
@@ -267,7 +267,7 @@ def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """Returns a line per part of a model, from numbers of all and of trained parameters, and a line of totals."""
+    """Returns a line per part of a model, given as numbers of all and of trained parameters, and a line of totals."""
     total, trained = (sum(item) for item in zip(*parts.values(), strict=True))
     lines = []
     for part, (size, n_trained) in parts.items():
@@ -318,9 +318,9 @@ def prompt_text(
     ids, spans = list(map(int, input_ids)), []
     for modality, tokens in placeholders.items():
         described = media.get(modality, ())
-        new = _spans(ids, tokens, len(described))
-        texts = described if len(new) == len(described) else [None] * len(new)
-        spans += [(start, stop, modality, text) for (start, stop), text in zip(new, texts, strict=True)]
+        modality_spans = _spans(ids, tokens, len(described))
+        texts = described if len(modality_spans) == len(described) else [None] * len(modality_spans)
+        spans += [(start, stop, modality, text) for (start, stop), text in zip(modality_spans, texts, strict=True)]
     shown, done = "", 0
     for start, stop, modality, text in sorted(spans):
         if start >= done:  # else media are interleaved, such as a video with its audio

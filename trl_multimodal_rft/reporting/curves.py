@@ -25,10 +25,10 @@ logger = get_logger(__name__)
 
 FILE_NAME = "training_curves.png"
 
-_SHARE_OF_TIME = 0.02  # of training that pictures may take
+_SHARE_OF_TIME = 0.02  # of the training time that pictures may take
 _SMOOTHED_FROM = 60  # points
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches; 1200 pixels
-_SHARE = (-0.03, 1.03)  # limits of an axis of shares
+_SHARE_LIMITS = (-0.03, 1.03)  # limits of an axis of shares
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
 
 
@@ -45,12 +45,12 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
         "mean ± std of completions",
         {"training": r"(?:rollout/)?reward", "held out": r"eval_reward(?:_mean)?"},
     ),
-    _Panel("Held-out accuracy", "rows, confidence interval", {"": _HELD_OUT}, _SHARE),
+    _Panel("Held-out accuracy", "rows, confidence interval", {"": _HELD_OUT}, _SHARE_LIMITS),
     _Panel(
         "Accuracy of pairs",
         "pairs, chosen ahead",
         {"training": "rewards/accuracies|accuracy", "held out": "eval_rewards/accuracies"},
-        _SHARE,
+        _SHARE_LIMITS,
     ),
     _Panel(
         "Margin of pairs",
@@ -77,21 +77,25 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
     """
-    Draws the metrics of a trainer's log, with a panel for each of the following ones that the log has:
+    Draws the metrics of a trainer's log. The panels, as far as the log has their metrics, are:
 
     - the reward, ± the standard deviation over completions, and `eval_reward`;
-    - held-out accuracy, also without a kind of media, pass@k and majority@k with their confidence intervals, see
+    - held-out accuracy, also without one modality, pass@k and majority@k with their confidence intervals, see
       [`GenerationEvalCallback`];
     - accuracy and margin of pairs, of preferences and reward models, also held-out ones;
     - each reward function, if there are several;
     - the entropy of tokens;
     - the length of completions, from the shortest to the longest;
-    - the contribution of the media to the completions, in total and by kind;
+    - the contribution of the media to the completions, in total and by modality;
     - the KL divergence from the reference;
     - the explained variance and the loss of the critic.
 
     A curve of more than 60 logs is thin, with its exponential moving average over a fortieth of them as a thick line.
     The number in a panel's corner, or next to a curve's name, is the last value.
+
+    Raises:
+        `ImportError`: If matplotlib is missing.
+        `ValueError`: If the log has no metric to draw.
     """
     figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
     metrics = _logged(log_history)
@@ -107,7 +111,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     last_step = max(1, *(entry["step"] for entry in log_history))
     for name, axes in figure.subplot_mosaic(rows).items():
         panel, curves = drawn[name]
-        is_share = panel.limits == _SHARE
+        is_share = panel.limits == _SHARE_LIMITS
         _draw(axes, curves, metrics, "{:.1%}" if is_share else "{:.3g}", first_colour=int(is_share))
         axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.set_ylabel(panel.unit, fontsize=9)
@@ -190,9 +194,9 @@ class TrainingCurvesCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that draws the training curves into `training_curves.png` in the output folder.
 
-    The picture is that of [`~reporting.curves.figure_of`] for the whole run, also a resumed one. The main process
-    draws it after logs, for at most a fiftieth of the time, and at the end. The callback replaces the file at once,
-    and doesn't use pyplot, so notebooks are unaffected.
+    [`~reporting.curves.figure_of`] draws the picture of the whole run, also after resuming. The main process calls it
+    after logs, for at most a fiftieth of the time, and at the end. The callback replaces the file atomically, and
+    doesn't use pyplot, so notebooks are unaffected.
 
     The callback needs matplotlib: `pip install "trl-multimodal-rft[plots]"`.
 
@@ -238,7 +242,7 @@ class TrainingCurvesCallback(TrainerCallback):
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Writes a picture and replaces the file at once: readers get the old picture or the new one."""
+    """Writes a picture and replaces the file atomically: readers get the old picture or the new one."""
     partial = path.with_name(f".{path.name}.part")
     try:
         figure.savefig(partial, format="png")

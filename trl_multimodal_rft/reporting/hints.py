@@ -16,15 +16,15 @@ logger = get_logger(__name__)
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
     Returns the number of steps and the reward of each reward function that gave all completions of a run the same
-    reward. Functions with rewards that once differed, such as a reward for a learned format, are left out.
+    reward. Functions whose rewards differed at any step, such as a reward for a learned format, are left out.
     """
     constant = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
     for key in dict.fromkeys(keys):
         name = key.removeprefix("rewards/").removesuffix("/mean")
-        called = [logs for logs in history if key in logs]
-        reward = called[0][key]
-        values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in called]
+        entries = [logs for logs in history if key in logs]
+        reward = entries[0][key]
+        values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in entries]
         # The standard deviation of fewer than two rewards is `None`
         if all(None not in pair and max(pair[1], abs(pair[0] - reward)) <= 1e-6 * abs(pair[0]) for pair in values):
             before = next(i for i, logs in enumerate(history) if key in logs) - 1
@@ -33,7 +33,7 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
 
 
 class EqualRewardsHint(TrainerCallback):
-    """A callback that warns if all rewards, or with `by_steps` all advantages, stay equal, and once per function."""
+    """A callback that warns once if all rewards (with `by_steps`, all advantages) stay equal, and per function."""
 
     def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
         self.grouped, self.patience, self.by_steps = grouped, patience, by_steps
@@ -42,8 +42,10 @@ class EqualRewardsHint(TrainerCallback):
 
     def measure(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
         """
-        Notes whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Metrics can't
-        tell, as RLOO logs rewards with the KL penalty, like TRL. Both arguments are of all ranks, of shape `(N,)`.
+        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. The metrics
+        don't show it, as RLOO's logged rewards include the KL penalty, like TRL's.
+
+        Shapes: `rewards` and `live` (whether the group has a signal) `(N,)`, of all ranks.
         """
         known = rewards[~rewards.isnan()]
         differs = live if self.grouped else (known - known.mean()).abs() > 1e-6 * known.mean().abs()

@@ -59,7 +59,7 @@ Labelled = list[tuple[MediaFile, str]]
 
 class MediaLog:
     """
-    A store of the media of rows in TRL's logs, which encodes them for a log.
+    A store of the media in the rows of TRL's logs, encoded when the rows are logged.
 
     A row's number counts the rows of all processes since the start in TRL's order: by batch, then by process. Media
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
@@ -99,20 +99,20 @@ class MediaLog:
         self._gathered = self.n_total
         local = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
         entries = sorted(gather_object(local))
-        kept = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
-        encoded = [(row, self._encoded(row)) for row, process in kept if process == self.process_index]
+        first = [(row, process) for row, process, is_kept in entries if is_kept][: self.max_prompts]
+        encoded = [(row, self._encoded(row)) for row, process in first if process == self.process_index]
         # One process at a time, which bounds the memory in flight
         results = list(encoded) if self.process_index == 0 else []
-        for process in sorted({process for _, process in kept} - {0}):
+        for process in sorted({process for _, process in first} - {0}):
             (sent,) = broadcast_object_list([encoded if process == self.process_index else None], process)
             results += sent if self.process_index == 0 else []
         if self.process_index == 0:
             self._with_media = {row for row, *_ in entries}
             self._media = {row: media for row, media in results if not isinstance(media, str)}
-            if 0 < self.max_prompts and len(kept) < len(entries):
+            if 0 < self.max_prompts and len(first) < len(entries):
                 self._warn_once(
                     "max_logged_media",
-                    f"Of {len(entries)} prompts with media in the table of completions, {len(kept)} are logged with "
+                    f"Of {len(entries)} prompts with media in the table of completions, {len(first)} are logged with "
                     "them; raise `max_logged_media` for more.",
                 )
             for _, media in results:
@@ -140,7 +140,7 @@ class MediaLog:
             logger.warning(f"{message} This warning is shown once.")
 
     def rows(self) -> list[PromptMedia]:
-        """Returns the media of each row of TRL's logs: of a prompt in its first row only, of tools in every row."""
+        """Returns the media of each row of TRL's logs: a prompt's in its first row only, and tools' in every row."""
         first = self.n_total - len(self._groups)
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
@@ -182,7 +182,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial.replace(path)
 
 
-def _file(file: MediaFile, label: str, folder: Path) -> str:
+def _write_file(file: MediaFile, label: str, folder: Path) -> str:
     path = folder / f"{label.replace('/', '-')}.{file.suffix}"
     path.write_bytes(file.data)
     return str(path)
@@ -193,7 +193,7 @@ def _labels(files: Labelled) -> str:
 
 
 def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[Labelled], Any]) -> pd.DataFrame:
-    """Returns a table with columns of media, in which `cell` makes cells from pairs of medium and label."""
+    """Returns a table with further columns, whose cells are `cell` of a list of media with their labels."""
     prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
     for column, name in media_columns(frame, media).items():
@@ -212,7 +212,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
     def cell(files: Labelled) -> list:
-        return [types[file.modality](_file(file, label, folder)) for file, label in files]
+        return [types[file.modality](_write_file(file, label, folder)) for file, label in files]
 
     table = _with_cells(frame, media, cell)
     for column, name in media_columns(frame, media).items():
@@ -229,22 +229,22 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     shows images and some frames of videos, or else the names of its media.
     """
     trackio = require_module("trackio", "logging")
-    played = {}
+    players = {}
 
     def cell(files: Labelled) -> str | list:
         pictures = []
         for file, label in files:
-            path = _file(file, label, folder)
+            path = _write_file(file, label, folder)
             if file.modality == "image":
                 pictures.append(trackio.Image(path))
             elif file.modality == "audio":
-                played[label] = trackio.Audio(path)
+                players[label] = trackio.Audio(path)
             else:
-                played[label] = trackio.Video(path)
+                players[label] = trackio.Video(path)
                 pictures += [trackio.Image(frame) for frame in spread_frames(file.ref(), _FRAMES_SHOWN)[0]]
         return pictures or _labels(files)
 
-    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **played}
+    return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **players}
 
 
 def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
@@ -327,8 +327,8 @@ class MediaLogCallback(TrainerCallback):
     def _write(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
         log, logs = self.log, self.tables
-        is_last = self._logged == (step, log.n_total)  # the final log of training
-        if log.process_index != 0 or not logs["prompt"] or is_last:
+        is_repeated = self._logged == (step, log.n_total)  # by the final log of training
+        if log.process_index != 0 or not logs["prompt"] or is_repeated:
             return
         self._logged = step, log.n_total
         if is_rich_available():
@@ -353,9 +353,9 @@ class MediaLogCallback(TrainerCallback):
     def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
         if self.args.log_unique_prompts:
             # Prompts with different media may have the same text
-            kept = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
-            frame = frame[kept].reset_index(drop=True)
-            media = [row for row, keep in zip(media, kept, strict=True) if keep]
+            mask = ~pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True))).duplicated()
+            frame = frame[mask].reset_index(drop=True)
+            media = [row for row, keep in zip(media, mask, strict=True) if keep]
         numbers = frame.select_dtypes("float")
         rounded = {name: numbers[name].map(lambda value: float(f"{value:.6g}")) for name in numbers}
         return frame.assign(**rounded, **{name: frame[name].map(as_text) for name in ("prompt", "completion")}), media

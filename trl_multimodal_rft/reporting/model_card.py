@@ -114,8 +114,8 @@ def is_hub_name(name: str) -> bool:
 
 def base_metadata(name: str) -> dict[str, str]:
     """
-    Returns metadata of the base model for a model card: its name on the Hub and its license. They are from a card in
-    the model's folder or in the Hub's cache, without requests. A card that this package wrote names the base model.
+    Returns metadata of the base model for a model card: its name on the Hub and its license. They come from a card in
+    a local folder or the Hub's cache, without requests. A local card names the base model if this package wrote it.
     """
     on_hub = is_hub_name(name)
     path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")
@@ -192,7 +192,7 @@ def quick_start(
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """Returns code that prompts a model, or scores completions with it, complete except for media files."""
+    """Returns code that prompts a model, or scores completions with a reward model, complete but for media files."""
     values = {**locals(), "template_kwargs": template_kwargs or {}}
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # Three backticks would end the block of code
@@ -227,15 +227,15 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     data = ModelCard.load(path).data
     assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
-    # Names that the Hub resolves
+    # In place of TRL's names, only those that the Hub resolves
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     model_class, scores = type(base).__name__, is_reward_model([type(base).__name__])
     task = _TASKS.get(frozenset(modalities), "any-to-any") if modalities else None  # the Hub has none for text alone
     data.pipeline_tag = "text-classification" if scores else data.pipeline_tag or task
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
-    named = model_name is not None or data.eval_results is not None  # results need a name
-    data.model_name = (name if in_text(name) == name else "model") if named else None
+    needs_name = model_name is not None or data.eval_results is not None  # as results do
+    data.model_name = (name if in_text(name) == name else "model") if needs_name else None
     adapter = is_peft_model(run.model)
     if adapter:
         data.library_name = "peft"
@@ -331,7 +331,7 @@ def _divergence(options: dict[str, Any]) -> str:
         return "none"
     parts = [f"`beta={beta}`"]
     if estimator is None:
-        parts.append("in the reward")  # of RLOO, without a choice
+        parts.append("in the reward")  # RLOO has no choice of estimator
     else:
         parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if estimator == 'k1' else 'loss'}"]
     if options.get("kl_target") is not None:

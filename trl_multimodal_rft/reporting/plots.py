@@ -44,9 +44,9 @@ def histograms(values: Mapping[str, Sequence[float]], count_of: str, bins: Seque
     Args:
         values (`Mapping[str, Sequence[float]]`):
             Values by their name, which is the panel's title and, up to " of ", the unit of its horizontal axis.
-            Those without values have no panel.
+            Names without values have no panel.
         count_of (`str`):
-            Things that the vertical axis counts.
+            Label of the vertical axis: the things that it counts, such as `"rows"`.
         bins (`Sequence[float]` or `int`, *optional*, defaults to `40`):
             Edges of the bars, or their number. With a number, integers of a smaller range have a bar each.
     """
@@ -80,7 +80,7 @@ def accuracies(metrics: Mapping[str, float | None]) -> "Figure":
             Metrics of an [`~evaluation.EvaluationResult`].
     """
     values = {name: value for name, value in metrics.items() if value is not None}
-    # The ends of intervals are metrics without an interval
+    # The ends of intervals are metrics, too, but have no interval
     names = [name for name in values if re.match("accuracy(/|$)", name) and f"{name}_low" in metrics][::-1]
     figure = _figure(6.0, 0.9 + _BAR_HEIGHT * len(names))
     axes = figure.add_subplot()

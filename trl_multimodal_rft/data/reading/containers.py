@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks of audio and video files before a decoder opens them: of their format, streams and completeness."""
+"""Checks of the format, the streams and the completeness of media files, before a decoder reads them."""
 
 import re
 import struct
@@ -31,7 +31,7 @@ _INDEXED = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", r
 _LISTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _PROBED = 2**20  # bytes from which FFmpeg detects a format
 
-# Lengths from here on, and 0, mean that a file was written while recording, when its length wasn't known
+# A length of 0, or from this value on, marks a file that was written as a stream, before its length was known
 _LARGEST = 2**32 - 2**16
 
 _MOST_PARTS = 1_000_000  # parts of a file that are read at most
@@ -55,8 +55,7 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Raises for files of which decoders silently leave out a part: truncated files, and Ogg with damaged or missing
-    pages.
+    Raises for files that decoders silently read in part: truncated files, and Ogg with damaged or missing pages.
 
     Covers WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
     Other formats, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
@@ -66,8 +65,8 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     start = stream.tell()
     head = stream.read(16)
     stream.seek(start)
-    find = next((find for pattern, find in _CHECKS if re.match(pattern, head, re.DOTALL)), None)
-    missing = find(stream, size) if find else None
+    describe = next((describe for pattern, describe in _CHECKS if re.match(pattern, head, re.DOTALL)), None)
+    missing = describe(stream, size) if describe else None
     stream.seek(0)
     if missing is not None:
         raise ref.error(f"the file is damaged or cut off: {missing}; fetch it again or remove the row")
@@ -114,7 +113,7 @@ def _png_bytes(header: bytes) -> int:
 
 
 def best_stream(streams: "tuple[S, ...]") -> "S | None":
-    """Returns the stream that `ffmpeg` takes: a default one, or the one with most pixels or channels; covers last."""
+    """Returns the stream that `ffmpeg` selects: a default one, or one with most pixels or channels; cover art last."""
 
     def rank(stream: "AudioStream | VideoStream") -> int:
         size = stream.width * stream.height if stream.type == "video" else stream.channels
@@ -137,16 +136,16 @@ def is_indexed(stream: BinaryIO) -> bool:
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Returns whether no frame from an H.264 keyframe on depends on earlier frames. Other keyframes may start a gradual
-    refresh.
+    Returns whether an H.264 keyframe is an IDR picture: no later frame depends on frames before it. Other keyframes
+    may start a gradual refresh.
     """
-    if not extradata or extradata[0] != 1:  # a format in which decoders don't seek
+    if not extradata or extradata[0] != 1:  # no avcC: a format in which decoders don't seek
         return False
-    offset, wide = 0, 1 + (extradata[4] & 3)
-    while offset + wide < len(packet):
-        if packet[offset + wide] & 31 == 5:
+    offset, prefix_size = 0, 1 + (extradata[4] & 3)
+    while offset + prefix_size < len(packet):
+        if packet[offset + prefix_size] & 31 == 5:
             return True
-        offset += wide + int.from_bytes(packet[offset : offset + wide], "big")
+        offset += prefix_size + int.from_bytes(packet[offset : offset + prefix_size], "big")
     return False
 
 
@@ -163,10 +162,10 @@ def _skip_tags(stream: BinaryIO) -> None:
     stream.seek(offset)
 
 
-# Each function below describes the missing part of a truncated file, and returns `None` for a complete one
+# The functions below describe the missing part of a truncated file, and return `None` for a complete file
 
 
-def _short(begin: int, length: int, size: int) -> str | None:
+def _shortfall(begin: int, length: int, size: int) -> str | None:
     return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
 
 
@@ -182,7 +181,7 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
         if len(chunk) < 8:
             break
         length = int.from_bytes(chunk[4:], order)
-        if chunk[:4] in names and 0 < length < _LARGEST and (missing := _short(offset + 8, length, size)):
+        if chunk[:4] in names and 0 < length < _LARGEST and (missing := _shortfall(offset + 8, length, size)):
             return missing
         offset += 8 + length + length % 2
     return None
@@ -197,7 +196,7 @@ def _boxes(stream: BinaryIO, size: int) -> str | None:
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
         if offset >= size or length < 8:  # the end of the file, or a box that extends up to it
             break
-        if missing := _short(offset, length, size):
+        if missing := _shortfall(offset, length, size):
             return missing
         offset += length
     return None
@@ -212,11 +211,11 @@ def _matroska(stream: BinaryIO, size: int) -> str | None:
     if stream.read(4) != b"\x18\x53\x80\x67":  # no segment follows the header
         return None
     length = _ebml_number(stream)
-    return None if length is None else _short(stream.tell(), length, size)
+    return None if length is None else _shortfall(stream.tell(), length, size)
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
-    """Reads a number whose first bits encode its length, `None` if all of its bits are ones, which means unknown."""
+    """Reads an EBML number of variable length, `None` if it is invalid or, with all bits set, stands for unknown."""
     first = stream.read(1)
     if not first or not first[0]:
         return None
@@ -280,7 +279,7 @@ def _mp3(stream: BinaryIO, size: int) -> str | None:
         return None
     offset = 4 * (flags & 1)  # the number of frames, if the header has it, precedes the length
     length = int.from_bytes(fields[offset : offset + 4], "big")
-    return None if begin + length - _ID3V1 == size else _short(begin, length, size)
+    return None if begin + length - _ID3V1 == size else _shortfall(begin, length, size)
 
 
 def _gif(stream: BinaryIO, size: int) -> str | None:

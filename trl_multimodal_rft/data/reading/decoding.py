@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torchcodec.decoders import VideoDecoder
 
 _LOUDEST = 16.0  # larger floats were never scaled to -1 to 1
-_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this hold samples of 16 or 24 bits, and would be nearly silent
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this value hold 16- or 24-bit samples, nearly silent at 32 bits
 _RATES = 1000, 1_000_000  # valid sampling rates in Hz
 _SHORTEST = 0.025  # seconds, one window of a spectrogram
 _CANCELLED = 1e-3  # channels cancel each other out if their average has a smaller share of their amplitude
@@ -39,7 +39,7 @@ _FASTEST = 1000.0  # frames per second
 
 _PIXELS_AT_ONCE = 2**22  # pixels of frames that are decoded at once
 
-# FFmpeg's names of formats whose header has the number of samples; in `_COUNTED`, only this number shows a cut
+# FFmpeg's names of formats whose header states the number of samples; for `_COUNTED`, only it reveals a truncated file
 _COUNTED = ("flac", "ape", "tta", "wv")
 _DECLARED = (*_COUNTED, "wav", "aiff")
 
@@ -89,9 +89,9 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
             image = ImageOps.exif_transpose(image).convert("RGBA")
-            ground = PIL.Image.new("RGB", image.size, "white")
-            ground.paste(image, mask=image.getchannel("A"))
-            image = ground
+            background = PIL.Image.new("RGB", image.size, "white")
+            background.paste(image, mask=image.getchannel("A"))
+            image = background
         return image_utils.load_image(image)
 
 
@@ -118,7 +118,7 @@ def load_audio(
         max_seconds (`float`, *optional*):
             Maximum duration in seconds.
         overlong (`str`, *optional*, defaults to `"raise"`):
-            What to do with longer audio: `"raise"`, or `"truncate"` to decode only the first `max_seconds`.
+            Handling of longer audio: `"raise"`, or `"truncate"` to decode only the first `max_seconds`.
 
     Returns:
         `np.ndarray`: Waveform of shape (N,), float32.
@@ -128,11 +128,11 @@ def load_audio(
             unknown or invalid.
         ImportError: If PyAV or soxr is needed and not installed.
     """
-    cuts = overlong == "truncate" and max_seconds is not None
+    truncates = overlong == "truncate" and max_seconds is not None
 
     def check_length(count: float, rate: float) -> None:
         if max_seconds is not None and count > max_seconds * rate:
-            if not cuts:
+            if not truncates:
                 raise ref.error(
                     f"{count / rate:.2f} s of audio where {max_seconds:g} s are allowed by the model's window, "
                     "which its processor sets; cut the clip, or set `audio_overlong='truncate'` to keep its beginning"
@@ -142,8 +142,8 @@ def load_audio(
 
     with decoding(ref):
         count, rate, pieces, resampler = 0, None, [], None
-        with closing(read_pieces(ref, max_seconds if cuts else None, check_length)) as read:
-            for piece, rate in read:
+        with closing(read_pieces(ref, max_seconds if truncates else None, check_length)) as chunks:
+            for piece, rate in chunks:
                 if rate is None:
                     if isinstance(ref.source, dict) and "sample_rate" in ref.source:
                         raise ref.error("array without a rate; rename the key 'sample_rate' to 'sampling_rate'")
@@ -181,8 +181,8 @@ def load_sound_of_video(
     start, end = ref.options.get("video_start", 0.0), ref.options.get("video_end", math.inf)
     sound = replace(ref, options={})
     if start or end < math.inf:
-        whole = load_audio(sound, sampling_rate)
-        span = whole[round(start * sampling_rate) : None if end == math.inf else round(end * sampling_rate)]
+        waveform = load_audio(sound, sampling_rate)
+        span = waveform[round(start * sampling_rate) : None if end == math.inf else round(end * sampling_rate)]
         sound = replace(sound, source={"array": span, "sampling_rate": sampling_rate})
     return load_audio(sound, sampling_rate, max_seconds, overlong)
 
@@ -193,7 +193,7 @@ def load_video(
     resize_fn: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes selected frames of a video, which equal those of the program `ffmpeg`.
+    Decodes selected frames of a video, equal to the frames that the program `ffmpeg` decodes.
 
     If torchcodec is usable, it decodes files with an index of frames (MP4, MOV, Matroska, WebM, unless trimmed without
     re-encoding). PyAV decodes other files, from the first frame to the last selected one.
@@ -209,7 +209,8 @@ def load_video(
             Function that replaces these options. It gets `metadata` (`VideoMetadata` of the video) and returns the
             increasing indices of the frames to decode, such as `processor.video_processor.sample_frames`.
         resize_fn (`Callable`, *optional*):
-            Function that resizes a few frames of shape (N, H, W, 3), and gets the number of all selected frames, too.
+            Function that resizes a chunk of frames, of shape (N, H, W, 3). Its second argument is the number of all
+            selected frames.
 
     Returns:
         `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and `video_metadata` for the processor:
@@ -252,7 +253,7 @@ def load_video(
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """Returns the indices of the frames that qwen-vl-utils samples; `total_num_frames` becomes their span's count."""
+    """Returns the frame indices that qwen-vl-utils samples, and sets `total_num_frames` to their span's length."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -276,8 +277,8 @@ def qwen_frame_size(
 
 def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
     """
-    Resizes some of `count` frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does. `fetch_video` itself
-    reads no bytes, needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
+    Resizes a chunk of a video's `count` frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does. It isn't
+    called, as it reads no bytes, needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
     """
     vision = require_module("qwen_vl_utils.vision_process", "video")
     size = list(qwen_frame_size(options, image_patch_size, count, *frames.shape[1:3]))
@@ -323,6 +324,7 @@ def require_module(module: str, extra: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
+    """Returns the command that installs an optional dependency."""
     return f'pip install "trl-multimodal-rft[{extra}]"'
 
 
@@ -351,9 +353,9 @@ def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Returns the pixels of an image, uint8 of shape (H, W) or (H, W, C)."""
     array, channels = _as_numpy(image), (1, 3, 4)
-    # If the shape allows both orders, tensors have their channels first, and arrays have theirs last
-    ambiguous = array.ndim == 3 and array.shape[2] in channels and not isinstance(image, torch.Tensor)
-    if array.ndim == 3 and array.shape[0] in channels and not ambiguous:
+    # If the shape is ambiguous, tensors are channels-first, and arrays are channels-last
+    channels_last = array.ndim == 3 and array.shape[2] in channels and not isinstance(image, torch.Tensor)
+    if array.ndim == 3 and array.shape[0] in channels and not channels_last:
         array = array.transpose(1, 2, 0)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
@@ -368,13 +370,13 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
 
 
 def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
-    """Decodes audio without resampling, to samples `(N,)` in float32 and their rate in Hz (`None` if unknown)."""
+    """Decodes audio without resampling. Returns float32 samples `(N,)` and their rate in Hz (`None` if unknown)."""
 
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
-    with closing(read_pieces(ref, None, check_length)) as read:
-        pieces = list(read)
+    with closing(read_pieces(ref, None, check_length)) as chunks:
+        pieces = list(chunks)
     if not pieces:
         raise ref.error("the audio is empty; remove the row")
     return np.concatenate([piece for piece, _ in pieces]), pieces[0][1]
@@ -382,8 +384,8 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
 
 def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
     """
-    Yields chunks of audio of shape (N,) with averaged channels, up to `stop` seconds, and their rate. `check_length`
-    is called with the number of samples in the header, and with the number decoded after each chunk.
+    Yields chunks of audio of shape (N,), with averaged channels, and their rate, up to `stop` seconds. Calls
+    `check_length(count, rate)` with the number of samples in the header, and after each chunk with the number so far.
     """
     count, known_rate, loudest, loudest_average = 0, None, 0.0, 0.0
 
@@ -413,10 +415,10 @@ def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float
 
 
 def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, float], None]) -> _Pieces:
-    """Yields chunks of shape (N, channels) for [`read_pieces`], which may exceed `stop` seconds."""
+    """Yields chunks of shape (N, channels) and their rate for [`read_pieces`]. They may exceed `stop` seconds."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
-        # One second more, as the limit is a number of samples, and times of the decoder aren't exact
+        # One second beyond the limit, as the decoder's timestamps aren't exact, and `read_pieces` cuts at a sample
         seconds = (ref.rules.max_audio_seconds if stop is None else stop) + 1
         samples = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + seconds)
         yield samples.data.cpu().numpy().T, samples.sample_rate
@@ -430,7 +432,7 @@ def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, fl
         with open_source(ref) as stream:
             yield from _decode_file(ref, stream, check)
         return
-    yield _of_array(ref, array), None if rate is None else float(rate)
+    yield _array_samples(ref, array), None if rate is None else float(rate)
 
 
 def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _Pieces:
@@ -463,7 +465,7 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
         raise ref.error(f"{seconds:.0f} s exceed the limit of {limit:g} s; cut it, or raise `{option}`")
 
 
-def _of_array(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndarray:
+def _array_samples(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Returns the samples of an array, float32 of shape (N, channels)."""
     samples = _as_numpy(array)
     kind = samples.dtype.kind
@@ -487,7 +489,7 @@ def _of_array(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndar
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
-    """Returns the indices of the frames that a block's options select; `total_num_frames` becomes the span's count."""
+    """Returns the frame indices that a block's options select, and sets `total_num_frames` to the span's length."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
@@ -587,8 +589,9 @@ def _is_mirrored(frame: "VideoFrame") -> bool:
 
 def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | None]:
     """
-    Returns the metadata of a video, and the index of its stream, `None` unless each packet is a frame, decoding may
-    start at any keyframe, and frames aren't mirrored. Clips cut without re-encoding are decoded to count their frames.
+    Returns a video's metadata, and the index of its stream for torchcodec: `None` if a packet isn't a frame, if
+    decoding may fail to start at a keyframe, or if frames are mirrored. Clips that were cut without re-encoding are
+    decoded to count their frames.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)
@@ -596,33 +599,33 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
             raise ref.error("the file has no video; remove the row")
         average = video.average_rate if container.duration else None  # else the rate is FFmpeg's default
         fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
-        count, first, exact, independent = 0, None, True, True
+        count, first, is_exact, independent = 0, None, True, True
         for packet in container.demux(video):
             if packet.size:
                 count += 1
                 first = packet.pts if count == 1 else first
                 # Frames shown before the first keyframe may depend on frames that were cut off
-                exact = exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
-                exact = exact and (packet.is_keyframe or count > 1)
+                is_exact = is_exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
+                is_exact = is_exact and (packet.is_keyframe or count > 1)
                 if independent and packet.is_keyframe and video.codec_context.name == "h264":
                     independent = has_idr_picture(bytes(packet), video.codec_context.extradata)
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
-    if not exact:
-        longest = ref.rules.max_video_seconds  # infinite where a size alone is asked
+    if not is_exact:
+        longest = ref.rules.max_video_seconds  # infinite in `media_size`
         max_count = None if math.isinf(longest) else int(longest * fps) + 1
-        with closing(_decoded(stream)) as frames:
+        with closing(_iter_frames(stream)) as frames:
             times = [frame.time for frame in itertools.islice(frames, max_count)]
         count = len(times)
         if count > 1 and None not in times and times[-1] > times[0]:
             fps = (count - 1) / (times[-1] - times[0])
     elif independent:
-        with closing(_decoded(stream)) as frames:
+        with closing(_iter_frames(stream)) as frames:
             independent = not any(map(_is_mirrored, itertools.islice(frames, 1)))
-    return VideoMetadata(count, fps, *size, duration=count / fps), index if exact and independent else None
+    return VideoMetadata(count, fps, *size, duration=count / fps), index if is_exact and independent else None
 
 
-def _decoded(stream: BinaryIO) -> "Generator[VideoFrame]":
+def _iter_frames(stream: BinaryIO) -> "Generator[VideoFrame]":
     """Yields all frames of a video in the order of FFmpeg."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
@@ -631,7 +634,7 @@ def _decoded(stream: BinaryIO) -> "Generator[VideoFrame]":
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
     chosen, last = set(indices), max(indices, default=-1)
-    with closing(_decoded(stream)) as frames:
+    with closing(_iter_frames(stream)) as frames:
         for i, frame in zip(range(last + 1), frames, strict=False):
             if i in chosen:
                 # Videos of phones may be stored rotated, and mirrored before the rotation

@@ -58,7 +58,7 @@ class MediaFile:
 
 def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     """
-    Encodes a medium as a file for logs.
+    Encodes a medium as a file for logs. Raises a [`MediaError`] for a file of more than `max_bytes`.
 
     Files that browsers show stay unchanged. Decoded values, files of other formats and spans of videos become PNG, WAV
     (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).

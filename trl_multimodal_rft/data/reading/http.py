@@ -45,11 +45,11 @@ class Answer:
 
 
 class NoAnswer(Exception):
-    """A request without a usable response. The message is the reason, which may be temporary."""
+    """Error of a request without a usable response. The message is the reason, which may be temporary."""
 
 
 class TooLarge(Exception):
-    """A response that exceeds the limit of bytes."""
+    """Error of a response with more bytes than the limit."""
 
 
 def ask(
@@ -69,6 +69,9 @@ def ask(
 ) -> Answer:
     """
     Sends a request until a server gives a usable answer, and returns the answer.
+
+    `seconds` limits all attempts together, and `to_connect` the connection of each. `may_visit` raises for a URL that
+    must not be requested, also after a redirect; without it, redirects aren't followed.
 
     Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
     """
@@ -104,7 +107,7 @@ def ask(
 
 
 def host_of(url: str) -> str | None:
-    """Returns the host to which a request connects, which other parsers of URLs may read as a part of the path."""
+    """Returns the host to which `requests` connects for a URL, in which other parsers may find another host."""
     try:
         host = urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
         return None if host is None else host.lower()
@@ -146,8 +149,9 @@ def _attempt(
     json: dict[str, Any] | None,
     session: requests.Session,
     may_visit: Callable[[str], None] | None,
-    opened: list[HTTPConnection],
+    connections: list[HTTPConnection],
 ) -> tuple[Answer, float]:
+    """Sends a request, follows redirects that `may_visit` allows, and returns the answer and the seconds to wait."""
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
@@ -162,7 +166,7 @@ def _attempt(
         if may_visit is not None and isinstance(adapter, HTTPAdapter):
             tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
             pool: Any = adapter.get_connection_with_tls_context(request, **tls)
-            pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
+            pool.ConnectionCls = partial(_new_connection, pool.ConnectionCls, connections)
         # Sent by the adapter, as the session would read the whole body of a redirect
         with adapter.send(request, timeout=(min(seconds_left, to_connect), seconds_left), **settings) as response:
             if response.is_redirect and may_visit is not None:
@@ -176,9 +180,10 @@ def _attempt(
     raise requests.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
 
 
-def _open(make: type[HTTPConnection], opened: list[HTTPConnection], **settings) -> HTTPConnection:
-    opened.append(make(**settings))
-    return opened[-1]
+def _new_connection(make: type[HTTPConnection], connections: list[HTTPConnection], **settings) -> HTTPConnection:
+    """Makes a connection, and adds it to `connections`, so that [`ask`] can shut it down."""
+    connections.append(make(**settings))
+    return connections[-1]
 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:

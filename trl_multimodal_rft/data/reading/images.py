@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Images by Pillow: only in formats that Pillow decodes itself, within limits of time and header size."""
+"""Decoding of images with Pillow, only in formats that it decodes itself, within limits of time and header size."""
 
 import math
 import time
@@ -24,11 +24,11 @@ _MOST_GIF_HEADER = 2**21  # bytes, limited as Pillow joins comments in quadratic
 _MOST_EXIF = 2**16  # bytes in a JPEG, the size of one segment
 _SPARE = 2**20  # bytes that may be read beyond twice the size, as headers may be read twice
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers in a JPEG
-_JPEG_WORK = 2**36  # pixels times bytes of a JPEG per decoding step, as 30 bytes may be a scan of all pixels
+_JPEG_WORK = 2**36  # pixels times bytes per decoding step of a JPEG, limited as 30 bytes may be a scan of all pixels
 
 
-class _Opened(Bounded):
-    """File of an image that counts the bytes of EXIF data in its headers."""
+class _ImageFile(Bounded):
+    """File of an image that limits the bytes of EXIF data in its headers."""
 
     exif = 0
 
@@ -47,7 +47,7 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
     stream.seek(0)
     max_bytes = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
     stream.seek(0)
-    file = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, max_bytes)
+    file = _ImageFile(ref, stream, time.monotonic() + ref.rules.media_timeout, max_bytes)
     PIL.Image.init()  # registers the formats
     try:
         image = PIL.Image.open(cast("IO[bytes]", file), formats=_IMAGE_FORMATS)
@@ -89,14 +89,14 @@ def load_pixels(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO | None) 
 
 
 def _on_screen(image: GifImageFile) -> PIL.Image.Image:
-    """Puts the first frame of a GIF on the background of its screen, as does FFmpeg; Pillow takes the first color."""
+    """Returns a GIF's first frame on its background color, as FFmpeg does. Pillow uses the palette's first color."""
     box, color = image.tile[0][1], image.info.get("background")
     image.load()
     if box == (0, 0, *image.size):
         return image
     palette = bytes(image.global_palette.palette) if image.global_palette else bytes(i // 3 for i in range(768))
-    ground = "white" if color is None else tuple(palette[3 * color : 3 * color + 3])
-    screen = PIL.Image.new("RGB", image.size, ground)
+    background = "white" if color is None else tuple(palette[3 * color : 3 * color + 3])
+    screen = PIL.Image.new("RGB", image.size, background)
     screen.paste(image.crop(box).convert("RGB"), box)
     return screen
 
@@ -109,7 +109,7 @@ def _check_jpeg(ref: MediaRef, image: PIL.Image.Image, stream: BinaryIO) -> None
         scan += 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
     corner = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), float)
     if "progressive" in image.info or _SCAN in data[scan + 2 :] or (abs(corner - 128) < 2).all():
-        # A decoder doesn't read bytes that are put behind a whole scan, so that they change no pixel
+        # Bytes appended to a complete scan are never read, and change no pixel
         longer = BytesIO(data[: data.find(_END, scan)] + bytes(range(1, 255)) * 8 + _END)
         try:
             longer_image = open_image(ref, longer)

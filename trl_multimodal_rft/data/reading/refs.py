@@ -27,7 +27,7 @@ def checksum(messages: str | list | None) -> int | None:
 
 
 def shortened(value: Any) -> str:
-    """Returns a value as text for messages, of at most 80 characters: the start and end of a longer one."""
+    """Returns a value as text of at most 80 characters for messages. Of a longer text, the start and the end stay."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
@@ -37,7 +37,7 @@ class MediaError(ValueError):
 
 
 class OverlongRow(MediaError):
-    """Error of a row of which `max_length` leaves nothing to learn, so that the row is dropped."""
+    """Error of a row that can't be cut to `max_length` with tokens left to train on, and is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,14 @@ class MediaRef:
             `int`: The checksum.
         """
 
-        def parts(value: Mapping | Sequence | os.PathLike | None) -> Iterator[bytes]:
+        def byte_chunks(value: Mapping | Sequence | os.PathLike | None) -> Iterator[bytes]:
             if isinstance(value, dict):
                 keys = {"bytes"} if value.get("bytes") is not None else value.keys()
                 for name in sorted(keys & value.keys()):
-                    yield from parts(value[name])
+                    yield from byte_chunks(value[name])
             elif isinstance(value, list | tuple):
                 for entry in value:
-                    yield from parts(entry)
+                    yield from byte_chunks(entry)
             elif isinstance(value, bytes):
                 yield value
             elif isinstance(value, str | os.PathLike):
@@ -120,7 +120,7 @@ class MediaRef:
             else:
                 yield value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
 
-        return reduce(lambda total, part: zlib.crc32(part, total), parts(self.stored), start)
+        return reduce(lambda total, part: zlib.crc32(part, total), byte_chunks(self.stored), start)
 
     def error(self, message: str) -> MediaError:
         """
@@ -147,7 +147,7 @@ class MediaRef:
             `str`: The text to show.
         """
         for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
-            if isinstance(source, str):  # the whole text is one URL, whatever its characters
+            if isinstance(source, str):  # the source is one URL, even if it has spaces or quotes
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 

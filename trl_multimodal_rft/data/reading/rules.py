@@ -33,10 +33,10 @@ class MediaRules:
         max_video_seconds (`float`, *optional*, defaults to `14400.0`):
             Longest duration of a video.
         max_video_pixels (`int`, *optional*, defaults to `2**29`):
-            Most pixels of all frames together that the processor gets of a video.
+            Most pixels of a video that the processor gets, in all frames together.
         media_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds for all attempts of a download together, for extracting it from an archive, and for decoding an
-            image.
+            Seconds for all attempts of a download together, for extracting a file from an archive, and for decoding
+            an image.
         media_dir (`str`, *optional*):
             Folder that relative paths in rows start from, by default the working directory; `~` is the home folder.
             Files must still be in `allowed_media_folders`.
@@ -101,14 +101,14 @@ class MediaRules:
                     raise ValueError(f"`allowed_media_{name}` has {entry!r}; write {form}.")
 
     def without_budgets(self) -> "MediaRules":
-        """Returns the same rules without budgets, for another model whose processor sets its sizes."""
+        """Returns the rules without budgets, for a model beside the policy, whose own processor sets media sizes."""
         return replace(self, **{name: getattr(DEFAULT_RULES, name) for name in BUDGET_NAMES})
 
 
 DEFAULT_RULES = MediaRules()
 
 BUDGET_NAMES = ("min_pixels", "max_pixels", "video_fps", "max_frames", "use_audio_in_video")
-# Names of the rules that are options by themselves, and of the rules in the option `media_rules`
+# Names of the rules that are options of a trainer, and of the other rules, which are keys of its option `media_rules`
 OWN_NAMES = ("media_dir", *BUDGET_NAMES)
 LIMIT_NAMES = tuple(spec.name for spec in fields(MediaRules) if spec.name not in OWN_NAMES)
 

@@ -22,7 +22,7 @@ def media_size(ref: MediaRef) -> dict[str, float]:
     source = None if isinstance(ref.source, dict) and ref.source.get("array") is not None else encoded_source(ref)
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}
-    # Without limits of images and videos, whose pixels aren't kept; sounds are decoded up to their limit
+    # No limits for images and videos, as their pixels aren't kept in memory; sounds are decoded up to their limit
     ref = replace(ref, rules=replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf))
     with decoding(ref):
         if ref.modality == "audio":

@@ -30,7 +30,7 @@ _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
 # Characters on which URL parsers disagree: some see another host or path after them
 _AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
 
-# Text that is a file in base64 rather than a long path, which would have an ending
+# Text that is a file in base64 rather than a long path, which would have an extension
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
 _CHUNK = 2**20
@@ -121,17 +121,17 @@ class Bounded:
 
 
 def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
-    """Opens the path or bytes of [`fetch_file`] as a stream, since decoders may take a name for several files."""
+    """Opens the path or bytes from [`fetch_file`] as a stream, as decoders may read a name as a pattern of files."""
     if isinstance(file, bytes):
         return BytesIO(file)
-    # Opened by its descriptor, as decoders read patterns and formats from the name of a stream, too
-    number = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    stream, opened, link = open(number, "rb"), os.fstat(number), f"/proc/self/fd/{number}"
+    # Opened by a descriptor, without a name, as decoders interpret the name of a stream, too
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    stream, status, link = open(descriptor, "rb"), os.fstat(descriptor), f"/proc/self/fd/{descriptor}"
     try:
-        if not stat.S_ISREG(opened.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("it isn't a regular file")
         # The file behind the name may have changed since the name was checked
-        _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), opened.st_size)
+        _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), status.st_size)
     except BaseException:
         stream.close()
         raise
@@ -175,11 +175,12 @@ def _check_protocol(ref: MediaRef, protocol: str) -> None:
 
 
 def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
-    """Returns a path that starts from the folder `media_dir` if it is relative."""
+    """Joins a relative path to the folder `media_dir`, and returns an absolute path as it is."""
     return os.path.join(ref.rules.media_dir or "", path)
 
 
 def _local(ref: MediaRef, path: str) -> str:
+    """Returns the path of a local file, after checks that it exists and is allowed."""
     _check_protocol(ref, "file")
     original, path = path, rooted(ref, path)
     if _BASE64.fullmatch(original.rstrip()) and not os.path.isfile(path):

@@ -57,7 +57,7 @@ class BatchShape:
     """Sizes of a batch, which is a generation batch in training."""
 
     size: int  # completions on a rank
-    completions: int = 1  # of a row
+    completions: int = 1  # per row
     repeats: int = 1  # micro-batches that use the batch
     n_ranks: int = 1
     rank: int = 0
@@ -69,7 +69,7 @@ class BatchShape:
         return self.size * self.n_ranks // self.completions
 
     def keys(self, rows: Sequence[Any], first: Sequence[Any]) -> list[Any]:
-        """Returns this rank's rows. A partial last batch is dropped, or filled up so that all ranks have rows."""
+        """Returns this rank's rows. A partial batch is dropped, or, for several ranks, filled up with `first` rows."""
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first)), self.n_rows))
         keys = [row for row in rows for _ in range(self.completions)]
@@ -114,7 +114,7 @@ class EpochBatches:
         return self.n_batches * self._shape.repeats
 
     def __iter__(self) -> Iterator[RowBatch]:
-        epoch, self.epoch = self.epoch, self.epoch + 1  # unless `set_epoch` is called
+        epoch, self.epoch = self.epoch, self.epoch + 1  # the next epoch, unless `set_epoch` names another
         for batch_index in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
             batch = self.batch(batch_index)
             for _ in range(self._shape.repeats):
@@ -165,7 +165,7 @@ class EpochBatches:
 class StreamBatches:
     """
     Batches of a stream, whose rows are numbered as they come. With `shards`, a rank reads no rows of other ranks if
-    the stream has enough shards; ranks may then get different numbers of batches. `from_first` leaves out first rows.
+    the stream has enough shards; ranks may then get different numbers of batches. `from_first` skips first rows.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class StreamBatches:
 
 
 def repeat_order(n_rows: int, epoch: int, seed: int) -> torch.Tensor:
-    """Returns the order of TRL's `RepeatSampler`, `(n_rows,)`, whose generator makes one permutation per epoch."""
+    """Returns the row order of TRL's `RepeatSampler`, `(n_rows,)`. Its generator draws one permutation per epoch."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(n_rows, generator=generator)

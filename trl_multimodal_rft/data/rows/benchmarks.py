@@ -53,7 +53,7 @@ def load_mmau(
         audio_dir (`str` or `Path`, *optional*):
             Folder with the audio files, looked up by name. By default, paths start from the folder of the JSON file.
         template (`str`, *optional*):
-            Prompt with `{question}` and `{choices}`, by default that of
+            Prompt with `{question}` and `{choices}`, by default the prompt of
             [R1-AQA](https://huggingface.co/papers/2503.11197).
         skip_missing (`bool`, *optional*, defaults to `False`):
             Whether to skip rows whose audio file doesn't exist, with a warning that counts them, instead of raising.
@@ -133,8 +133,8 @@ def load_audiomcq(
     Reads [AudioMCQ](https://huggingface.co/papers/2509.21060), multiple-choice questions about speech, sounds and
     music, with a label that says whether models need the audio to answer.
 
-    The layout is that of https://huggingface.co/datasets/inclusionAI/AudioMCQ, whose audio files come from its
-    sources, and of https://huggingface.co/datasets/Harland/AudioMCQ-StrongAC-GeminiCoT, which holds them: JSON Lines,
+    https://huggingface.co/datasets/inclusionAI/AudioMCQ, without audio files, which come from its sources, and
+    https://huggingface.co/datasets/Harland/AudioMCQ-StrongAC-GeminiCoT, with audio files, share a layout: JSON Lines,
     a JSON list or a dataset whose entries have `audio_path`, `question`, `choices`, `answer` (the text of a choice),
     and also `id`, `source_dataset`, `question_type` and `audio-contribution`.
 
@@ -161,10 +161,10 @@ def load_audiomcq(
     rows, audio = _read(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
     if contribution is not None:
         labels = [required(row, index, "audio-contribution") for index, row in enumerate(rows)]
-        kept = [index for index, label in enumerate(labels) if label == contribution]
-        if not kept:
+        row_indices = [index for index, label in enumerate(labels) if label == contribution]
+        if not row_indices:
             raise ValueError(f"{path} has no rows with the audio contribution {contribution!r}, only {set(labels)}.")
-        rows, audio = [rows[index] for index in kept], audio.select(kept)
+        rows, audio = [rows[index] for index in row_indices], audio.select(row_indices)
 
     names = ("id", "source_dataset", "question_type", "audio-contribution")
     dataset = _assemble(rows, audio, template, names, ("question",))
@@ -182,7 +182,7 @@ def _read(
     audio_dir: str | Path | None,
     skip_missing: bool,
 ) -> tuple[list[dict[str, Any]], Dataset]:
-    """Returns rows without audio, and a column of audio: stored in one of `columns`, or in files that rows name."""
+    """Returns rows without audio, and a dataset of their audio: of a column in `columns`, or of files in rows."""
     file = json_file(path, pattern)
     if file is not None:
         rows = read_json(file)
@@ -195,13 +195,13 @@ def _read(
     folder, audio_files = Path(path) if file is None else file.parent, {}
     for index, row in enumerate(rows):
         name = required(row, index, *_PATHS)
-        audio = folder / name if audio_dir is None else Path(audio_dir, Path(name).name)
-        if audio.is_file():
-            audio_files[index] = str(audio.absolute())
+        audio_file = folder / name if audio_dir is None else Path(audio_dir, Path(name).name)
+        if audio_file.is_file():
+            audio_files[index] = str(audio_file.absolute())
         elif not skip_missing:
             raise FileNotFoundError(
-                f"row {index}: the audio file {audio} doesn't exist; pass the folder of the files as `audio_dir`, or "
-                "skip such rows with `skip_missing=True`."
+                f"row {index}: the audio file {audio_file} doesn't exist; pass the folder of the files as "
+                "`audio_dir`, or skip such rows with `skip_missing=True`."
             )
     if len(audio_files) < len(rows):
         logger.warning(
@@ -223,19 +223,19 @@ def _assemble(
     """Returns a dataset of the questions in rows, their audio and the columns in `names`."""
     columns: dict[str, list[Any]] = {"prompt": [], "solution": [], "choices": []}
     for index, row in enumerate(rows):
-        listed, answer = required(row, index, choices), row.get("answer")
+        row_choices, answer = required(row, index, choices), row.get("answer")
         if isinstance(answer, str) and answer:
-            answer = listed.index(answer) if answer in listed else -1
-        if isinstance(answer, int) and not 0 <= answer < len(listed):
+            answer = row_choices.index(answer) if answer in row_choices else -1
+        if isinstance(answer, int) and not 0 <= answer < len(row_choices):
             raise ValueError(
                 f"row {index}: the answer {shortened(repr(row['answer']))} is none of the choices "
-                f"{shortened(listed)}; correct either of them."
+                f"{shortened(row_choices)}; correct either of them."
             )
-        plain = without_letters(listed)
-        text = template.format(question=required(row, index, *question), choices=plain)
+        choice_texts = without_letters(row_choices)
+        text = template.format(question=required(row, index, *question), choices=choice_texts)
         columns["prompt"].append([{"role": "user", "content": text}])
-        columns["solution"].append(plain[answer] if isinstance(answer, int) else None)
-        columns["choices"].append(plain)
+        columns["solution"].append(choice_texts[answer] if isinstance(answer, int) else None)
+        columns["choices"].append(choice_texts)
     prompts = Dataset.from_dict({"prompt": columns.pop("prompt")})
     for name in names:
         if any(name in row for row in rows):

@@ -17,7 +17,7 @@ Cell = bool | float | Decimal | str | bytes | list | dict | np.ndarray | np.gene
 
 
 def filled(cell: T) -> T | None:
-    """Returns a cell, the number of an array without dimensions, or `None` for NaN, the missing cell of tables."""
+    """Returns a cell's value: an array without dimensions becomes its number, and NaN, a missing cell, `None`."""
     value = cast(T, cell.tolist()) if isinstance(cell, _ARRAYS) and cell.ndim == 0 else cell
     is_nan = isinstance(value, (Real, Decimal)) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value

@@ -70,7 +70,7 @@ _TEXT_HINTS = ("annotations", "cache_control", "logprobs", "meta", "_meta")
 
 # Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
-# Not among `further_keys`: content, and labels of the speaker and the answered call, which a template may leave out
+# Keys that `further_keys` leaves out: content, and labels of speaker and tool call, which a template may leave out
 _LABELS = ("role", "content", "name", "tool_call_id", "id")
 
 # Types of blocks whose strings are text, even if they name a file
@@ -120,7 +120,7 @@ def rows_to_messages(
             Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], which may be `None`.
             Errors name the `row_index` of a [`~data.rows.row.Row`], or the index of other rows. Rows aren't modified.
         ignored (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns whose media no prompt gets.
+            Media columns that aren't put into prompts.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):
             The model's placeholder tokens. If `"<image>"` is one, plain-text prompts keep it as text.
         rules ([`~data.reading.rules.MediaRules`], *optional*):
@@ -226,18 +226,18 @@ def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, An
         for item in value:
             yield from find_media(item, path)
     elif isinstance(value, dict):
-        held = {key: item for key, item in value.items() if not is_absent(item)}
-        modality = block_modality(held.get("type"))
-        if "array" in held and "sampling_rate" in held:
+        fields = {key: item for key, item in value.items() if not is_absent(item)}
+        modality = block_modality(fields.get("type"))
+        if "array" in fields and "sampling_rate" in fields:
             yield path, "audio", value
-        elif held and "bytes" in value:  # as in Datasets, with or without a path
-            yield path, file_modality(str(held.get("path", ""))), value
-        elif modality is not None and any(key in held for key in _source_keys(modality)):
+        elif fields and "bytes" in value:  # as in Datasets, with or without a path
+            yield path, file_modality(str(fields.get("path", ""))), value
+        elif modality is not None and any(key in fields for key in _source_keys(modality)):
             yield path, modality, value
-        elif held.keys() & {"data", "base64"} and held.keys() & {"format", "media_type", "mime_type"}:
-            yield path, file_modality(f"data:{held.get('media_type', held.get('mime_type'))}"), value
+        elif fields.keys() & {"data", "base64"} and fields.keys() & {"format", "media_type", "mime_type"}:
+            yield path, file_modality(f"data:{fields.get('media_type', fields.get('mime_type'))}"), value
         else:
-            for key, item in held.items():
+            for key, item in fields.items():
                 yield from find_media(item, f"{path}.{key}" if path else str(key))
 
 
@@ -260,7 +260,7 @@ def strip_media(value: T) -> T:
 
 
 def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
-    """Returns a prompt or a completion as one text."""
+    """Returns a prompt or a completion as one text, with roles before several messages unless `roles` is off."""
     if isinstance(messages, str):
         return messages
     if not roles:
@@ -448,10 +448,10 @@ class _RowReader:
             raise self.error(path, f"the block has {actual}; write {{'type': 'text', 'text': '...'}}, or a media type")
         modality = block_modality(name)
         sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
-        # Of the remaining keys, only text and options are read, so that others must hold no media. The `words` are now
-        # the keys whose strings are text, even if they look like a file's name.
-        words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
-        stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
+        # Of the remaining keys, only text and options are read, so other keys must not hold media. Strings under
+        # the keys in `texts` are text, even if they look like a file's name.
+        texts = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
+        stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in texts)), None)
         if stray is not None or (modality is not None and name != modality and block and not sources):
             raise self.error(
                 path,
@@ -463,27 +463,27 @@ class _RowReader:
             options = {key: item for key, item in block.items() if key not in _HINTS}
             options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
             if sources and isinstance(sources[0], MediaRef):
-                return {"type": modality, modality: sources[0]}  # the block was read before
+                return {"type": modality, modality: sources[0]}  # the block is already parsed
             ref = self.ref(modality, sources[0] if sources else None, path, options)
             _check_options(ref)
             return {"type": modality, modality: ref}
         if name not in _TEXT_KEYS:
             return {"type": name, **block}
         empty = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
-        held = [key for key in block if key not in _TEXT_HINTS and key not in empty]
-        if _TEXT_KEYS[name] not in block or not {*held} <= {_TEXT_KEYS[name]}:
+        keys = [key for key in block if key not in _TEXT_HINTS and key not in empty]
+        if _TEXT_KEYS[name] not in block or not {*keys} <= {_TEXT_KEYS[name]}:
             raise self.error(
                 path,
-                f"a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing else, got {held}; rename "
+                f"a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing else, got {keys}; rename "
                 "the key of the text, and remove other keys",
             )
         return {"type": "text", "text": block[_TEXT_KEYS[name]]}
 
 
 def further_keys(message: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of a message, besides its content and labels, that hold something to read, as `tool_calls`."""
-    held = {key: value for key, value in message.items() if key not in _LABELS and not is_absent(value)}
-    return [key for key, value in held.items() if value not in ("", [], {})]
+    """Returns the keys of a message that hold something to read, such as `tool_calls`, besides content and labels."""
+    fields = {key: value for key, value in message.items() if key not in _LABELS and not is_absent(value)}
+    return [key for key, value in fields.items() if value not in ("", [], {})]
 
 
 def holds_several(modality: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user"
 def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], int], dict[str, Any]]]:
     """
     Returns a dataset's file, and a function that renames the columns of its rows. `folder/NAME` stands for the entry
-    `NAME` of the folder's `dataset_info.json`, and this file itself for its only entry. Other paths stay as they are.
+    `NAME` of the folder's `dataset_info.json`, and the path of this file for its only entry. Other paths stay as is.
     """
     source = Path(path).expanduser()
     file = source.parent / _NAME
@@ -82,13 +82,13 @@ def conversation(
 
 
 def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the messages of an entry: itself, or those of ms-swift's pairs, `{"human": text, "assistant": text}`."""
-    said = [{"role": role, "content": turn[role]} for role in ("human", "assistant") if turn.get(role) is not None]
-    return said or [turn]
+    """Returns an entry as messages: as it is, or two for a pair of ms-swift, `{"human": text, "assistant": text}`."""
+    messages = [{"role": role, "content": turn[role]} for role in ("human", "assistant") if turn.get(role) is not None]
+    return messages or [turn]
 
 
 def with_answers(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns a prompt with its chosen and rejected answer. In ms-swift's rows, the last message is chosen."""
+    """Returns a prompt with its chosen and rejected answer. In ms-swift's rows, the last message is the chosen one."""
     pair: dict[str, Any] = {"prompt": chat}
     if row.get("chosen") is None and chat[-1]["role"] == "assistant":
         row = {**row, "chosen": chat.pop()}

@@ -67,7 +67,7 @@ class DifficultySampler:
         return self._drawn[batch_index]
 
     def coming(self, batch_indices: range) -> list[list[int]]:
-        """Returns the rows of those batches of `batch_indices` that are drawn already."""
+        """Returns the rows of the batches in `batch_indices` that are already drawn."""
         return [self._drawn[batch_index] for batch_index in batch_indices if batch_index in self._drawn]
 
     def _draw(self, batch_index: int, left_out: Collection[int]) -> list[int]:
@@ -82,7 +82,7 @@ class DifficultySampler:
         """
         Updates the pass rates of rows by rewards of their completions, where 1 is right and 0 is wrong.
 
-        Shapes: `row_indices` and `rewards`, NaN where none applies, both `(N,)`, of the completions of all processes.
+        Shapes: `row_indices` and `rewards` `(N,)`, for the completions of all processes. NaN is a missing reward.
         """
         row_indices, rewards = row_indices.cpu(), rewards.double().cpu().clamp(0, 1)
         scorable = ~rewards.isnan()
@@ -102,7 +102,7 @@ class DifficultySampler:
         return {"rates": self.rates, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of [`state_dict`], if the run has as many rows, without batches of another size."""
+        """Restores a [`state_dict`] of the same number of rows, and ignores others. Skips batches of another size."""
         if len(state["rates"]) != len(self.rates):
             return
         self.rates = state["rates"]

@@ -57,7 +57,7 @@ def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
             return dataset
-        # `decode` turns off the decoding in advance, with which remote streams come
+        # `num_threads=0` turns off decoding in advance, the default of remote streams
         return dataset.decode(num_threads=0).cast(_stored(features)).map(partial(_encoded_row, features=features))
     if isinstance(dataset, Dataset) and dataset.format["type"] is None:
         return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
@@ -65,7 +65,7 @@ def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
 
 
 class StoredRows:
-    """Rows of a dataset with media as they are stored. Casting the dataset would copy files of nested features."""
+    """Rows of a dataset with media as stored. Casting the dataset instead would copy the files of nested features."""
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
@@ -83,7 +83,7 @@ class StoredRows:
 
 
 def restore_media(value: D) -> D:
-    """Undoes [`~data.rows.columns.rows_to_messages`] in messages, for functions that read prompts."""
+    """Returns messages as before [`~data.rows.columns.rows_to_messages`], with media in place of references."""
     if isinstance(value, MediaRef):
         return cast(D, Decoded(value) if isinstance(value.source, Encoded) else value.source)
     if isinstance(value, list):
@@ -117,7 +117,7 @@ def as_encoded(value: D) -> D:
 
 
 class Decoded:
-    """Stand-in for an object that a feature decodes, here on first use. It passes `isinstance` for the object."""
+    """Proxy of an object that a feature decodes, on first use. It passes `isinstance` for the class of the object."""
 
     __slots__ = ("_medium", "_ref")
 
@@ -194,7 +194,7 @@ def _media(decoded: Decoded) -> Any:
 
 
 def _decodes_media(feature: FeatureType | None) -> bool:
-    """Returns whether a feature decodes media, and as the loaders do: without a `mode` or a `stream_index`."""
+    """Returns whether a feature decodes media like the loaders, without a `mode` or a `stream_index`."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 

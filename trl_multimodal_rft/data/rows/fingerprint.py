@@ -30,8 +30,8 @@ def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str,
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     sums = {}
     for i, row_index in enumerate(row_indices):
-        parts = (part for column in columns for part in _parts(table.slice(i, 1)[column], media_dir or ""))
-        sums[str(row_index)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
+        chunks = (part for column in columns for part in _byte_chunks(table.slice(i, 1)[column], media_dir or ""))
+        sums[str(row_index)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), chunks, 0)
     return {"rows": len(dataset), "columns": columns, "checksums": sums}
 
 
@@ -52,20 +52,20 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return texts
 
 
-def _parts(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
+def _byte_chunks(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
     """Yields the bytes of Arrow values, independent of their chunks."""
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:
-            yield from _parts(chunk, media_dir)
+            yield from _byte_chunks(chunk, media_dir)
     elif isinstance(values, pa.ExtensionArray):
-        yield from _parts(values.storage, media_dir)
+        yield from _byte_chunks(values.storage, media_dir)
     elif pa.types.is_struct(values.type):
         yield repr(values.is_valid().to_pylist()).encode()
         for part in values.flatten():
-            yield from _parts(part, media_dir)
+            yield from _byte_chunks(part, media_dir)
     elif any(is_list(values.type) for is_list in _LISTS):
         yield repr(values.value_lengths().to_pylist()).encode()
-        yield from _parts(values.flatten(), media_dir)
+        yield from _byte_chunks(values.flatten(), media_dir)
     elif pa.types.is_primitive(values.type) and not pa.types.is_boolean(values.type) and not values.null_count:
         yield values.to_numpy(zero_copy_only=False).tobytes()
     else:

@@ -56,8 +56,8 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
     splits = dataset if isinstance(dataset, DatasetDict) else {str(dataset.split or "train"): dataset}
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
-        data = Path(aside, folder.name, "data")
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        data = Path(temporary, folder.name, "data")
         data.mkdir(parents=True)
         for split, rows in splits.items():
             with progress_bar(len(rows), f"write {split}") as bar:
@@ -66,7 +66,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
 
 
 def check_empty(folder: str | os.PathLike) -> None:
-    """Raises a `ValueError` if [`write_folder`] can't write to a folder."""
+    """Raises a `ValueError` unless a folder is empty or missing, as [`write_folder`] needs it."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")
@@ -95,7 +95,7 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules, bar
 def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> Iterator[pa.Table]:
     """Yields row groups with the bytes of their media."""
 
-    def embedded(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
+    def embed(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
         path, data = value["path"], value["bytes"]
@@ -116,7 +116,7 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules, bar: tqdm) -> I
     for index in range(len(rows)):
         table = cast(pa.Table, tables[index : index + 1])
         for column in media_columns:
-            value = map_features(table[column][0].as_py(), rows.features[column], embedded, column)
+            value = map_features(table[column][0].as_py(), rows.features[column], embed, column)
             field = schema.field(column)
             table = table.set_column(table.column_names.index(column), field, pa.array([value], field.type))
         group.append(table.select(schema.names).cast(schema))

@@ -94,7 +94,7 @@ def load_conversations(
             `prompt`, and the row's `solution`, by default the last answer. `"dpo"` gives pairs, and `"kto"` the last
             answer as `completion`, with the row's `kto_tag` or `label` as `label`.
         media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from, by default that of the file.
+            Folder that relative paths start from, by default the file's folder.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `messages`, of `prompt` and `solution`, of `prompt`, `chosen` and `rejected`, or
@@ -191,8 +191,8 @@ def load_deepeyes(
         chat, _ = conversation(row, index, ("prompt",))
         question = (row.get("extra_info") or {}).get("question") or chat[-1]["content"]
         prompt = [{"role": "user", "content": template.format(problem=question)}]
-        kept = {name: row.get(name) for name in ("data_source", "env_name")}
-        return {"prompt": prompt, "solution": _ground_truth(row, index), "question": question, **kept}
+        extras = {name: row.get(name) for name in ("data_source", "env_name")}
+        return {"prompt": prompt, "solution": _ground_truth(row, index), "question": question, **extras}
 
     files = sorted(Path(path).expanduser().glob("*.parquet")) or [path]
     return concatenate_datasets([_convert(file, split, media_dir, convert, None) for file in files])
@@ -346,8 +346,8 @@ def load_video_r1(
                 "'image' nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
             )
         options = {"nframes": nframes, "max_pixels": max_pixels}
-        used = {kind: {name: options[name] for name in options if name in OPTIONS[kind]} for kind in paths}
-        return {**row, **{f"{kind}s": [{kind: file, **used[kind]}] for kind, file in paths.items()}}
+        block_options = {kind: {name: options[name] for name in options if name in OPTIONS[kind]} for kind in paths}
+        return {**row, **{f"{kind}s": [{kind: file, **block_options[kind]}] for kind, file in paths.items()}}
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         options = row.get("options") or []
@@ -355,11 +355,11 @@ def load_video_r1(
         chat, solution = [{"role": "user", "content": text}], required(row, index, "solution")
         if task == "sft":
             chat.append({"role": "assistant", "content": f"{required(row, index, 'process')}\n{solution}"})
-        kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
+        extras = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
         if task == "sft":
-            return {"messages": chat, **kept}
+            return {"messages": chat, **extras}
         choices = without_letters(options) if options else None
-        return {"prompt": chat, "solution": solution, "choices": choices, **kept}
+        return {"prompt": chat, "solution": solution, "choices": choices, **extras}
 
     return _convert(path, split, media_dir, convert, None, with_media, read_video_questions)
 
@@ -403,7 +403,7 @@ def load_preferences(
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         return _pair(*(required(row, index, name) for name in ("question", "chosen", "rejected")))
 
-    read = partial(_parts, folder=Path(media_dir or Path(path).parent))
+    read = partial(_sampled_rows, folder=Path(media_dir or Path(path).parent))
     dataset = _convert(
         path, split, media_dir, convert, {"question"}, lambda row, _: {**row, "image": row.get("image") or None}, read
     )
@@ -442,18 +442,18 @@ def load_omni_preference(
     """
     source = Path(path).expanduser()
     root = Path(media_dir or (source if source.is_dir() else source.parent))
-    names = {_spelled(file.name): file for file in (root / "audio_files").rglob("*.*")}
+    names = {_plain_name(file.name): file for file in (root / "audio_files").rglob("*.*")}
 
-    def located(path: str) -> str:
+    def locate(path: str) -> str:
         below = path.removeprefix("/data/").rstrip("_")
-        files = (root / below, root / "video-dataset" / below, names.get(_spelled(Path(below).name), root / below))
+        files = (root / below, root / "video-dataset" / below, names.get(_plain_name(Path(below).name), root / below))
         return str(next((file for file in files if file.is_file()), below))
 
     def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         columns = [f"{modality}s" for modality in MODALITIES]
         return {
             **row,
-            **{name: [located(media_path) for media_path in row[name]] for name in columns if row.get(name)},
+            **{name: [locate(media_path) for media_path in row[name]] for name in columns if row.get(name)},
         }
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -471,12 +471,12 @@ def load_omni_preference(
         return {**_pair(question, *answers[::step]), **ranked, TIE: verdict["better"] == "equal"}
 
     files = sorted(source.glob("dataset_jsonl/*/final_rl_data.jsonl")) or [path]
-    parts = [_convert(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
-    dataset = concatenate_datasets(parts)
+    datasets = [_convert(file, split, root, convert, {"messages", "solution"}, with_media) for file in files]
+    dataset = concatenate_datasets(datasets)
     if task == "dpo":
-        kept = [index for index, tie in enumerate(dataset[TIE]) if not tie]
-        logger.warning(f"{len(dataset) - len(kept)} of {len(dataset)} pairs are skipped, which are equally good.")
-        dataset = dataset.select(kept).remove_columns(TIE)
+        indices = [index for index, tie in enumerate(dataset[TIE]) if not tie]
+        logger.warning(f"{len(dataset) - len(indices)} of {len(dataset)} pairs are skipped, which are equally good.")
+        dataset = dataset.select(indices).remove_columns(TIE)
     return _for_task(dataset, task, template)
 
 
@@ -540,8 +540,8 @@ def _for_task(dataset: Dataset, task: Literal["dpo", "judge"], template: str | N
     return dataset
 
 
-def _parts(file: Path, folder: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a file; samples or repeats the rows of each part that MMPR's `meta.json` names."""
+def _sampled_rows(file: Path, folder: Path) -> list[dict[str, Any]]:
+    """Reads the rows of a file, or of the parts that MMPR's `meta.json` names, sampled or repeated."""
     if file.name != "meta.json":
         return read_json(file)
     rows: list[dict[str, Any]] = []
@@ -555,8 +555,8 @@ def _parts(file: Path, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _spelled(name: str) -> str:
-    """Returns a file's name in one spelling for Omni-Preference's rows and files, which spell it differently."""
+def _plain_name(name: str) -> str:
+    """Normalizes a file's name, which Omni-Preference's rows and files spell differently."""
     return html.unescape(name).replace("_", " ").strip().lower()
 
 
@@ -590,8 +590,8 @@ def _convert(
     answers: bool = False,
 ) -> Dataset:
     """
-    Returns the columns that `convert` returns, media, and others that aren't `used`; if it is `None`, no others. With
-    `answers`, marks in answers of pairs may be places of media.
+    Returns a dataset of the columns that `convert` returns, the media, and the file's columns that aren't `used` (no
+    further columns if `used` is `None`). With `answers`, marks in answers of pairs may be places of media.
     """
     rows, media = _read(path, split, media_dir, with_media, read)
     converted = [convert(row, index) for index, row in enumerate(rows)]
@@ -610,22 +610,22 @@ def _convert(
     options = sorted({key for block in blocks for key in block} - {"type", "text"})
     types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
     block = {"type": Value("string"), "text": Value("string"), **types}
-    parts = []
+    datasets = []
     for name, values in columns.items():
         features = Features({name: List({"role": Value("string"), "content": List(block)})}) if name in chats else None
         try:
-            parts.append(Dataset.from_dict({name: values}, features))
+            datasets.append(Dataset.from_dict({name: values}, features))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ValueError(f"column '{name}': its values are of several types ({error}); make them one.") from error
-    return concatenate_datasets([parts[0], *media, *parts[1:]], axis=1)
+    return concatenate_datasets([datasets[0], *media, *datasets[1:]], axis=1)
 
 
 def _read(
     path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset]]:
     """
-    Returns rows, and a dataset of each column of media. In rows, these columns hold the entries of the file, or the
-    text `"stored"` for each medium that is stored in a dataset.
+    Returns rows, and one dataset per column of media. In the rows, these columns hold the file's entries, or the text
+    `"stored"` for each medium that is stored in a dataset.
     """
     file = json_file(path, "*.json*")
     source = file or Path(path).expanduser()
@@ -683,7 +683,7 @@ def _stored(dataset: Dataset, name: str) -> Dataset | None:
 
 
 def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
-    """Returns the media of a column or its plural with absolute paths, and moves entries to the plural column."""
+    """Returns the media of column `name` and its plural, with absolute paths, and moves the entries to the plural."""
     items, files, modality = [], [], name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.pop(column, None)
@@ -716,7 +716,7 @@ def _ground_truth(row: dict[str, Any], index: int) -> Any:
 
 
 def _marks_answers(pair: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Returns whether marks in answers are places of media: there is one medium for each in the pair's messages."""
+    """Returns whether marks in answers are places of media: the row has one medium per mark in the whole pair."""
     texts = [" ".join(message["content"] for message in pair[name]) for name in ("prompt", *COMPLETIONS)]
     counts = {modality: [text.count(f"<{modality}>") for text in texts] for modality in MODALITIES}
     return any(any(n[1:]) and sum(n) == len(row.get(f"{modality}s") or ()) for modality, n in counts.items())
@@ -725,7 +725,7 @@ def _marks_answers(pair: dict[str, Any], row: dict[str, Any]) -> bool:
 def _placed_pair(
     chats: dict[str, list[dict[str, str]]], row: dict[str, Any], index: int, marked: bool
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns a row's chats as messages of blocks, the first with its media; if they are `marked`, also the others."""
+    """Returns a row's chats as messages of blocks, with placeholders in the first chat, or in all if `marked`."""
 
     def blocks(chat: list[dict[str, str]], marks: re.Pattern) -> list[dict[str, Any]]:
         parts = [[*enumerate(marks.split(message["content"]))] for message in chat]

@@ -40,7 +40,7 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 
 def check_separator(columns: Collection[str]) -> None:
-    """Raises a `ValueError` if a table was read with another separator than the one between its cells."""
+    """Raises a `ValueError` if a table was read with a separator that isn't the one between its cells."""
     for column in columns:
         if mark := re.search(r"[;|\t,]" if len(columns) == 1 else r"[;|\t]", column):
             raise ValueError(
@@ -50,7 +50,7 @@ def check_separator(columns: Collection[str]) -> None:
 
 
 def only_split(name: str, config: str | None) -> str | None:
-    """Returns the only split of a file or folder, by the names that `datasets` reads as splits, `None` for several."""
+    """Returns the only split of a local file or folder, as `datasets` names it, `None` if there are several."""
     path = local_path(name)
     if path is None:
         return None
@@ -75,7 +75,7 @@ def reading(label: str) -> Iterator[None]:
     except StopIteration as error:  # raised for an empty file of JSON Lines
         raise ValueError(f"{label} can't be read: it has no rows") from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        # The cause says more than that generating failed
+        # `DatasetGenerationError` says only that generating failed
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         reason = " ".join(str(cause).split())
         if isinstance(cause, RecursionError):
@@ -97,7 +97,7 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
     if path is None:
         return {"path": name}
     path, split = path.absolute(), re.split(r"[\[+]", split)[0]
-    if path.is_file():  # `/.` hides a script with the folder's name, which is no loader of the file
+    if path.is_file():  # without `/.`, `datasets` would run a script of the folder's name
         return {"path": f"{path.parent}/.", "data_files": {split: glob.escape(path.name)}}
     if is_saved(path):
         folder = path if (path / "state.json").is_file() else path / split
@@ -130,7 +130,7 @@ def read_json(file: Path) -> list[dict[str, Any]]:
 
 
 def read_video_questions(file: Path) -> list[dict[str, Any]]:
-    """Reads rows of Video-R1, or multiple-choice questions about videos of IntentTrain, under Video-R1's names."""
+    """Reads rows of Video-R1, or IntentTrain's multiple-choice questions about videos with Video-R1's columns."""
     rows = read_json(file)
     if not any({"answer", "video"} & {*row} for row in rows):
         return rows

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def feature_leaves(feature: FeatureType | None, key: str = "") -> Iterator[tuple[str, FeatureType | None]]:
-    """Yields the innermost features of a nested feature that hold values, with the keys of these values."""
+    """Yields the leaves of a nested feature, except those of type `null`, each with the key that holds it."""
     if isinstance(feature, (List, LargeList)):
         yield from feature_leaves(feature.feature, key)
     elif isinstance(feature, dict):
@@ -29,7 +29,7 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
 
 
 def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
-    """Returns a nested value, with `change(item, feature, path)` in place of the items of innermost features."""
+    """Returns a nested value, with `change(item, feature, path)` in place of the item of each leaf feature."""
     if isinstance(feature, dict) and isinstance(value, dict):
         return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in value.items()})
     if isinstance(feature, (List, LargeList)) and isinstance(value, list):
@@ -46,6 +46,6 @@ def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
         return cast(T, items) if any(map(operator.is_not, items, before)) else value
     if issubclass(type(value), dict):
         fields = cast(dict, value)
-        held = {key: map_items(item, change, f"{path}.{key}") for key, item in fields.items()}
-        return cast(T, held) if any(map(operator.is_not, held.values(), fields.values())) else value
+        entries = {key: map_items(item, change, f"{path}.{key}") for key, item in fields.items()}
+        return cast(T, entries) if any(map(operator.is_not, entries.values(), fields.values())) else value
     return change(value, path)

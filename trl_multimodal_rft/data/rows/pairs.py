@@ -36,7 +36,7 @@ _SLOTS = re.compile(r"\{(question|answer_a|answer_b)\}")
 MARK = re.compile(rf"<({'|'.join(MODALITIES)})>")
 COMPLETIONS = ("chosen", "rejected")
 _COLUMNS = ("prompt", *COMPLETIONS)
-# Column that marks pairs whose completions are equally good, so that neither is better for being `chosen`
+# Column that marks pairs of equally good completions, of which `chosen` is no better than `rejected`
 TIE = "tie"
 
 
@@ -159,7 +159,7 @@ def put_answer_media(
 
 
 def check_read(messages: list[dict[str, Any]], column: str, row: int, keys: Collection[str] | None = None) -> None:
-    """Raises for parts of messages that nobody reads: blocks of answers of other types, and keys besides `keys`."""
+    """Raises for unread parts of messages: blocks of answers other than text and media, and keys outside `keys`."""
     for m, message in enumerate(messages):
         blocks = message["content"] if column in COMPLETIONS and isinstance(message["content"], list) else ()
         lost = [block["type"] for block in blocks if block["type"] not in ("text", *MODALITIES)]

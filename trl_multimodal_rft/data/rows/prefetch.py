@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Seconds between checks for a worker that was killed or hangs, while a row is read
 _POLL_SECONDS = 1.0
-_END_SECONDS = 10.0  # wait for workers that even a signal doesn't end, as while they read a folder that hangs
+_END_SECONDS = 10.0  # wait for workers that no signal ends, such as one that reads a hanging folder
 
 
 class _Hanging(BrokenProcessPool):
@@ -35,7 +35,7 @@ class _Hanging(BrokenProcessPool):
 
 class PrefetchPool(Generic[T]):
     """
-    Pool of forked workers that read rows, and start with the first row. If no worker can be forked, `take` reads.
+    Pool of processes that read rows in advance, forked for the first row. If forking fails, `take` reads the row.
 
     `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
     line, which ends the run without naming the row. They also need shared memory for tensors, of which containers have
@@ -86,12 +86,12 @@ class PrefetchPool(Generic[T]):
             results = pool._result_queue
             pool.shutdown(wait=False, cancel_futures=True)
             self._kill(results)
-            if thread is not None:  # it closes a pipe, to which an interpreter that ends meanwhile would write
+            if thread is not None:  # the thread closes a pipe to which an exiting interpreter would write
                 thread.join(timeout=_END_SECONDS)
 
     def _kill(self, results: object) -> None:
-        """Kills the workers, and closes the queue of results, as the pool's thread would wait for the rest of a
-        worker's row."""
+        """Kills the workers, and closes the queue of results, in which the pool's thread would wait for the rest of a
+        row."""
         for worker in self._workers:
             worker.kill()
         vars(results)["_writer"].close()

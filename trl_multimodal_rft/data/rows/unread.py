@@ -43,7 +43,7 @@ _LAYOUTS = (
 
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
-# Words in column names that show the modality of media whose data doesn't
+# Words in column names that tell the modality of media, for data that don't
 _NAMES = {
     "audio": "audio|sound|speech|voice|wav|music",
     "image": "image|img|picture|photo|figure|screenshot",
@@ -98,9 +98,12 @@ def check_columns(
     needs: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
-    Raises an error, or returns a warning, if no prompt contains some media of a dataset. Looks at features and at up
-    to 16 rows, without decoding media, but not at rows of streams and of datasets with a transform. `needs` maps
-    options to the modalities that they change, one of which prompts must have.
+    Raises an error, or returns a warning, if a dataset has media that no prompt contains. Looks at features and at up
+    to 16 rows, without decoding media, but not at rows of streams and of datasets with a transform.
+
+    `reads` are the columns of messages, `takes` the model's modalities, and `extent` tells whether `dataset` is the
+    whole dataset, its first rows, or some of its rows. `needs` maps options to the modalities that they change, one of
+    which prompts must have.
     """
     features, rows, kinds = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
@@ -197,7 +200,7 @@ def prepared(layout: str, options: str = "") -> str:
 
 
 def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
-    """Raises if a needed prompt is missing, or if the solution is where verl has it."""
+    """Raises if a needed prompt is missing, or if the solution is only in verl's column."""
     if "prompt" in columns or not needs_prompt:
         if "solution" not in columns and other_layout(row) == "verl":
             raise ValueError(
@@ -225,7 +228,7 @@ def check_ignored(columns: Collection[str] | None) -> None:
 
 
 def lists_columns(dataset: Rows) -> bool:
-    """Returns whether columns are known without rows: not with a transform, nor in a stream without features."""
+    """Returns whether columns are known before reading rows, unlike with a transform or a stream without features."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
@@ -253,12 +256,12 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
     leaves = [entry for column in reads for entry in feature_leaves(features.get(column, Value("null")))]
     if any(key in ("bytes", "path", "url", "base64") for key, _ in leaves):
         kinds |= {*MODALITIES}
-    json = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # unknown without reading all rows
-    return features, rows, kinds | json | {block_modality(key) for key, _ in leaves if block_modality(key)}
+    unknown = {None for _, leaf in leaves if type(leaf).__name__ == "Json"}  # until all rows are read
+    return features, rows, kinds | unknown | {block_modality(key) for key, _ in leaves if block_modality(key)}
 
 
 def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
-    """Returns the media in a column, if any: values that certainly are media, rather than names that may be files."""
+    """Returns the media in a column, if any. Certain media take precedence over texts that may be names of files."""
     for path, modality, evidence in _in_feature(feature, column):
         return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
     media = [[*find_media(value, column)] for value in values]
