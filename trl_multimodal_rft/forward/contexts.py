@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Completions with media, and with rewritten contexts, forwarded as one row per context, and scored as one again."""
+"""Completions with media or rewritten contexts, which are forwarded as one row per context and scored as one row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tupl
 def with_media(
     model: PreTrainedModel, prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt
 ) -> EncodedPrompt:
-    """Returns the prompt to score a completion with: the `whole` sequence's, whose turns `shown` hold media if any."""
+    """Returns the prompt for scoring a completion: with the `whole` sequence, if turns `shown` in it hold media."""
     if not shown:
         return prompt
     # Media behind the prompt may change its positions and masks
@@ -67,7 +67,7 @@ def with_media(
 
 
 def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
-    """Returns the prompt to score an `answer` with media with, or the prompt itself without one."""
+    """Returns the prompt for scoring an `answer` with media, or the prompt itself if `answer` is `None`."""
     if answer is None:
         return prompt
     whole = encode_prefix(prompt, answer.input_ids.tolist(), [(0, answer)], model)
