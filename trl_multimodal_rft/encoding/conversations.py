@@ -130,7 +130,7 @@ def encode_continuation(
     keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
-    """Encodes `text`, which the chat template writes for messages behind a prompt, with the media of the messages."""
+    """Encodes `text`, which the chat template writes for messages after a prompt, with the media of the messages."""
     if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
         ids = torch.tensor(processor(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
         return EncodedPrompt(ids, {}, {}, ids.new_empty(1, 0), row=row)

@@ -64,10 +64,10 @@ def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[Enco
             Token ids of the sequences, with one placeholder for each of the media.
 
     Returns:
-        `tuple`: The common start as a prompt, and for each sequence the ids behind it.
+        `tuple`: The common start as a prompt, and for each sequence the ids after it.
 
     Raises:
-        `ValueError`: If the first tokens differ, or if the ids behind the common start aren't the end of `first`.
+        `ValueError`: If the first tokens differ, or if the ids after the common start aren't the end of `first`.
     """
     n = next((i for i, column in enumerate(zip(*texts, strict=False)) if len({*column}) > 1), min(map(len, texts)))
     end = len(first) - len(texts[0]) + n

@@ -147,7 +147,7 @@ def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) 
 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the tag that opens thoughts at the end of a prompt `(P,)`, with the white space behind it, or `""`."""
+    """Returns the tag that opens thoughts at the end of a prompt `(P,)`, with the white space after it, or `""`."""
     opened = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL:].tolist())))
     return "" if opened is None else opened[0]
 

@@ -79,7 +79,7 @@ class EncodedPrompt:
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
         media_span (`tuple[int, int]`, *optional*):
-            Index of the first placeholder, and the index behind the last one, if known.
+            Index of the first placeholder, and the index after the last one, if known.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
         on_device (`dict`, *optional*):
@@ -595,7 +595,7 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
     """
-    Returns positions by the rule of vLLM, under which text after media continues behind the largest position so far.
+    Returns positions by the rule of vLLM, under which text after media continues one after the largest position.
 
     Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`; the shape stays.
     """

@@ -287,7 +287,7 @@ class SupervisedEncoder:
             row ([`~data.rows.row.Row`]):
                 Row.
             answer (`str`, *optional*):
-                Column of a pair's completion, to include it behind the prompt.
+                Column of a pair's completion, to include it after the prompt.
 
         Returns:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
@@ -424,7 +424,7 @@ class SupervisedEncoder:
         self, prompt: EncodedPrompt, messages: list, n: int, column: str, text_alone: bool
     ) -> SupervisedSequence:
         """
-        Encodes a completion with media behind the prompt, which is the first `n` messages. With `text_alone`, only
+        Encodes a completion with media after the prompt, which is the first `n` messages. With `text_alone`, only
         tokens that the template writes without the media, too, are learned.
         """
         name = f"row {prompt.row}"
@@ -455,7 +455,7 @@ class SupervisedEncoder:
 
     def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str = "") -> list[int]:
         """
-        Tokenizes the completion behind the prompt, which is the first `n` messages. A pair of texts without media gets
+        Tokenizes the completion after the prompt, which is the first `n` messages. A pair of texts without media gets
         `end` and no template.
         """
         if isinstance(before := _prompt_of(row, messages[:n]), str):

@@ -260,7 +260,7 @@ def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOpti
 def _concatenate(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a prefix and of a row behind it, or of the row alone if both are the same object."""
+    """Returns keys and values of a prefix and of a row after it, or of the row alone if both are the same object."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)

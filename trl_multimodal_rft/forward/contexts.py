@@ -20,7 +20,7 @@ class ContextRows:
     """`N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context."""
 
     prompts: list[EncodedPrompt]  # the context of each row
-    lengths: list[list[int]]  # per completion, the number of its tokens behind each of its contexts
+    lengths: list[list[int]]  # per completion, the number of its tokens after each of its contexts
     width: int  # C
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | 
 
 
 def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
-    """Returns the contexts of completions of these `lengths`, and the number of tokens behind each context."""
+    """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
     behind = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
     return [context for prompt in prompts for context in prompt.contexts], [n for counts in behind for n in counts]
 
@@ -59,7 +59,7 @@ def with_media(
     """Returns the prompt for scoring a completion: with the `whole` sequence, if turns `shown` in it hold media."""
     if not shown:
         return prompt
-    # Media behind the prompt may change its positions and masks
+    # Media after the prompt may change its positions and masks
     positions = whole.position_ids[..., : len(prompt)]
     same = torch.equal(positions, prompt.position_ids.expand_as(positions))
     is_causal = same and all(mask is None for mask in linear_masks(model, whole, 0).values())

@@ -100,7 +100,7 @@ class Decoding:
         slots (`dict[int | None, torch.Tensor]`, *optional*):
             Index of the current token in the cache `(1,)`, by attention window.
         mask (`torch.Tensor`, *optional*):
-            Additive attention mask of copied prompts and of the completions behind them, `(B, 1, 1, K)`.
+            Additive attention mask of copied prompts and of the completions after them, `(B, 1, 1, K)`.
     """
 
     shared: dict[int, DynamicLayer]

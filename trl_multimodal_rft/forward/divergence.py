@@ -19,7 +19,7 @@ from .head import HeadRule, gather_weights
 # Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
 _TOKENS_AT_ONCE = 512
 
-# Largest log of the total probability of some tokens, as in TRL, so that the log of the other tokens' rest is finite
+# Largest log of the total probability of some tokens, as in TRL, so that the log of the rest is finite
 _ALMOST_ALL = -1e-7
 
 

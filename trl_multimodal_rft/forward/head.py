@@ -225,7 +225,7 @@ def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractC
 
 
 def _has_kernel(device: str) -> bool:
-    """Returns whether the head selects labels first. On other devices, their new number would recompile the kernel."""
+    """Returns whether only tokens with labels are scored. Elsewhere, each new number of labels would recompile."""
     return device in ("cuda", "xpu")
 
 

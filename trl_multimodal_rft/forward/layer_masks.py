@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention masks of a prompt and of text behind it, in layers of one type."""
+"""Attention masks of a prompt and of text after it, in layers of one type."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import torch
 @dataclass(frozen=True, eq=False)
 class Causal:
     """
-    Attention of a prompt and of text behind it, in which tokens see the last `window` tokens up to themselves (`None`:
+    Attention of a prompt and of text after it, in which tokens see the last `window` tokens up to themselves (`None`:
     all). With `prompt` `(P, 2)`, the prompt's tokens see spans of the prompt instead, from a start to before an end.
     Unless `lookahead` is `None`, spans start within the window and reach at most `lookahead` tokens ahead. If spans
     would have gaps, `prompt` is a boolean mask `(P, P)`.
@@ -20,7 +20,7 @@ class Causal:
     lookahead: int | None = 0
 
 
-# Attention of a prompt and of text behind it in layers of one type: spans `(T, 2)` of the tokens that each token sees,
+# Attention of a prompt and of text after it in layers of one type: spans `(T, 2)` of the tokens that each token sees,
 # from a start to before an end; a boolean mask `(T, T)` if spans would have gaps; `None` for plain causal attention
 LayerMask = torch.Tensor | Causal | None
 

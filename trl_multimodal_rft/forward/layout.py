@@ -49,7 +49,7 @@ class PrefixBlock:
 
     A branch is a copy of the prompt's last token followed by the completion without its last token: exactly the
     positions that predict the completion. Where prompts start alike, their common start counts as a prompt, and their
-    remainders as its branches. The completions behind a remainder are in another block, which doesn't attend the
+    remainders as its branches. The completions after a remainder are in another block, which doesn't attend the
     remainder again. Indices are positions in the packed row, padded on the right.
     """
 
@@ -72,7 +72,7 @@ class PrefixBlock:
 class Continued:
     """
     A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches that start from the state behind them. Indices are positions in the packed row.
+    token, and `M` branches that start from the state after them. Indices are positions in the packed row.
     """
 
     head_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
@@ -90,7 +90,7 @@ class PrefixLayout:
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
-    # By layer type: the window (`None`: all tokens) in which text behind all prompts is causal, and whether prompts
+    # By layer type: the window (`None`: all tokens) in which text after all prompts is causal, and whether prompts
     # are causal, too. Types with other masks, which varlen kernels don't support, are left out.
     windows: dict[str | None, tuple[int | None, bool]]
     # Written by the forward of a lone prompt, or read by a forward of its completions alone
@@ -266,7 +266,7 @@ class PrefixLayout:
             self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
         if self._masks[key] is None:
             n, width = block.prompt_index.shape
-            if plain:  # one mask for all, as no token sees padding behind it
+            if plain:  # one mask for all, as no token sees later padding
                 masks = self._full_masks(1, width, width, dtype).triu_(1)
             else:
                 masks = self._full_masks(n, width, width, dtype)
@@ -600,7 +600,7 @@ def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
 
 def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
     """
-    Returns the window in which text behind all prompts is causal, and whether the prompts are causal, too; `None` for
+    Returns the window in which text after all prompts is causal, and whether the prompts are causal, too; `None` for
     other masks. Transformers creates no mask for a sequence whose length (in `lengths`) is below the window.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]

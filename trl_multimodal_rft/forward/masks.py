@@ -72,7 +72,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 def _model_masks(
     model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
 ) -> dict[str | None, LayerMask]:
-    """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens behind it."""
+    """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens after it."""
     total = size + n_new
     default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default)
@@ -140,7 +140,7 @@ def _masks_by_rows() -> Iterator[None]:
 
 
 def _compress(mask: torch.Tensor, size: int) -> LayerMask:
-    """Compresses the mask of a prompt and of text behind it, to [`Causal`] if the text is causal in a window."""
+    """Compresses the mask of a prompt and of text after it, to [`Causal`] if the text is causal in a window."""
     whole = mask[0, 0] if mask.dim() == 4 else None
     spans = mask if whole is None else _spans(whole[size - 1 :])
     if spans is None:

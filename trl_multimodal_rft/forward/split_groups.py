@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Forwards of a group that exceeds the token budget: its prompt once, and the completions behind it in chunks."""
+"""Forwards of a group that exceeds the token budget: its prompt once, and the completions after it in chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """
-    Returns whether completions can be forwarded behind a [`KeptPrompt`]: `False` if layers carry a state from token to
+    Returns whether completions can be forwarded after a [`KeptPrompt`]: `False` if layers carry a state from token to
     token, or if reentrant checkpointing hides the prompt's graph.
     """
     if has_states(model):

@@ -16,7 +16,7 @@ _WORTH_SHARING = 0.1
 
 @dataclass(eq=False)
 class Node:
-    """Tokens that several prompts share behind those of the parent node; in a leaf, the other tokens of one prompt."""
+    """Tokens that several prompts share after those of the parent node; in a leaf, the other tokens of one prompt."""
 
     prompt: EncodedPrompt  # the longest of the prompts; its mask holds for all of them
     stop: int  # tokens of the prompt up to the end of the node
@@ -47,7 +47,7 @@ def count_tokens(trees: Sequence[Node]) -> int:
 
 def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[EncodedPrompt]) -> list[Node]:
     """
-    Returns the prefix trees of unique prompts. `prompts` maps a prompt to the number of completion tokens behind it.
+    Returns the prefix trees of unique prompts. `prompts` maps a prompt to the number of completion tokens after it.
 
     Only the `causal` prompts share tokens, which must have equal ids, fields and positions. Media are shared if they
     are equal, and wholly within the shared tokens.
@@ -65,7 +65,7 @@ def _grow(
     symbols: Mapping[EncodedPrompt, torch.Tensor],
     n_behind: Mapping[EncodedPrompt, int],
 ) -> list[Node]:
-    """Returns the nodes of prompts behind their first `depth` tokens, which are in a node above."""
+    """Returns the nodes of prompts after their first `depth` tokens, which a parent node holds."""
     if len(prompts) == 1:
         return [leaf(prompts[0])]
     first = prompts[0]

@@ -136,7 +136,7 @@ def as_view(source: "str | Callable | View") -> View:
 
     Args:
         source (`str` or `Callable` or [`View`]):
-            Name of a view, with settings behind it (`"mask_patches(ratio=0.5)"`), a dotted path to a function
+            Name of a view, with its settings (`"mask_patches(ratio=0.5)"`), a dotted path to a function
             (`"my_views.flip"`), or the function itself, which takes a medium and a random generator as for [`view`].
 
     Returns:
