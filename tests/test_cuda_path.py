@@ -115,7 +115,7 @@ def test_windows_are_those_of_a_short_prompt(name):
         found = masks.linear_masks(model, prompt, 5)
     assert not squares.found
     fields = {each: torch.zeros(1, len(prompt) + 5, dtype=torch.long) for each in prompt.token_fields}
-    whole = masks._described_masks(model, len(prompt), 5, fields)
+    whole = masks._model_masks(model, len(prompt), 5, fields)
     windows = [{kind: mask and (mask.window, mask.prompt) for kind, mask in each.items()} for each in (found, whole)]
     assert windows[0] == windows[1] and windows[0]["sliding_attention"] == (8, None)
 

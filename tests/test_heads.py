@@ -175,7 +175,7 @@ def test_shards_are_cast_before_they_are_joined(dtype):
     try:
         weight = DTensor.from_local(torch.ones(8, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
         with Gathered() as gathered:
-            joined = head._joined(weight, dtype)
+            joined = head._gather_weight(weight, dtype)
     finally:
         dist.destroy_process_group()
     assert joined.dtype == dtype and joined.shape == (16, 4) and gathered.n_bytes == joined.nbytes

@@ -52,7 +52,7 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
     if rounded > most:
         scale = math.sqrt(most / area)
         sides = [max(1, math.floor(side * scale / factor)) * factor for side in (height, width)]
-        # The shorter edge of a long image has at least `factor` pixels, which the longer one makes up for
+        # The shorter edge of a long image gets at least `factor` pixels, so that the longer edge has to shrink further
         longer = sides.index(max(sides))
         sides[longer] = min(sides[longer], max(1, math.floor(most / sides[1 - longer] / factor)) * factor)
         return sides[0], sides[1]
@@ -64,7 +64,7 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
 
 
 def size_factor(processor: "BaseImageProcessor | BaseVideoProcessor | None") -> int:
-    """Returns the number of pixels to whose multiples an image or video processor rounds sizes, 1 if it has none."""
+    """Returns the factor, in pixels, to which an image or video processor rounds sizes; 1 if it rounds none."""
     patch, merge = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
     return patch * merge if isinstance(patch, int) and isinstance(merge, int) else 1
 
@@ -84,7 +84,7 @@ def budgeted_frames(frames: np.ndarray, options: dict[str, Any], factor: int) ->
 
 
 def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> list[int]:
-    """Returns indices of the frames that a rule samples, or of `most` of these frames, evenly spaced."""
+    """Returns the indices of the frames that `sample` selects, thinned out evenly to at most `most`."""
     indices = [int(index) for index in sample(metadata=metadata)]
     return indices if len(indices) <= most else [indices[i] for i in evenly_spaced(len(indices), most)]
 

@@ -32,7 +32,10 @@ def checked_text(
     label: str,
     tokens: Collection[str],
 ) -> str:
-    """Returns a text after a check of its characters and control tokens, without these tokens in mode `"strip"`."""
+    """
+    Checks the characters and control tokens of a text, and returns it, without these tokens in mode `"strip"`. Raises
+    a [`MediaError`] for a lone surrogate, and for a control token in mode `"raise"`.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -66,18 +69,18 @@ def checked_text(
 
 
 def _without(text: str, tokens: Collection[str]) -> str:
-    """Returns a text without tokens, including tokens that a removal would join from their parts, in linear time."""
+    """Removes tokens from a text, and tokens that appear when a removal joins their parts, in linear time."""
     by_end: dict[str, list[str]] = {}
     for token in sorted(tokens, key=len, reverse=True):
         by_end.setdefault(token[-1], []).append(token)
-    kept: list[str] = []
+    characters: list[str] = []
     for character in text:
-        kept.append(character)
+        characters.append(character)
         for token in by_end.get(character, ()):
-            if kept[-len(token) :] == [*token]:
-                del kept[-len(token) :]
+            if characters[-len(token) :] == [*token]:
+                del characters[-len(token) :]
                 break
-    return "".join(kept)
+    return "".join(characters)
 
 
 def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], label: str) -> T:
@@ -102,11 +105,11 @@ def _map_texts(value: T, change: Callable[[str], str]) -> T:
         return cast(T, {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()})
     if not isinstance(value, list):
         return value
-    changed = []
+    items = []
     for is_text, run in groupby(value, lambda block: isinstance(block, dict) and isinstance(block.get("text"), str)):
         blocks = list(run)
         joined = "".join(block["text"] for block in blocks) if is_text else ""
-        if (kept := change(joined)) != joined:
-            blocks = [{**blocks[0], "text": kept}]
-        changed += [_map_texts(block, change) for block in blocks]
-    return cast(T, changed)
+        if (new_text := change(joined)) != joined:
+            blocks = [{**blocks[0], "text": new_text}]
+        items += [_map_texts(block, change) for block in blocks]
+    return cast(T, items)

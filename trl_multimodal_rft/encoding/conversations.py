@@ -24,7 +24,7 @@ _VERBATIM = {"chat_template": "{{ continuation }}"}
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt with the tool results within one of its completions, if the results hold media.
+    A prompt and the tool results in one of its completions, for results with media.
 
     The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results.
     """
@@ -60,7 +60,7 @@ class Contexts(EncodedPrompt):
     """
 
     prompts: list[EncodedPrompt]
-    ends: list[int]  # for each prompt, the index in the completion behind the tokens that follow this prompt
+    ends: list[int]  # for each prompt, the end in the completion of the tokens that follow the prompt
 
     @classmethod
     def of(cls, prompts: list[EncodedPrompt], ends: list[int]) -> EncodedPrompt:
@@ -100,12 +100,15 @@ def encode_turn(
     keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
-    """Encodes tool results as the chat template renders them after the assistant's turn."""
+    """
+    Encodes tool results as the chat template renders them after the assistant's turn, which one of `ends` closes.
+    Raises a `ValueError` if the template then renders earlier messages differently.
+    """
     before, messages = [*history, normalize_tool_calls(results)], list(results)
-    text = _rendered(before, processor, template_kwargs, False)
-    longer = _rendered([*before, *messages], processor, template_kwargs, True)
+    text = _render(before, processor, template_kwargs, False)
+    longer = _render([*before, *messages], processor, template_kwargs, True)
     # Many templates write a line break after the end of a turn, which the model doesn't sample
-    cut = max((span + len(end) for end in ends if (span := text.rfind(end)) >= 0), default=len(text))
+    cut = max((start + len(end) for end in ends if (start := text.rfind(end)) >= 0), default=len(text))
     if longer[:cut] != text[:cut]:
         raise ValueError(
             "The chat template renders the messages before a tool's result differently once the result follows, so "
@@ -127,7 +130,7 @@ def encode_continuation(
     keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
-    """Encodes the text that the chat template writes for messages behind a prompt, with the media of the messages."""
+    """Encodes `text`, which the chat template writes for messages after a prompt, with the media of the messages."""
     if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
         ids = torch.tensor(processor(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
         return EncodedPrompt(ids, {}, {}, ids.new_empty(1, 0), row=row)
@@ -168,7 +171,7 @@ def check_joins(
 
 
 def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns an assistant message with tool calls, which represents the sampled turn."""
+    """Returns an assistant message with a call for each tool result, as a stand-in for the sampled turn."""
     calls = [{"type": "function", "function": {"name": result["name"], "arguments": {}}} for result in results]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -178,14 +181,14 @@ def keeps_earlier_turns(processor: Processor) -> bool:
     call = normalize_tool_calls([{"name": "dummy"}])
     chat = [{"role": "user", "content": "dummy"}, call, {"role": "tool", "name": "dummy", "content": "dummy"}]
     try:
-        before, after = _rendered(chat[:2], processor, {}, False), _rendered(chat, processor, {}, True)
+        before, after = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
     except TypeError:  # some templates want arguments as text
         call["tool_calls"][0]["function"]["arguments"] = "{}"
-        before, after = _rendered(chat[:2], processor, {}, False), _rendered(chat, processor, {}, True)
+        before, after = _render(chat[:2], processor, {}, False), _render(chat, processor, {}, True)
     return after.startswith(before)
 
 
-def _rendered(
+def _render(
     messages: list[dict[str, Any]], processor: Processor, template_kwargs: dict[str, Any], add_generation_prompt: bool
 ) -> str:
     if isinstance(processor, ProcessorMixin):
@@ -229,14 +232,14 @@ def encode_prefix(
         fields,
         media,
         positions,
-        decoded=_placed([(0, prompt), *((span.start, turn) for span, turn in spans)]),
+        decoded=_decoded_spans([(0, prompt), *((span.start, turn) for span, turn in spans)]),
         modalities=prompt.modalities.union(*(turn.modalities for _, turn in shown)),
         row=prompt.row,
     )
 
 
-def _placed(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
-    """Returns the decoded media of a conversation's parts with their spans, or `()` unless all media are kept."""
+def _decoded_spans(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
+    """Returns spans and decoded media of a conversation's parts, or `()` if some media weren't kept."""
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
     return tuple(
@@ -249,7 +252,7 @@ def _placed(parts: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
 def conversation(
     prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt, is_causal: bool
 ) -> Conversation:
-    """Returns the prompt for scoring a completion in which tools returned media; `shown` are results with media."""
+    """Returns the prompt for scoring a completion with tool results that hold media, `shown`, from the `whole`."""
     n = len(prompt)
     later = whole.part(slice(n, None))
     return Conversation(

@@ -20,7 +20,7 @@ from .prompts import EncodedPrompt
 
 
 def same_prompt(a: Any, b: Any) -> bool:
-    """Returns whether two prompts have the same messages and media. Media are compared by value, decoders by type."""
+    """Returns whether two prompts have equal messages and media. Media are compared by value, decoders by type."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -39,7 +39,7 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 
 def content_digest(messages: Sequence[dict[str, Any]]) -> str:
-    """Returns a hash of messages and of their media as stored, which is equal for equal values of the same types."""
+    """Returns a hash of messages and of their media as stored; values of equal content and type have equal hashes."""
     text = json.dumps(messages, sort_keys=True, default=_for_json)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -55,7 +55,7 @@ def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | by
 
 def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
     """
-    Splits sequences behind their common first tokens.
+    Splits sequences after their longest common prefix.
 
     Args:
         first (`EncodedPrompt`):
@@ -64,10 +64,10 @@ def common_start(first: EncodedPrompt, texts: Sequence[list[int]]) -> tuple[Enco
             Token ids of the sequences, with one placeholder for each of the media.
 
     Returns:
-        `tuple`: The common start as a prompt, and for each sequence the ids behind it.
+        `tuple`: The common start as a prompt, and for each sequence the ids after it.
 
     Raises:
-        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids behind the common start.
+        `ValueError`: If the first tokens differ, or if the ids after the common start aren't the end of `first`.
     """
     n = next((i for i, column in enumerate(zip(*texts, strict=False)) if len({*column}) > 1), min(map(len, texts)))
     end = len(first) - len(texts[0]) + n

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoding of media as a processor expects them, sampled and resized by its rules."""
+"""Decoding of media for a processor, sampled and resized by the processor's rules."""
 
 import base64
 import io
@@ -47,7 +47,7 @@ _BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
 
 # Options of a block that select the frames of its video
 _FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
-# Those that only qwen-vl-utils samples by; with other models, `max_frames` thins out the frames that were sampled
+# Frame options that only qwen-vl-utils samples by; with other models, `max_frames` thins out sampled frames
 _QWEN_ONLY = {"min_frames", "max_frames"}
 # Options of a block that set the size of frames
 _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
@@ -58,7 +58,7 @@ _NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", 
 # Key of the sounds of videos, in the order of the videos, in the `processor_kwargs` of [`processor_outputs`]
 SOUNDS = "sounds_of_videos"
 
-# Frame rates within this factor count as one, as rounding makes them differ
+# Frame rates within this factor count as equal, as rounding makes them differ
 _SAME_RATE = 1.5
 
 # Default frames per second of Qwen's models
@@ -68,13 +68,13 @@ _QWEN_FPS = 2.0
 def decode_media(
     refs: list[MediaRef], processor: Processor, audio_overlong: Literal["raise", "truncate"], view: View | None = None
 ) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Decodes media for a processor; returns them by the `id` of their references, and their `processor_kwargs`."""
+    """Decodes media for a processor. Returns media by the `id` of their references, and the `processor_kwargs`."""
     decoded: dict[int, Any] = {}
     video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
     budgeted = [with_budgets(ref) for ref in refs]
-    # Modalities that are resized here, as a call of the processor resizes all media of a modality or none
+    # Modalities to resize here, since the processor would resize either all media of a modality or none
     resized_here = {
         ref.modality
         for ref in budgeted
@@ -83,9 +83,9 @@ def decode_media(
         and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
     }
     other_media: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
-    of_other_row = [with_budgets(ref) for ref in (view.others if view else ())]
-    for modality in dict.fromkeys(ref.modality for ref in of_other_row):
-        refs_of_modality = [ref for ref in of_other_row if ref.modality == modality]
+    other_refs = [with_budgets(ref) for ref in (view.others if view else ())]
+    for modality in dict.fromkeys(ref.modality for ref in other_refs):
+        refs_of_modality = [ref for ref in other_refs if ref.modality == modality]
         other_media[modality] = itertools.cycle(
             [_decode(ref, processor, "truncate", resized_here)[0] for ref in refs_of_modality]
         )
@@ -130,9 +130,9 @@ def decode_media(
         kwargs.setdefault(f"{modality}s_kwargs", {})["do_resize"] = False
     for modality in {ref.modality for ref in budgeted} - {"audio", *resized_here}:
         most = max(ref.options.get("max_pixels", math.inf) for ref in budgeted if ref.modality == modality)
-        terms = size_arguments(getattr(processor, f"{modality}_processor", None), most)
-        if terms:
-            kwargs.setdefault(f"{modality}s_kwargs", {}).update(terms)
+        arguments = size_arguments(getattr(processor, f"{modality}_processor", None), most)
+        if arguments:
+            kwargs.setdefault(f"{modality}s_kwargs", {}).update(arguments)
     return decoded, kwargs
 
 
@@ -190,10 +190,10 @@ def _decode(
 
 
 def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns a video, sampled and resized by its block's options, where set, or else by the processor's rules."""
+    """Returns a video, sampled and resized by the options of its block, or by the processor's rules where unset."""
     video_processor, options = processor.video_processor, ref.options
     _check_fits_a_token(ref, video_processor)
-    # The processor's call uses these defaults; before transformers 5.23, a class of arguments holds them
+    # Defaults of the processor's call; before transformers 5.23, the class of its arguments holds them
     defaults = getattr(processor, "videos_kwargs", None)
     if defaults is None:
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("videos_kwargs", {})
@@ -275,7 +275,7 @@ def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequenc
         return None
     video_processor = processor.video_processor
     names = video_processor.valid_kwargs.__annotations__.keys() - _NOT_FOR_SAMPLING
-    # The processor's call passes its settings to `sample_frames`, too, which may not look them up in the processor
+    # As in the processor's call, since `sample_frames` may not look up the processor's settings itself
     settings = {name: getattr(video_processor, name, None) for name in names}
     return partial(video_processor.sample_frames, **{**settings, **sampling})
 

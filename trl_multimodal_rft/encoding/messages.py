@@ -100,25 +100,25 @@ def check_written(
     Renders each message as the last one, as templates may leave out earlier thoughts.
     """
 
-    def written(chat: list[dict[str, Any]]) -> str | None:  # a template that raises leaves out nothing silently
-        with suppress(MediaError):
+    def render(chat: list[dict[str, Any]]) -> str | None:
+        with suppress(MediaError):  # a template that raises an error leaves out nothing silently
             return write_chat(chat, processor, "", **template_kwargs)
 
     for m, message in enumerate(messages[first:], first):
         if sampled and message["role"] == "assistant":
             continue
-        problems = [*_problems_of_thoughts(messages[: m + 1], written)]
+        problems = [*_problems_of_thoughts(messages[: m + 1], render)]
         for path, problem, reduced in _parts_of(message):
             # Renders the whole chat if the template doesn't allow it to end with this message
-            after = [] if written(messages[: m + 1]) is not None else messages[m + 1 :]
-            if None is not written([*messages[: m + 1], *after]) == written([*messages[:m], reduced, *after]):
+            after = [] if render(messages[: m + 1]) is not None else messages[m + 1 :]
+            if None is not render([*messages[: m + 1], *after]) == render([*messages[:m], reduced, *after]):
                 problems.append((path, problem))
         for path, problem in problems[:1]:
             raise MediaError(f"{of_row(row)}column '{column}[{m - first}]{path}': the chat template {problem}")
 
 
 def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields parts of a message that a template may ignore: path, problem in that case, and message without it."""
+    """Yields the parts of a message that a template may ignore: path, problem if it does, message without the part."""
     content = message.get("content") or ()
     for b, block in enumerate(content) if not isinstance(content, str) else ():
         if block["type"] != "text" and block_modality(block["type"]) is None:
@@ -132,12 +132,12 @@ def _parts_of(message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
         yield "", problem, {name: value for name, value in message.items() if name != key}
 
 
-def _problems_of_thoughts(messages: list, written: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
-    """Yields problems with thoughts in the texts of the last message, if it is the assistant's: path and problem."""
+def _problems_of_thoughts(messages: list, render: Callable[[list], str | None]) -> Iterator[tuple[str, str]]:
+    """Yields the path and problem of thoughts in the text of the last message, if the message is the assistant's."""
     content = messages[-1].get("content") or ()
     for text in [content] if isinstance(content, str) else [block.get("text") or "" for block in content]:
         tags = [tag for tag in THOUGHTS if tag in text and messages[-1]["role"] == "assistant"]
-        if not tags or (chat := written(messages)) is None:
+        if not tags or (chat := render(messages)) is None:
             continue
         remedy = "a text with thoughts; give these as 'reasoning_content' of the message, or remove them"
         if any(part.strip() not in chat for part in re.split("|".join(THOUGHTS), text)):
@@ -147,7 +147,7 @@ def _problems_of_thoughts(messages: list, written: Callable[[list], str | None])
 
 
 def opened_thoughts(input_ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the tag, with the space behind it, by which a prompt `(P,)` opens thoughts at its end, or `""`."""
+    """Returns the tag that opens thoughts at the end of a prompt `(P,)`, with the white space after it, or `""`."""
     opened = re.search(rf"{THOUGHTS[0]}\s*\Z", str(tokenizer.decode(input_ids[-_TAIL:].tolist())))
     return "" if opened is None else opened[0]
 

@@ -21,7 +21,7 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 
 
 def check_model_folder(name: str, subfolder: str = "") -> None:
-    """Raises an `OSError` if a local path holds no model, or a damaged one."""
+    """Raises an `OSError` if a local path holds no model, or a damaged model."""
     folder = os.path.join(name, subfolder) if subfolder else name
     if not os.path.isdir(name):
         if os.path.isfile(name):
@@ -65,7 +65,7 @@ def check_weights(folder: str) -> None:
 
 @contextmanager
 def loading_errors(name: str, part: str = "model") -> Iterator[None]:
-    """Makes errors about missing files name the files and the folder."""
+    """Makes errors about missing packages and files, within the context, name these and the remedy."""
     try:
         yield
     except ImportError as error:  # transformers doesn't name the extra that installs the package
@@ -76,13 +76,13 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
-            lacking = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
+            missing = [file for file in _PROCESSOR_FILES if not os.path.isfile(os.path.join(name, file))]
             # A family's processor needs more than a tokenizer; errors of a tokenizer alone stay as they are
-            needs_more = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(lacking)
-            if part != "processor" or not (needs_more or len(lacking) == len(_PROCESSOR_FILES)):
+            needs_more = "preprocessor_config.json" in reason and {*_PROCESSOR_FILES[:2]}.issubset(missing)
+            if part != "processor" or not (needs_more or len(missing) == len(_PROCESSOR_FILES)):
                 raise
             raise OSError(
-                f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(lacking)}. "
+                f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(missing)}. "
                 f"Save that of the base model there (`AutoProcessor.from_pretrained(base).save_pretrained({name!r})`)"
                 ", or pass `processing_class`."
             ) from error
@@ -102,11 +102,11 @@ def _is_path(name: str) -> bool:
 
 
 def _near(name: str) -> str:
-    """Returns a hint at names near a path that doesn't exist."""
+    """Returns a hint at existing names that resemble a path that doesn't exist."""
     if name.startswith("~"):
         return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."
     try:
-        text, is_like_it = nearest(Path(name))
+        text, is_similar = nearest(Path(name))
     except OSError:
         return ""
-    return f" {text}." if is_like_it or _is_path(name) else ""
+    return f" {text}." if is_similar or _is_path(name) else ""

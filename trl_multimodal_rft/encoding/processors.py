@@ -18,7 +18,7 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None) -> bool:
-    """Returns whether the last tokens of a completion hold one of the texts that end it."""
+    """Returns whether the last tokens of a completion contain one of the stop strings `texts`."""
     if not texts or processor is None:
         return False
     tails = ((text, ids[-len(text.encode()) - 1 :]) for text in texts)  # each token has a byte or more
@@ -26,7 +26,7 @@ def ends_with(ids: list[int], texts: Sequence[str], processor: Processor | None)
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
-    """Loads a processor as saved: options for padding and truncation sides would change more than the tokenizer."""
+    """Loads a processor as saved, without a padding or truncation side, which would reach more than its tokenizer."""
     with loading_errors(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
@@ -47,7 +47,7 @@ def audio_rate(processor: Processor) -> int | None:
 
 
 def check_processor(processor: Processor | None) -> None:
-    """Raises a `ValueError` if a processor pads audio on another side than by default; the tokenizer may do so."""
+    """Raises a `ValueError` if audio is padded on another side than by default; a tokenizer may pad on either."""
     for part in AUDIO_EXTRACTORS:
         extractor = getattr(processor, part, None)
         side, default = getattr(extractor, "padding_side", None), _default_side(extractor)

@@ -49,7 +49,7 @@ class DecodedPrompt:
         options = answer_options(self.messages, self.template_kwargs)
         text = processor.apply_chat_template(self.messages, tokenize=False, **options)
         bos = processor.tokenizer.bos_token
-        # Like `apply_chat_template`, adds no second beginning if the template writes one
+        # Like `apply_chat_template`, adds no second BOS token if the template writes one
         special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
         return processor.tokenizer(text, **{**special, **self.tokenizer_kwargs})["input_ids"]
 
@@ -69,17 +69,17 @@ class EncodedPrompt:
             All other processor outputs, on the CPU. Empty for text-only prompts, unless the model has no forward
             without media.
         position_ids (`torch.Tensor`):
-            Positions of the model, or of the engine that samples: shape `(1, P)`, with multimodal rotary positions
-            `(R, 1, P)`.
+            Positions of the model, or of the engine that samples: shape `(1, P)`, or `(R, 1, P)` for multimodal rotary
+            embeddings.
         decoded (`tuple[tuple[slice, DecodedPrompt], ...]` or `dict[str, Any]`, *optional*):
-            If kept, the span and the decoded media of each part with media: the prompt, and the tool results of a
-            conversation; or the features that a vLLM server takes, if another process has made them.
+            If kept, the spans and decoded media of the parts with media, which are the prompt and the tool results of
+            a conversation; or the features that a vLLM server takes, if another process has made them.
         modalities (`frozenset[str]`, *optional*):
             Modalities of the prompt's media: `"image"`, `"video"` or `"audio"`.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
         media_span (`tuple[int, int]`, *optional*):
-            Index of the first placeholder, and the index behind the last one, if known.
+            Index of the first placeholder, and the index after the last one, if known.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
         on_device (`dict`, *optional*):
@@ -108,7 +108,7 @@ class EncodedPrompt:
 
     @property
     def parts(self) -> list["EncodedPrompt"]:
-        """The prompt and, if tools returned media, the tokens after it up to the end of the last result."""
+        """The prompt and, if tools returned media, the tokens after the prompt up to the end of the last result."""
         return [self]
 
     @property
@@ -355,7 +355,7 @@ def check_ids(ids: torch.Tensor, config: PreTrainedConfig, row: int | None) -> N
 
 
 def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns media with features in a dtype; keeps lists of numbers, such as the times that positions depend on."""
+    """Returns media with features in a dtype. Lists of numbers stay, such as the times that positions depend on."""
     return {
         name: value.to(dtype) if value.is_floating_point() and value.dim() > 1 else value
         for name, value in media.items()
@@ -371,7 +371,7 @@ def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
 
 
 def check_encodes(refs: list[MediaRef], processor: Processor) -> None:
-    """Raises a [`MediaError`] if a tokenizer would encode a prompt with media."""
+    """Raises a [`MediaError`] if a prompt has media and the processing class is a tokenizer."""
     if refs and not isinstance(processor, ProcessorMixin):
         raise refs[0].error(
             f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
@@ -429,7 +429,7 @@ def processor_outputs(
 
 
 def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the chat template's arguments before a completion; only an assistant's message may be continued."""
+    """Returns the template's arguments for a prompt: only an assistant's last message may be continued."""
     if not template_kwargs.get("continue_final_message"):
         return {"add_generation_prompt": True, **template_kwargs}
     continues = messages[-1]["role"] == "assistant"
@@ -474,7 +474,7 @@ def _with_sounds(
 
 
 def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
-    """Returns messages in the form for processors, which support fewer roles than tokenizers."""
+    """Returns messages in the form that processors take; processors support fewer roles than tokenizers."""
     if not isinstance(processor, ProcessorMixin):
         return messages
     try:
@@ -484,7 +484,7 @@ def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | N
 
 
 def _flat(processor_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments with `do_sample_frames` at the top, where some processors' `apply_chat_template` reads it."""
+    """Moves `do_sample_frames` to the top level, where `apply_chat_template` of some processors reads it."""
     videos_kwargs = dict(processor_kwargs.get("videos_kwargs", {}))
     if "do_sample_frames" not in videos_kwargs:
         return processor_kwargs
@@ -529,7 +529,7 @@ def plain_outputs(
     audio_overlong: Literal["raise", "truncate"],
     template_kwargs: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """Returns a processor's outputs for messages with media, or from files if the processor reads other shapes."""
+    """Returns a processor's outputs for messages with media, or those for files if ids or shapes differ."""
     refs = list(iter_refs(messages))
     media = decode_media(refs, processor, audio_overlong)
     outputs = processor_outputs(messages, refs, processor, *media, template_kwargs)
@@ -539,7 +539,7 @@ def plain_outputs(
         name = type(processor).__name__
         logger.warning(f"{name} can't read a row's videos, so that its frames weren't compared ({error})")
         return outputs
-    # Frames that the processor reads may be less exact, but must have the same sizes and times
+    # Frames that the processor reads may differ slightly, but must have the same sizes and times
     shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (outputs, reread or outputs)]
     if reread is None or shapes[0] == shapes[1] and torch.equal(reread["input_ids"], outputs["input_ids"]):
         return outputs
@@ -595,7 +595,7 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
     """
-    Returns positions by the rule of vLLM, under which text after media continues behind the largest position so far.
+    Returns positions by the rule of vLLM, under which text after media continues one after the largest position.
 
     Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`; the shape stays.
     """

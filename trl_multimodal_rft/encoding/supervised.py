@@ -58,7 +58,7 @@ class PreferencePair(EncodedPrompt):
     rejected: list[int] = field(kw_only=True)
     # Completions that hold media, by column; tokens of their text are learned
     answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
-    view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt after which `chosen` is rejected
+    view: EncodedPrompt | None = field(default=None, kw_only=True)  # the prompt with which `chosen` counts as rejected
 
     def example(self) -> tuple[list[int], list[int], list[int]]:
         """Returns ids of the prompt, the chosen and the rejected completion."""
@@ -70,8 +70,8 @@ class PreferencePair(EncodedPrompt):
         return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
 
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns two sequences of the prompt and one completion, of which the completion is learned."""
-        return [_answered(self, column, model) for column in COMPLETIONS]
+        """Returns a sequence for each completion: the prompt, and the completion, which is learned."""
+        return [_with_completion(self, column, model) for column in COMPLETIONS]
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class SupervisedEncoder:
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             See [`encode_prompt`].
         ignored_media_columns (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns that aren't for the messages.
+            Media columns to leave out of the messages.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):
             The model's placeholder tokens.
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
@@ -127,7 +127,7 @@ class SupervisedEncoder:
         self, row: Mapping[str, Any], completion_only: bool | None = None, assistant_only: bool = False
     ) -> SupervisedSequence:
         """
-        Encodes a row with its media and the mask of its learned tokens. A text completion gets the end token.
+        Encodes a row with its media and the mask of its learned tokens. A text completion gets the EOS token.
 
         Args:
             row (`Mapping[str, Any]`):
@@ -167,7 +167,7 @@ class SupervisedEncoder:
             if not whole:
                 raise
             raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
-        sequence = _followed(prompt, ids, self.model)
+        sequence = _with_text(prompt, ids, self.model)
         sequence.learned[: len(prompt)] = whole or completion_only is False
         if assistant_only:
             if _is_text(row) and not prompt.modalities:
@@ -186,14 +186,14 @@ class SupervisedEncoder:
         self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
-        Encodes prompts with their media, and the completions to learn. The completion of `messages` is the last one,
-        which is the assistant's.
+        Encodes prompts with their media, and the completions to learn. The completion of `messages` is the last
+        message, which is the assistant's.
 
         Args:
             rows (`Sequence[Mapping]`):
                 Rows.
             end_ids (`list[int]`):
-                Tokens that end a completion, which is cut after the first of them, or gets the first of this list.
+                Stop tokens. A completion is cut after its first stop token, or gets `end_ids[0]` if it has none.
 
         Returns:
             `tuple`: The prompts, length `B`, the right-padded ids of the completions, `(B, C)`, and their mask.
@@ -218,7 +218,7 @@ class SupervisedEncoder:
 
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
-        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get the end token.
+        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get the EOS token.
         In a row without `prompt`, the common start of both completions is the prompt. Tokenized texts are `chosen_ids`
         and `rejected_ids`.
 
@@ -243,7 +243,7 @@ class SupervisedEncoder:
             return _with_common_start(*map(self.encode_tokens, tokenized))
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index)
-        placed, name = self._placed(row), f"row {row.row_index}"
+        placed, name = self._with_answer_media(row), f"row {row.row_index}"
         pairs = {column: self._preference(placed, column) for column in COMPLETIONS}
         has_media = next(iter_refs([messages for _, messages, _ in pairs.values()]), None) is not None
         if whole and not has_media and not family_of(self.model).token_field_fill:  # these families need the boundary
@@ -260,7 +260,7 @@ class SupervisedEncoder:
 
     def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
         """
-        Encodes a prompt once, with its media, and its completion. A text gets its end.
+        Encodes a prompt once, with its media, and its completion. A text gets the EOS token.
 
         Args:
             row ([`~data.rows.row.Row`]):
@@ -287,13 +287,13 @@ class SupervisedEncoder:
             row ([`~data.rows.row.Row`]):
                 Row.
             answer (`str`, *optional*):
-                Column of a completion of a pair that follows the prompt.
+                Column of a pair's completion, to include it after the prompt.
 
         Returns:
             `str` or `list[dict]`: Text, or messages whose media blocks hold [`MediaRef`]s.
         """
         if row.get("chosen") is not None:
-            pair, messages, n = self._preference(self._placed(row), answer or "chosen")
+            pair, messages, n = self._preference(self._with_answer_media(row), answer or "chosen")
             return _prompt_of(pair, messages[: None if answer else n])
         chat, completion = (list(row["messages"]), []) if row.get("messages") else _chat(row, f"row {row.row_index}")
         return _prompt_of(row, self._messages(row, chat, completion)[: len(chat)])
@@ -309,12 +309,12 @@ class SupervisedEncoder:
                 The view.
 
         Returns:
-            [`EncodedPrompt`]: The prompt, with the tokens that it has without the view.
+            [`EncodedPrompt`]: The prompt, with the same tokens as without the view.
         """
         return self._encode(self.conversation(row), row, view)
 
-    def _placed(self, row: Row) -> Row:
-        """Returns a row with preferences, whose answers hold their media."""
+    def _with_answer_media(self, row: Row) -> Row:
+        """Returns a row with preferences, with the media of answers in their messages."""
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise _no_prompt(f"row {row.row_index}")
@@ -331,7 +331,7 @@ class SupervisedEncoder:
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
-        Encodes a tokenized row of text. Tokens of its `input_ids` with a label by [`row_labels`] are learned.
+        Encodes a tokenized row of text. Tokens that have a label other than -100 in [`row_labels`] are learned.
 
         Args:
             row ([`~data.rows.row.Row`]):
@@ -355,14 +355,14 @@ class SupervisedEncoder:
             raise ValueError(f"{name}, column 'input_ids': placeholders of media have no media; give `messages`.")
         # Fields and positions are the same for all texts
         first = encode_prompt("-", self.processing_class, self.model, row=row.row_index).part(slice(1))
-        sequence = _followed(replace(first, input_ids=ids[:1]), row["input_ids"][1:], self.model)
+        sequence = _with_text(replace(first, input_ids=ids[:1]), row["input_ids"][1:], self.model)
         sequence.learned = labels != -100
         _check_learned(sequence, name)
         return sequence
 
     def encode_text(self, text: str, row_index: int) -> SupervisedSequence:
         """
-        Encodes a text with the end token, tokenized as by TRL; all tokens are learned.
+        Encodes a text with the EOS token, tokenized as by TRL; all tokens are learned.
 
         Args:
             text (`str`):
@@ -378,7 +378,7 @@ class SupervisedEncoder:
         """
         if not isinstance(text, str):
             raise ValueError(f"row {row_index} has a {type(text).__name__} and no text; write one, or remove the row.")
-        ids = self.processing_class(text=_ended(text, self._end))["input_ids"]
+        ids = self.processing_class(text=_with_end(text, self._end))["input_ids"]
         ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
@@ -424,8 +424,8 @@ class SupervisedEncoder:
         self, prompt: EncodedPrompt, messages: list, n: int, column: str, text_alone: bool
     ) -> SupervisedSequence:
         """
-        Encodes a completion with media behind the prompt, which is the first `n` messages. With `text_alone`, tokens
-        are learned that the template also writes without the media.
+        Encodes a completion with media after the prompt, which is the first `n` messages. With `text_alone`, only
+        tokens that the template writes without the media, too, are learned.
         """
         name = f"row {prompt.row}"
         before, whole = self._render(messages, n, name)
@@ -447,19 +447,19 @@ class SupervisedEncoder:
                 )
             plain = [{**m, "content": blocks} for m, blocks in zip(messages[n:], texts, strict=True)]
             text = self._render([*messages[:n], *plain], n, name)[1].removeprefix(before)
-            kept = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            text_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             learned = torch.zeros_like(learned)
-            for start, _, size in SequenceMatcher(None, ids, kept, autojunk=False).get_matching_blocks():
+            for start, _, size in SequenceMatcher(None, ids, text_ids, autojunk=False).get_matching_blocks():
                 learned[start : start + size] = True
         return SupervisedSequence(**vars(answer), learned=learned)
 
     def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str = "") -> list[int]:
         """
-        Tokenizes the completion behind the prompt, which is the first `n` messages. A pair of texts without media gets
+        Tokenizes the completion after the prompt, which is the first `n` messages. A pair of texts without media gets
         `end` and no template.
         """
         if isinstance(before := _prompt_of(row, messages[:n]), str):
-            whole = before + _ended(row["completion"], end)
+            whole = before + _with_end(row["completion"], end)
         else:
             before, whole = self._render(messages, n, name)
         first, ids = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
@@ -487,8 +487,8 @@ class SupervisedEncoder:
 
     def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
         """
-        Returns the mask of the assistant's tokens. The template renders the conversation up to each turn, without the
-        tokens that media add to it, which depend only on the number of media so far.
+        Returns the mask of the assistant's tokens. The template renders the conversation up to each turn; tokens that
+        media add to it are counted apart, as they depend only on the number of media so far.
         """
         name, ids = f"row {row.row_index}", sequence.input_ids.tolist()
 
@@ -501,7 +501,7 @@ class SupervisedEncoder:
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, through = render(turn, add_generation_prompt=True), render(turn + 1)
+            before, after = render(turn, add_generation_prompt=True), render(turn + 1)
             n_media = len(list(iter_refs(messages[:turn])))
             if n_media not in added:
                 prefix = encode_messages(
@@ -513,8 +513,8 @@ class SupervisedEncoder:
                     row=row.row_index,
                 )
                 added[n_media] = len(prefix.input_ids) - len(before)
-            start, end = len(before) + added[n_media], len(through) + added[n_media]
-            if through[: len(before)] != before or ids[start:end] != through[len(before) :]:
+            start, end = len(before) + added[n_media], len(after) + added[n_media]
+            if after[: len(before)] != before or ids[start:end] != after[len(before) :]:
                 raise ValueError(
                     f"{name}: the chat template renders message {turn} differently when others follow, so the "
                     "assistant's tokens can't be found; pass a `chat_template` that doesn't."
@@ -524,7 +524,7 @@ class SupervisedEncoder:
 
 
 def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """Returns the labels of a tokenized row, -100 on tokens that aren't learned: its `labels`, or by its masks."""
+    """Returns the labels of a tokenized row, -100 on tokens that aren't learned: its `labels`, or ids by its masks."""
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -533,8 +533,8 @@ def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> l
     return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
 
 
-def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """Returns a sequence of a prompt and text, of which the text is learned."""
+def _with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
+    """Returns a sequence of a prompt and text, in which the text is learned."""
     n = len(ids)
     return SupervisedSequence(
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
@@ -549,21 +549,21 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
     )
 
 
-def _answered(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
+def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
     """Returns a sequence of a pair's prompt and the completion in a column, with the media of both."""
     if (answer := pair.answers.get(column)) is None:
-        return _followed(pair, getattr(pair, column), model)
+        return _with_text(pair, getattr(pair, column), model)
     whole = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
     return SupervisedSequence(**vars(whole), learned=torch.arange(len(whole)) >= len(pair))
 
 
 def _with_prompt(row: Row) -> dict[str, Any]:
-    """Returns the columns of a row with preferences, with the common start of both as prompt if it has none."""
+    """Returns the columns of a row with preferences; a missing prompt becomes the completions' common start."""
     return dict(row) if row.get("prompt") else extract_prompt(dict(row))
 
 
 def _with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
-    """Returns a pair whose prompt is the common first tokens of two texts."""
+    """Returns a pair of two texts, with their common first tokens as the prompt."""
     texts = [chosen.input_ids.tolist(), rejected.input_ids.tolist()]
     if texts[0][:1] != texts[1][:1]:
         raise _no_prompt(f"row {chosen.row}")
@@ -582,7 +582,7 @@ def _check_learned(sequence: SupervisedSequence, name: str) -> None:
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
 
 
-def _ended(text: str, end: str) -> str:
+def _with_end(text: str, end: str) -> str:
     return text if text.endswith(end) else text + end
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention over a packed row, in which branches attend to themselves and to a prompt that stands there once."""
+"""Attention over a packed row, in which branches attend to themselves and to a prompt that the row holds once."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base_attention = original or _eager_attention(module)
         if token_positions is not None:
-            query = _rescaled(module, query, token_positions)
+            query = _rescale(module, query, token_positions)
         if isinstance(prefix_layout, Decoding):
             return prefix_layout.attend(module, query, key, value, options), None
         with kernels.without_cudnn():
@@ -187,7 +187,7 @@ def _prefix_attention(
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     if not takes_varlen:
-        key, value = _joined(shared_states, row_states)
+        key, value = _concatenate(shared_states, row_states)
     # Query heads that share a key become one longer sequence: sdpa's masked kernels want as many heads of keys as of
     # queries, so that keys would be repeated
     folds = base != "eager" and options.get("position_bias") is None
@@ -230,8 +230,8 @@ def _grouped_attention(
     return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
 
 
-def _rescaled(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Scales queries `(B, heads, T, head_dim)` by positions in their sequence instead of positions in the row."""
+def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Scales queries `(B, heads, T, head_dim)` by their positions in sequences instead of positions in the row."""
     query_scale = family_of(module).query_scale
     applied = query_scale(module, torch.arange(positions.size(-1), device=positions.device))
     if applied is None:
@@ -257,10 +257,10 @@ def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOpti
     return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
 
 
-def _joined(
+def _concatenate(
     prefix: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a prefix and of a row behind it, or of the row alone if both are the same object."""
+    """Returns keys and values of a prefix and of a row after it, or of the row alone if both are the same object."""
     if prefix is states:
         return states
     return torch.cat([prefix[0], states[0]], dim=2), torch.cat([prefix[1], states[1]], dim=2)
@@ -281,15 +281,15 @@ def _varlen_attention(
     merges = window is None and _fits_torch(query, row_states[1], options)
     calls = layout.shared_sequences(with_prompts) if merges else None
     if calls is None:
-        row_states = shared_states = _joined(shared_states, row_states)
+        row_states = shared_states = _concatenate(shared_states, row_states)
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
     query, *states = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, *row_states, *shared_states))
     if calls is not None:
-        rows, sequences, continuing, keys, shared_sequences = calls
+        rows, sequences, merged_index, keys, shared_sequences = calls
         return kernels.merged_attention(
             *(kernels.rows_at(tensor, rows) for tensor in (query, *states[:2])),
             *(gather_copies(tensor, keys) for tensor in states[2:]),
-            index=continuing,
+            index=merged_index,
             sequences=sequences,
             shared_sequences=shared_sequences,
             scaling=options.get("scaling"),

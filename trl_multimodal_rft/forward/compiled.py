@@ -24,9 +24,9 @@ Value = torch.Tensor | Cache | PrefixLayout | Decoding | tuple[torch.Tensor | No
 # Arguments of `torch.compile`
 Options = dict[str, Any]
 
-# With nested graph breaks, a graph that ends within a called function includes its callers, which else would get a
-# graph each. Floats of a layer, such as epsilons, are constants. The limit counts all graphs of a function: for layers
-# that differ, without and with gradients (scores and losses), and for prompts and single tokens.
+# With nested graph breaks, a break within a called function doesn't give each caller a separate graph. Floats of a
+# layer, such as epsilons, are constants. The recompile limit has room for all graphs of a function: of layers that
+# differ, without and with gradients (scores and losses), of prompts and of single tokens.
 _CONFIG = {"nested_graph_breaks": True, "specialize_float": True, "recompile_limit": 64}
 
 
@@ -44,7 +44,7 @@ def compile_layers(model: PreTrainedModel, options: Options, report: Callable[[s
         options (`dict[str, Any]`):
             Arguments of `torch.compile`.
         report (`Callable`):
-            Called with one line when a class's first layer runs, if its graphs also end at operations beyond these.
+            Called with one line, when the first layer of a class runs, if its graphs break at other operations, too.
     """
     install_prefix_states(model)
     classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -75,13 +75,13 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     @functools.wraps(layer_class.forward)
     def forward(layer: nn.Module, *args: Value, **kwargs: Value) -> Value:
         if args and isinstance(args[0], torch.Tensor) and args[0]._is_view():
-            args = args[0].clone(), *args[1:]  # else the graph would depend on the shape of the base
-        keywords, breaks = {name: _outside(value) for name, value in kwargs.items()}, counters["graph_break"]
-        n_known = len(breaks)
+            args = args[0].clone(), *args[1:]  # the graph of a view would depend on its base's shape
+        keywords, breaks = {name: _wrap_cache(value) for name, value in kwargs.items()}, counters["graph_break"]
+        n_before = len(breaks)
         with config.patch(_CONFIG):
-            output = compiled(layer, *map(_outside, args), **keywords)
+            output = compiled(layer, *map(_wrap_cache, args), **keywords)
         reasons = [
-            reason for reason in itertools.islice(breaks, n_known, None) if "torch.compiler.disable" not in reason
+            reason for reason in itertools.islice(breaks, n_before, None) if "torch.compiler.disable" not in reason
         ]
         if reasons:
             explanation = reasons[0].partition("Explanation: ")[2].partition("\n")[0]
@@ -92,8 +92,8 @@ def _compiled_class(layer_class: type[nn.Module], options: Options, report: Call
     return type(layer_class.__name__, (layer_class,), {**names, "forward": forward, "is_compiled": True})
 
 
-class _CacheOutside:
-    """A cache whose update ends a graph, since it reads the index of the layer and counts tokens."""
+class _UncompiledCache:
+    """A cache whose `update` isn't compiled, since it reads the index of the layer and counts tokens."""
 
     def __init__(self, cache: Cache):
         self._cache = cache
@@ -108,5 +108,5 @@ class _CacheOutside:
         return getattr(self._cache, name)
 
 
-def _outside(value: Value) -> Value | _CacheOutside:
-    return _CacheOutside(value) if isinstance(value, Cache) else value
+def _wrap_cache(value: Value) -> Value | _UncompiledCache:
+    return _UncompiledCache(value) if isinstance(value, Cache) else value

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Completions with media, and with rewritten contexts, forwarded as one row per context, and scored as one again."""
+"""Completions with media or rewritten contexts, which are forwarded as one row per context and scored as one row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class ContextRows:
     """`N` completions of at most `C` tokens, split into `M` rows of at most `L` tokens, one row per context."""
 
     prompts: list[EncodedPrompt]  # the context of each row
-    lengths: list[list[int]]  # per completion, the number of its tokens behind each of its contexts
+    lengths: list[list[int]]  # per completion, the number of its tokens after each of its contexts
     width: int  # C
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def context_rows(prompts: Sequence[EncodedPrompt], width: int) -> ContextRows | 
 
 
 def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
-    """Returns the contexts of completions of these `lengths`, and the number of tokens behind each context."""
+    """Returns the contexts of completions of these `lengths`, and the number of tokens after each context."""
     behind = [prompt.lengths_behind(n) for prompt, n in zip(prompts, lengths, strict=True)]
     return [context for prompt in prompts for context in prompt.contexts], [n for counts in behind for n in counts]
 
@@ -56,10 +56,10 @@ def by_context(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> tupl
 def with_media(
     model: PreTrainedModel, prompt: EncodedPrompt, shown: Sequence[EncodedPrompt], whole: EncodedPrompt
 ) -> EncodedPrompt:
-    """Returns the prompt to score a completion with: the `whole` sequence's, whose turns `shown` hold media if any."""
+    """Returns the prompt for scoring a completion: with the `whole` sequence, if turns `shown` in it hold media."""
     if not shown:
         return prompt
-    # Media behind the prompt may change its positions and masks
+    # Media after the prompt may change its positions and masks
     positions = whole.position_ids[..., : len(prompt)]
     same = torch.equal(positions, prompt.position_ids.expand_as(positions))
     is_causal = same and all(mask is None for mask in linear_masks(model, whole, 0).values())
@@ -67,7 +67,7 @@ def with_media(
 
 
 def with_answer(model: PreTrainedModel, prompt: EncodedPrompt, answer: EncodedPrompt | None) -> EncodedPrompt:
-    """Returns the prompt to score an `answer` with media with, or the prompt itself without one."""
+    """Returns the prompt for scoring an `answer` with media, or the prompt itself if `answer` is `None`."""
     if answer is None:
         return prompt
     whole = encode_prefix(prompt, answer.input_ids.tolist(), [(0, answer)], model)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoding of completions, one token at a time, with a cache that holds each prompt once."""
+"""Decoding of completions, one token at a time, with a KV cache that holds each prompt once."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -14,13 +14,13 @@ from . import kernels
 from .kernels import AttentionOptions
 
 
-# Number of tokens by which a cache grows, or for which it first has room where shapes stay
+# Number of tokens by which a cache grows, and the first size of a cache with static shapes
 ROOM = 128
 
-# Prompts of at most this many tokens are copied to their completions: one attention is then faster than two, merged
+# Prompts of at most this many tokens are copied to their completions: one attention call then beats two merged ones
 SHORT_PROMPT = 64
 
-# Added to scores of masked keys. It is finite in any dtype, so that a row with masked keys alone has no NaN
+# Added to the scores of masked keys: finite in any dtype, so that a row without visible keys has no NaN
 _MASKED = -3e4
 
 
@@ -31,10 +31,10 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A cache layer with `n` tokens of each completion, behind the prompts in the layer `prompts`.
+    A KV cache layer with `n` tokens of each completion; the layer `prompts` holds the prompts before them.
 
-    The next token is written at index `slot`, which starts anew at the end of an attention window. Buffers grow as
-    needed, or, if they start with a `room`, by [`grow`] alone: they are then returned whole, so that shapes stay. If
+    The next token is written at index `slot`, which wraps around at the end of an attention window. Buffers grow as
+    needed. With a `room`, only [`grow`] enlarges them, and they are returned whole, so that shapes are static. If
     completions start with copies of the prompts' `n` tokens, `prompts` keeps a single prompt without tokens.
     """
 
@@ -67,8 +67,8 @@ class CompletionLayer(DynamicLayer):
     def grow(self, room: int) -> None:
         """Gives buffers room for `room` tokens, or for an attention window if that is shorter."""
         states = _states(self)
-        if more := min(room, self.window or room) - states[0].size(2):
-            self.keys, self.values = (F.pad(tensor, (0, 0, 0, more)) for tensor in states)
+        if missing := min(room, self.window or room) - states[0].size(2):
+            self.keys, self.values = (F.pad(tensor, (0, 0, 0, missing)) for tensor in states)
 
     def get_seq_length(self) -> int:
         return self.prompts.get_seq_length() + self.n
@@ -77,7 +77,7 @@ class CompletionLayer(DynamicLayer):
         self.n += tokens_to_remove
 
     def whole(self) -> DynamicLayer:
-        """Returns the layer of prompts with one row per completion: its prompt, then its own tokens."""
+        """Returns the layer of prompts, extended to a row for each completion: its prompt, followed by its tokens."""
         self.prompts.keys, self.prompts.values = (
             torch.cat([prompts.repeat_interleave(len(states) // len(prompts), 0), states[:, :, : self.n]], dim=2)
             for prompts, states in zip(_states(self.prompts), _states(self), strict=True)
@@ -88,19 +88,19 @@ class CompletionLayer(DynamicLayer):
 @dataclass
 class Decoding:
     """
-    The keys and masks of the next token of each completion: those of its prompt, and those in the cache.
+    Shared prompts and attention masks of a decoding step, in which each completion gets one token.
 
     Args:
         shared (`dict[int, DynamicLayer]`):
             Cache layers of prompts, by index. Completions of a prompt are consecutive, and equally many per prompt.
         padding (`torch.Tensor`, *optional*):
-            Mask to add to scores of prompt tokens, `(N, 1, 1, P)`.
+            Additive attention mask of the prompts' tokens, `(N, 1, 1, P)`.
         room (`int`, *optional*):
-            Number of tokens per completion that the cache returns, if shapes must stay.
+            Number of tokens per completion that the cache returns, if shapes are static.
         slots (`dict[int | None, torch.Tensor]`, *optional*):
             Index of the current token in the cache `(1,)`, by attention window.
         mask (`torch.Tensor`, *optional*):
-            Mask to add to scores of copied prompts and of the completions behind them, `(B, 1, 1, N)`.
+            Additive attention mask of copied prompts and of the completions after them, `(B, 1, 1, K)`.
     """
 
     shared: dict[int, DynamicLayer]
@@ -109,30 +109,30 @@ class Decoding:
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
     mask: torch.Tensor | None = None
 
-    # Where shapes stay, by attention window: masks to add to scores of prompts, and of tokens that the cache returns
+    # With static shapes, by attention window: additive masks of prompts, and of the tokens that the cache returns
     _masks: dict[int | None, tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict, init=False)
 
     @property
     def n_prompts(self) -> int:
-        """Number of shared prompts; 1, a prompt without tokens, if completions have copies."""
+        """Number of shared prompts; 1 if completions have copies, for a prompt without tokens."""
         return len(_states(next(iter(self.shared.values())))[0])
 
-    def masked(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns a mask to add to scores, which masks keys where `hidden` is true, in a dtype that no layer casts."""
+    def masked(self, is_masked: torch.Tensor) -> torch.Tensor:
+        """Returns the additive form of a boolean mask, true on masked keys, in a dtype that no layer casts."""
         dtype = _states(next(iter(self.shared.values())))[1].dtype
-        return hidden.to(torch.promote_types(dtype, torch.float32)) * _MASKED
+        return is_masked.to(torch.promote_types(dtype, torch.float32)) * _MASKED
 
     def advance(self) -> None:
-        """Moves on to the token that the next forward writes. Slots change in place, and masks are made from them."""
+        """Advances slots, in place, to the token that the next forward writes, and computes the masks for them."""
         for window, slot in self.slots.items():
             slot.add_(1)
             if window is not None:
                 slot.remainder_(window)
         if self.room:
-            self._masks = {window: self._hidden(window) for window in self.slots}
+            self._masks = {window: self._window_masks(window) for window in self.slots}
 
-    def _hidden(self, window: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns masks of prompts, and of tokens that the cache returns, in layers with an attention window."""
+    def _window_masks(self, window: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Returns additive masks of prompts, and of tokens that the cache returns, in layers with a window."""
         token, padding = self.slots[None], self.padding
         index = torch.arange(self.room, device=token.device)
         mask = self.masked((index[: min(self.room, window or self.room)] > token)[None, None, None])
@@ -165,12 +165,12 @@ class Decoding:
     ) -> torch.Tensor:
         """
         Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to their completions and
-        prompts. All queries of a prompt attend to it in one call, whose output is merged by log-sum-exp.
+        prompts. All queries of a group attend to their prompt in one call, whose output is merged by log-sum-exp.
         """
         index = cast(int, module.layer_idx)
-        if index not in self.shared:  # it uses keys of the last layer of its type that has some
-            kinds = cast(PreTrainedConfig, module.config).layer_types
-            index = max(i for i in self.shared if kinds[i] == kinds[index])
+        if index not in self.shared:  # the layer shares the keys of the last layer of its type with keys
+            layer_types = cast(PreTrainedConfig, module.config).layer_types
+            index = max(i for i in self.shared if layer_types[i] == layer_types[index])
         layer = self.shared[index]
         prompt_key, prompt_value = _states(layer)
         padding, mask, window = self.padding, self.mask, _window(layer)
@@ -183,8 +183,8 @@ class Decoding:
         query = query.to(value.dtype)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         settings = query.size(-1) ** -0.5 if scaling is None else scaling, options.get("softcap")
-        if mask is not None and (more := key.size(2) - mask.size(-1)):  # in the first layer that runs for a token
-            mask = self.mask = F.pad(mask, (0, more))
+        if mask is not None and (missing := key.size(2) - mask.size(-1)):  # in the first layer that runs for a token
+            mask = self.mask = F.pad(mask, (0, missing))
         output, lse = kernels.attention_with_lse(query, key, value, mask, *settings, 0 if self.room else -1)
         if sinks is not None:
             sinks = sinks.view(1, -1, 1)
@@ -202,7 +202,7 @@ class Decoding:
 
 
 def set_lengths(cache: Cache, n: int) -> None:
-    """Sets the number of tokens per completion in a cache whose shapes stay, as it doesn't count them itself."""
+    """Sets the number of tokens per completion in a cache with static shapes, which doesn't count them itself."""
     for layer in cache.layers:
         if isinstance(layer, CompletionLayer):
             layer.n = n
@@ -221,10 +221,11 @@ def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
 
 def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
     """
-    Turns a cache of prompts into one of `n_rows` completions, equally many per prompt, and returns their [`Decoding`].
+    Turns the KV cache of `N` prompts, in place, into a cache of `n_rows` completions, equally many per prompt, and
+    returns their [`Decoding`].
 
-    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes stay. Layers with a state get a copy of it
-    for each completion.
+    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static. Layers with a recurrent state
+    repeat it for each completion.
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     copies_prompts = not room and windows == {None} and (mask.size(1) <= SHORT_PROMPT or len(mask) == n_rows)

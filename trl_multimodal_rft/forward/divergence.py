@@ -19,7 +19,7 @@ from .head import HeadRule, gather_weights
 # Number of tokens whose logits over the whole vocabulary are in memory at once, in computations without a kernel
 _TOKENS_AT_ONCE = 512
 
-# Largest logarithm of the total probability of some tokens, as in TRL, so that the other tokens have a logarithm, too
+# Largest log of the total probability of some tokens, as in TRL, so that the log of the rest is finite
 _ALMOST_ALL = -1e-7
 
 
@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
-    """Returns the LM head of an unwrapped model. FSDP2's parts are joined here, and ZeRO-3's when they are needed."""
+    """Returns the LM head of an unwrapped model. FSDP2's shards are gathered here, ZeRO-3's where they are used."""
     head = cast(nn.Linear, model.get_output_embeddings())
     weight, bias = (
         parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -44,8 +44,8 @@ def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
 @dataclass(frozen=True)
 class Target:
     """
-    Distributions of completion tokens to compare a student's with: a teacher's over the whole vocabulary (`hidden` and
-    `head`), or a teacher's log-probabilities of some tokens (`ids` and `logps`). See [`divergences`].
+    A teacher's distributions of completion tokens, to compare a student's with: over the whole vocabulary (`hidden`
+    and `head`), or as log-probabilities of some tokens (`ids` and `logps`). See [`divergences`].
     """
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare
@@ -68,7 +68,7 @@ class Target:
 
 def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes the divergence of tokens' distributions under a student from a target, and the student's entropy, in nats.
+    Computes the divergence of a student's token distributions from a target, and the student's entropy, in nats.
 
     With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, the
     divergence is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, else the
@@ -81,15 +81,15 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
     mask = target.mask.to(head.weight.device)
     index = mask.flatten().nonzero()[:, 0]
 
-    def chosen(values: torch.Tensor) -> torch.Tensor:
+    def select(values: torch.Tensor) -> torch.Tensor:
         return values.to(head.weight.device).flatten(0, 1).index_select(0, index)
 
     if target.ids is not None and target.logps is not None:
         results = top_k_divergence(
-            chosen(hidden),
+            select(hidden),
             head,
-            chosen(target.ids),
-            chosen(target.logps),
+            select(target.ids),
+            select(target.logps),
             beta=target.beta,
             temperature=target.temperature,
             add_tail=target.add_tail,
@@ -98,10 +98,10 @@ def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch
         assert target.hidden is not None and target.head is not None
         teacher = target.head
         results = ChunkedDivergenceFunction.apply(
-            chosen(hidden),
+            select(hidden),
             head.weight,
             head.bias,
-            chosen(target.hidden),
+            select(target.hidden),
             # Gathered weights of FSDP2 keep the dtype of training
             teacher.weight.to(head.weight.device),
             teacher.bias,
@@ -146,8 +146,9 @@ def top_k_divergence(
     Computes the divergence of [`divergences`] over a teacher's `K` most likely tokens, and the student's entropy.
 
     With `add_tail`, as with `loss_add_tail` in TRL, the other tokens count as one, whose probability is
-    $1 - \\sum_{v \\in K} p(v)$ under each model, so that the result is a lower bound of the one over all tokens. Else
-    the distributions are renormalized over the `K` tokens. A log-probability of minus infinity leaves a token out.
+    $1 - \\sum_{v \\in K} p(v)$ under each model, so that the result is a lower bound of the divergence over all
+    tokens. Else the distributions are renormalized over the `K` tokens. A log-probability of minus infinity leaves a
+    token out.
 
     Shapes: `hidden` `(N, H)`, `ids` and the teacher's `logps` at the temperature `(N, K)`; returns `(N,)` twice.
     """
@@ -164,7 +165,7 @@ class _Options(NamedTuple):
 
 
 class _TopKDivergence(torch.autograd.Function):
-    """The function of [`top_k_divergence`]: logits are computed again for the gradient, and ZeRO-3 gathers weights."""
+    """Autograd function of [`top_k_divergence`], which recomputes logits for the gradient, and gathers for ZeRO-3."""
 
     @staticmethod
     def forward(
@@ -181,10 +182,12 @@ class _TopKDivergence(torch.autograd.Function):
         divergence = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(divergence)
         with gather_weights(weight, bias):
-            for part in _parts(len(hidden)):
+            for chunk in _chunks(len(hidden)):
                 head = Head(weight, bias, options.rule)
-                divergence[part], logps_of_all = _of_top_k(hidden[part], head, ids[part], logps[part], options)
-                entropy[part] = -(logps_of_all.exp() * logps_of_all).sum(-1)
+                divergence[chunk], all_logps = _chunk_divergences(
+                    hidden[chunk], head, ids[chunk], logps[chunk], options
+                )
+                entropy[chunk] = -(all_logps.exp() * all_logps).sum(-1)
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
@@ -197,32 +200,32 @@ class _TopKDivergence(torch.autograd.Function):
             inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
             leaves = [leaf for leaf, needed in inputs if needed and leaf is not None]
             totals = [torch.zeros_like(leaf) for leaf in leaves]
-            for part in _parts(len(hidden)):
+            for chunk in _chunks(len(hidden)):
                 head = Head(weight, bias, ctx.settings.rule)
-                divergence, _ = _of_top_k(hidden[part], head, ids[part], logps[part], ctx.settings)
-                for total, value in zip(totals, torch.autograd.grad(divergence, leaves, gradient[part]), strict=True):
+                divergence, _ = _chunk_divergences(hidden[chunk], head, ids[chunk], logps[chunk], ctx.settings)
+                for total, value in zip(totals, torch.autograd.grad(divergence, leaves, gradient[chunk]), strict=True):
                     total += value
         remaining = iter(totals)
         return *(next(remaining) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
 
 
-def _parts(n: int) -> list[slice]:
+def _chunks(n: int) -> list[slice]:
     return [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, n, _TOKENS_AT_ONCE)]
 
 
-def _of_top_k(
+def _chunk_divergences(
     hidden: torch.Tensor, head: Head, ids: torch.Tensor, logps: torch.Tensor, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes divergences `(N,)` over some tokens, and the student's log-probabilities of all tokens `(N, V)`."""
-    of_all = _log_softmax(hidden, head, options.temperature)
+    all_logps = _log_softmax(hidden, head, options.temperature)
     support, teacher = logps > -math.inf, logps.float()
-    student = of_all.gather(-1, ids).masked_fill(~support, -math.inf)
+    student = all_logps.gather(-1, ids).masked_fill(~support, -math.inf)
     if options.add_tail:
         support = torch.cat([support, torch.ones_like(support[:, :1])], dim=-1)
         student, teacher = _with_tail(student), _with_tail(teacher)
     else:
         student, teacher = (values - values.logsumexp(-1, keepdim=True) for values in (student, teacher))
-    return _divergence(student, teacher, support, options.beta), of_all
+    return _divergence(student, teacher, support, options.beta), all_logps
 
 
 def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .kernels import AttentionOptions
 from .layout import to_device
 
 
-# "flash" in the name makes attention layers pass whole rows and the starts of their sequences
+# "flash" in the name makes attention layers pass whole rows and the cumulative lengths of their sequences
 _VARLEN = "torch_varlen_flash"
 _WITHOUT_CUDNN = "sdpa_without_cudnn"
 
@@ -107,7 +107,7 @@ def _layer_configs(module: nn.Module) -> Iterator[tuple[PreTrainedConfig, str]]:
 def _add_precomputed(
     tower: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor | bool]
 ) -> tuple[tuple, dict[str, torch.Tensor | int]] | None:
-    """Adds arguments to the forward of an encoder, as a hook, which it would compute from sizes on the device."""
+    """Adds the arguments that an encoder would compute from sizes on the device; a pre-hook of its forward."""
     if next(_layer_configs(tower), None) is None:  # within `original_encoders`
         return None
     arguments = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
@@ -119,11 +119,11 @@ def _add_precomputed(
             return value
         return remember_on_host(to_device(value, device), value)
 
-    return args, {**tree_map(move, _precomputed(tower, tensors)), **kwargs}
+    return args, {**tree_map(move, _precompute(tower, tensors)), **kwargs}
 
 
 @torch.no_grad()
-def _precomputed(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
+def _precompute(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
     """Computes, on the host, the arguments that follow from the tensors of an encoder's forward."""
     from transformers.exporters.utils import precompute_export_inputs
 

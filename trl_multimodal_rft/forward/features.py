@@ -31,14 +31,14 @@ Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool
 
 Forward = Callable[..., Output]
 
-# Ways in which a module returns the outputs of several prompts: joined on a dimension, or from one call per prompt
+# Ways in which a module returns outputs of several prompts: concatenated on a dimension, or from one call per prompt
 _ONE_BY_ONE = -1
 _WAYS = (0, 1, _ONE_BY_ONE)
 
-# Largest difference of outputs by rounding, in steps of their dtype, relative to their norm
+# Largest difference of equal outputs by rounding, in machine epsilons, relative to their norm
 _TOLERANCE = 32
 
-# The ways that the first forward of several prompts showed, by model, frozen modules, and modality
+# Ways that the first forward of several prompts has shown, by model, frozen modules, and modality
 _ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
 
 
@@ -47,7 +47,7 @@ class _Call:
     """A call of a frozen module with the media of one prompt."""
 
     shape: torch.Size  # of its first floating-point input
-    output: Output  # in which floating-point tensors that nothing reads have no memory
+    output: Output  # without the memory of floating-point tensors that nothing reads
     autocast: torch.dtype | None
 
 
@@ -66,8 +66,8 @@ class _Encoded(Exception):
 
 def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
     """
-    Returns the largest modules with weights, none of them trained, that media pass on their way to the language model.
-    In an encoder with frozen layers and trained weights elsewhere, these are its frozen children.
+    Returns the largest modules with frozen weights alone that media pass on their way to the language model. In an
+    encoder with frozen layers and trained weights elsewhere, these are its frozen children.
     """
     text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
 
@@ -95,7 +95,7 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
 def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) -> Iterator[None]:
     """
     Keeps frozen modules out of the graph of forwards within the context, and reuses the outputs that [`encode_frozen`]
-    computed. The media of these forwards are those of `prompts`, in order.
+    computed. These forwards get the media of `prompts`, in order.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
@@ -108,32 +108,34 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
         kind, index = scope.kind, scope.n_calls[scope.kind, module]
         scope.n_calls[kind, module] += 1
-        features, parts = _first_features(args, kwargs), []
+        features, prompt_calls = _first_features(args, kwargs), []
         if features is not None and are_cached:
-            parts = [calls[kind, module] for calls in cached if (kind, module) in calls]
-            autocasts = {record.autocast for part in parts for record in part}
-            parts = parts if autocasts == {_autocast_dtype(features)} else []
-        way = _ONE_BY_ONE if len(parts) == 1 else ways.get(kind, {}).get(module)
-        if way is not None and (calls := _calls_of(parts, way, index, features)):
+            prompt_calls = [calls[kind, module] for calls in cached if (kind, module) in calls]
+            autocasts = {record.autocast for records in prompt_calls for record in records}
+            prompt_calls = prompt_calls if autocasts == {_autocast_dtype(features)} else []
+        way = _ONE_BY_ONE if len(prompt_calls) == 1 else ways.get(kind, {}).get(module)
+        if way is not None and (calls := _calls_of(prompt_calls, way, index, features)):
             return _joined(calls, way)
         with nullcontext() if _reaches_weights(args, kwargs) else _without_graph(module):
             output = forward(*args, **kwargs)
-        if len(parts) > 1 and kind not in ways:
-            matching_ways = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, index, features), way))
+        if len(prompt_calls) > 1 and kind not in ways:
+            matching_ways = (
+                way for way in _WAYS if _is_joined(output, _calls_of(prompt_calls, way, index, features), way)
+            )
             way, ways_of_kind = next(matching_ways, None), tried.setdefault(kind, {})
             ways_of_kind[module] = way if ways_of_kind.get(module, way) == way else None
         return output
 
-    with _wrapped(model, modules, scope, call):
+    with _intercept(model, modules, scope, call):
         yield
     for kind, ways_of_kind in tried.items():
         learned = {module: way for module, way in ways_of_kind.items() if way is not None}
-        # A module needs the outputs of all modules before it
+        # A way for one module needs a way for all, as modules read the outputs of earlier ones
         ways[kind] = learned if len(learned) == len(ways_of_kind) else {}
 
 
 def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
-    """Returns the ways that forwards of a model have shown to join features, by names of modules, for a checkpoint."""
+    """Returns the ways to join features that forwards of a model have shown, by names of modules, for a checkpoint."""
     names = {module: name for name, module in model.named_modules()}
     return [
         (
@@ -180,7 +182,7 @@ def encode_frozen(
 
 
 def _key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
-    """Returns all that outputs of frozen modules depend on besides media: the modules, and their active adapters."""
+    """Returns the cache key of frozen modules' outputs for a prompt: the modules, and their active adapters."""
     layers = [layer for module in modules for layer in adapter_layers(module)]
     return model, *modules, *((layer.disable_adapters, *layer.active_adapters) for layer in layers)
 
@@ -197,10 +199,10 @@ def _calls_of_one(
             return forward(*args, **kwargs)
         with _without_graph(module):
             output = forward(*args, **kwargs)
-        output = _mapped(lambda item: item.detach().requires_grad_() if _is_float(item) else item, [output])
+        output = _map(lambda item: item.detach().requires_grad_() if _is_float(item) else item, [output])
         record = _Call(features.shape, output, _autocast_dtype(features))
         scope.calls.setdefault((scope.kind, module), []).append(record)
-        return _mapped(torch.clone, [output])
+        return _map(torch.clone, [output])
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
         reached.extend(_tensors((args, kwargs)))
@@ -210,20 +212,20 @@ def _calls_of_one(
     # Before transformers 5.23, encoders draw random numbers even if they drop no layers. A resumed run encodes media
     # again, so that the random state must stay.
     with torch.random.fork_rng(devices=[]), suppress(_Encoded), hook, torch.enable_grad():
-        with _wrapped(model, modules, scope, call):
+        with _intercept(model, modules, scope, call):
             model(**inputs, use_cache=False)
     # The outputs that the code between frozen modules reads are the tensors that the decoder's inputs depend on
     read = leaves_of_graph(reached)
     kinds_read = {
         kind
-        for (kind, _), record in scope.calls.items()
-        for item in record
-        if not read.isdisjoint(_tensors(item.output))
+        for (kind, _), records in scope.calls.items()
+        for record in records
+        if not read.isdisjoint(_tensors(record.output))
     }
-    for (kind, _), record in scope.calls.items():
-        keep = functools.partial(_kept, read=read if kind in kinds_read else None)
-        for item in record:
-            item.output = _mapped(keep, [item.output])
+    for (kind, _), records in scope.calls.items():
+        drop = functools.partial(_drop_unread, read=read if kind in kinds_read else None)
+        for record in records:
+            record.output = _map(drop, [record.output])
     return scope.calls
 
 
@@ -238,21 +240,21 @@ def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[s
     return kinds
 
 
-def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
-    """Returns a tensor of an output, without its memory if it isn't in `read`; all are kept if `read` is `None`."""
+def _drop_unread(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
+    """Detaches a tensor of an output, and drops its memory if it isn't in `read`; `None` drops nothing."""
     if not _is_float(leaf) or read is None or leaf in read:
         return leaf.detach()
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
-def _calls_of(parts: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
-    """Returns the calls of prompts whose joined inputs are the `features` of the call at `index`, or none of them."""
+def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: torch.Tensor | None) -> list[_Call]:
+    """Returns the prompts' calls whose joined inputs are the `features` of the call at `index`, or an empty list."""
     if way == _ONE_BY_ONE:  # compares shapes, since one call for all prompts starts with the features of the first
-        calls = [call for part in parts for call in part][index : index + 1]
+        calls = [call for records in prompt_calls for call in records][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
-    calls = [part[index] for part in parts if index < len(part)]
+    calls = [records[index] for records in prompt_calls if index < len(records)]
     shapes = [call.shape for call in calls]
-    if features is None or len(calls) < len(parts) or any(len(shape) != features.dim() for shape in shapes):
+    if features is None or len(calls) < len(prompt_calls) or any(len(shape) != features.dim() for shape in shapes):
         return []
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
     joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
@@ -266,7 +268,7 @@ def _joined(calls: list[_Call], way: int) -> Output:
         # A copy of the kept tensor, as some models change features in place
         return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
 
-    return _mapped(join, [call.output for call in calls])
+    return _map(join, [call.output for call in calls])
 
 
 def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
@@ -285,14 +287,14 @@ def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
             results.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
 
     try:
-        _mapped(compare, [output, *(call.output for call in calls)])
+        _map(compare, [output, *(call.output for call in calls)])
     except (ValueError, RuntimeError):  # outputs of other structures or shapes
         return False
     return all(results)
 
 
-def _mapped(function: Forward, values: Sequence[Output]) -> Output:
-    """Applies `function` to the tensors at the same place of several outputs, and returns their results alike."""
+def _map(function: Forward, values: Sequence[Output]) -> Output:
+    """Applies `function` to the tensors at the same place of several outputs, and returns the structure of results."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return function(*values)
@@ -301,11 +303,11 @@ def _mapped(function: Forward, values: Sequence[Output]) -> Output:
         # A copy, as outputs of transformers may have keys beyond their fields
         result = cast(MutableMapping[str, Output], copy.copy(first))
         for name in first:
-            result[name] = _mapped(function, [part[name] for part in results])
+            result[name] = _map(function, [part[name] for part in results])
         return result
     if isinstance(first, (tuple, list)):
         return type(first)(
-            _mapped(function, part) for part in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
+            _map(function, part) for part in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
         )
     return first
 
@@ -315,7 +317,7 @@ def _tensors(value: Output | tuple[tuple, dict[str, Output]]) -> list[torch.Tens
 
 
 @contextmanager
-def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
+def _intercept(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
     """Runs `call` in place of the forwards of modules, and tracks in `scope` the modality that the model computes."""
 
     def of_kind(kind: str, method: Forward) -> Forward:

@@ -26,12 +26,12 @@ from trl.trainer.utils import (
 from ..models.wrapped import replaced
 
 
-# Probes, exact in half precision: states that a norm would change, a range of logits, and one too small for a soft cap
+# Probes, exact in half precision: states that a norm would change, a range of logits, and a logit that no cap changes
 _STATES, _LOGITS, _SMALL = (1.0, 2.0), 125, 2.0**-20
 
-_SAME = 1e-5
+_RTOL = 1e-5
 
-# Number of a token's logits that are in memory at once, as in TRL
+# Number of logits per token that are in memory at once, as in TRL
 _CHUNK_SIZE = 32768
 
 
@@ -48,19 +48,19 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
 
     The forward of the model's class runs while backbone and head return known values. No weight takes part, so that
-    weights may be on any device, or not loaded yet. Returns `None` if the model does anything but scale and soft-cap
-    logits, such as leave some out.
+    weights may be on any device, or not loaded yet. Returns `None` if the model changes logits in any other way, for
+    example leaves some out.
     """
     head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
     if head is None or backbone is None:
         return None
-    # TRL projects with the weight and skips the head's forward, such as that of an adapter's layer. PEFT's wrapper of
-    # a module in `modules_to_save` has the weight of the active copy.
+    # TRL projects with the head's weight without its forward, which would skip an adapter. PEFT's wrapper of a module
+    # in `modules_to_save` has the weight of the active copy.
     if hasattr(head, "modules_to_save"):
-        plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
+        is_plain = all(_is_plain(layer) for layer in [head.original_module, *head.modules_to_save.values()])
     else:
-        plain = _is_plain(head)
-    if not plain:
+        is_plain = _is_plain(head)
+    if not is_plain:
         return None
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
@@ -80,14 +80,18 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     if [hidden.shape for hidden in inputs] != [states.shape] or result.shape != logits.shape:
         return None
-    before, after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
-    constant = _equal(before, before[0]) and _equal(after, after[0])
-    if not constant or not before[0] * after[0] or (head.bias is not None and not _equal(before[0], 1)):
+    scale_before, scale_after = (inputs[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
+    is_constant = _equal(scale_before, scale_before[0]) and _equal(scale_after, scale_after[0])
+    if (
+        not is_constant
+        or not scale_before[0] * scale_after[0]
+        or (head.bias is not None and not _equal(scale_before[0], 1))
+    ):
         return None
-    scale = float(f"{before[0].item() * after[0].item():.12g}")
+    scale = float(f"{scale_before[0].item() * scale_after[0].item():.12g}")
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     for rule in (HeadRule(scale), HeadRule(scale, softcap)):
-        if _equal(result, _apply(HeadRule(after[0].item(), rule.softcap), logits)):
+        if _equal(result, _apply(HeadRule(scale_after[0].item(), rule.softcap), logits)):
             return rule
     return None
 
@@ -102,9 +106,9 @@ def add_fused_head(
     """
     Adds a fused LM head, which computes log-probabilities without holding the logits.
 
-    The model then takes the arguments of TRL's `add_fused_lm_head`, which reads scale and soft cap from the config of
-    the text model; here they are the measured ones. It also takes `label_index`, the indices `(N,)` of labels in
-    flattened `shift_labels`, for which the host else waits. Without labels, it returns the states before the head.
+    The model then takes the arguments of TRL's `add_fused_lm_head`, but scale and soft cap are measured, not read from
+    the text model's config. It also takes `label_index`, the indices `(N,)` of labels in flattened `shift_labels`,
+    which saves a host sync. Without labels, it returns the hidden states before the head.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -119,7 +123,7 @@ def add_fused_head(
             Scale and soft cap of the logits, where FSDP2 has already sharded the head. By default, they are measured.
 
     Returns:
-        `bool`: Whether the head was added: not if it can't give the log-probabilities of the model's logits.
+        `bool`: `True` if the head was added, `False` if it can't reproduce log-probabilities of the model's logits.
     """
     rule = rule or head_rule(model)
     if rule is None:
@@ -178,7 +182,7 @@ def _fused_scores(
 ) -> FusedCausalLMOutput:
     """Computes scores of labels `(B, S)`, 0 where labels are -100, from states `(B, S, H)`."""
     dtype = torch.float32 if in_fp32 else states.dtype
-    weight, bias = _joined(head.weight, dtype), None if head.bias is None else _joined(head.bias, dtype)
+    weight, bias = _gather_weight(head.weight, dtype), None if head.bias is None else _gather_weight(head.bias, dtype)
     states, labels = states.to(weight.device), labels.to(weight.device)  # `device_map` may have put them elsewhere
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
@@ -199,19 +203,19 @@ def _fused_scores(
             outputs,
         )
 
-    def placed(values: torch.Tensor) -> torch.Tensor:
+    def scatter(values: torch.Tensor) -> torch.Tensor:
         if label_index is None:
             return values.view(mask.shape).masked_fill(~mask, 0)
-        # Depends on the model even without labels, so that the backward pass runs on all ranks
+        # The result depends on the model even without labels, so that the backward pass runs on all ranks
         return values.new_zeros(mask.numel()).index_copy(0, label_index, values).view(mask.shape)
 
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    computed = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
+    computed = {name: scatter(values) for name, values in zip(names, scores, strict=True) if values is not None}
     return FusedCausalLMOutput(**computed, label_mask=mask)
 
 
-def _joined(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a whole weight. FSDP2's parts are cast before they are joined, so that ranks exchange half as much."""
+def _gather_weight(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gathers a weight. FSDP2's shards are cast before, so that ranks exchange half as much."""
     return cast(DTensor, parameter.to(dtype)).full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -221,7 +225,7 @@ def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractC
 
 
 def _has_kernel(device: str) -> bool:
-    """Returns whether the head scores labels alone. Elsewhere, a new number of labels would recompile the kernel."""
+    """Returns whether only tokens with labels are scored. Elsewhere, each new number of labels would recompile."""
     return device in ("cuda", "xpu")
 
 
@@ -231,7 +235,7 @@ def scores_of_logits(
     """Computes log-probabilities of tokens `(...)` and entropies of their distributions, from logits `(..., V)`."""
     logits = logits.float()
     if temperature < 1:
-        # The lowest number masks tokens. Divided, it would become infinite and entropies NaN.
+        # Masked tokens have the lowest number, which the division would make infinite, and entropies NaN
         logits = logits.clamp(min=0.5 * temperature * torch.finfo(logits.dtype).min)
     return selective_log_softmax_and_entropy(
         logits, ids, entropy_requires_grad=entropy_requires_grad, temperature=temperature
@@ -251,7 +255,7 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
 def run_backbone(
     model: PreTrainedModel, forward: Callable[..., ModelOutput], args: tuple, kwargs: dict
 ) -> torch.Tensor:
-    """Returns the backbone's last states. Without a `base_model`, the model's forward runs with an idle head."""
+    """Returns the last hidden states. Without a `base_model`, the model's forward runs with an identity as head."""
     if model.base_model is not model:
         return model.base_model(*args, **kwargs).last_hidden_state
     backbone, head, outputs = _backbone(model), model.get_output_embeddings(), []
@@ -287,4 +291,4 @@ def _apply(rule: HeadRule, logits: torch.Tensor) -> torch.Tensor:
 
 def _equal(values: torch.Tensor, expected: torch.Tensor | float) -> bool:
     expected = torch.as_tensor(expected, dtype=torch.double, device=values.device)
-    return torch.allclose(values.double(), expected.expand_as(values), rtol=_SAME, atol=0)
+    return torch.allclose(values.double(), expected.expand_as(values), rtol=_RTOL, atol=0)

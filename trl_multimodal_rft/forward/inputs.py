@@ -46,9 +46,9 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
 def media_inputs(
     prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Joins media of prompts for one forward on its device. Encoders can read tensors of integers on the host, too."""
+    """Joins media of prompts on the device of a forward, with copies of integer tensors on the host for encoders."""
     prompts = list(prompts)
-    moved = join_tensors([_uploaded(prompt, model.dtype, device) for prompt in prompts])
+    moved = join_tensors([_upload(prompt, model.dtype, device) for prompt in prompts])
     if device.type == "cpu":
         return moved
     host = join_tensors(
@@ -57,8 +57,8 @@ def media_inputs(
     return {name: remember_on_host(value, host[name]) if name in host else value for name, value in moved.items()}
 
 
-def _uploaded(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns a prompt's media on a device, features in a dtype, copied once while the prompt is in use."""
+def _upload(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies a prompt's media to a device, features in a dtype, once as long as the prompt is in use."""
     key = device, dtype
     if key not in prompt.on_device:
         moved = {name: to_device(value, device) for name, value in prompt.media.items()}
@@ -69,7 +69,7 @@ def _uploaded(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -
 
 
 def encode_once(model: PreTrainedModel, prompts: Iterable[EncodedPrompt], device: torch.device) -> None:
-    """Computes outputs of frozen encoders for the media of prompts without them, see [`encode_frozen`]."""
+    """Computes the outputs of frozen encoders for prompts that don't have them yet, see [`encode_frozen`]."""
 
     def inputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
         inputs = {

@@ -28,7 +28,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 def has_varlen_kernel(query: torch.Tensor) -> bool:
-    """Returns whether a variable-length kernel supports device and dtype: from Ampere on, in half precision."""
+    """Returns whether a variable-length kernel supports the device and dtype: from Ampere on, in half precision."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -61,7 +61,7 @@ def varlen_attention(
     else:
         from torch.nn.attention.varlen import varlen_attn  # takes longer to import than this folder
 
-        # Before 2.13, torch always permits fewer heads of keys than of queries
+        # Before 2.13, torch always permits grouped-query attention
         gqa = {"enable_gqa": True} if "enable_gqa" in _signature(varlen_attn).parameters else {}
         kernel = cast(Callable[..., torch.Tensor], varlen_attn)
         output = kernel(query, key, value, *sequences, scale=scaling, window_size=window_size, **gqa)
@@ -69,7 +69,7 @@ def varlen_attention(
 
 
 def _of_one_size(*states: torch.Tensor) -> list[torch.Tensor]:
-    """Pads heads to one size, a multiple of 8, as kernels require. Heads of latent attention have 192 and 128."""
+    """Pads heads to one size, a multiple of 8, as kernels require. Latent attention has heads of 192 and of 128."""
     width = -(-max(tensor.size(-1) for tensor in states) // 8) * 8
     return [tensor if tensor.size(-1) == width else F.pad(tensor, (0, width - tensor.size(-1))) for tensor in states]
 
@@ -87,8 +87,8 @@ def merged_attention(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """
-    Computes causal attention within sequences of a row, with queries at `index` (`None`: all) that also attend to all
-    keys of their shared sequence. Two calls of torch's kernel are merged by log-sum-exp as in
+    Computes causal attention within sequences of a row, where queries at `index` (`None`: all) also attend to all keys
+    of the sequence that they share. Two calls of torch's kernel are merged by log-sum-exp as in
     [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are those of [`varlen_attention`].
     """
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
@@ -97,7 +97,7 @@ def merged_attention(
 
 
 class _Merged(torch.autograd.Function):
-    """The function of [`merged_attention`]; the gradient of `varlen_attn` would leave out that of the log-sum-exp."""
+    """Autograd function of [`merged_attention`], since `varlen_attn` has no gradient by way of its log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -116,9 +116,9 @@ class _Merged(torch.autograd.Function):
         shared_output, shared_lse = flash_forward(
             rows_at(query, index), shared_key, shared_value, shared_sequences, False, scaling
         )
-        before, total_lse = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
+        causal_output, total_lse = rows_at(output, index), torch.logaddexp(rows_at(lse.T, index).T, shared_lse)
         weight = (shared_lse - total_lse).exp().T[..., None]
-        merged = torch.lerp(before.to(weight.dtype), shared_output.to(weight.dtype), weight).to(output.dtype)
+        merged = torch.lerp(causal_output.to(weight.dtype), shared_output.to(weight.dtype), weight).to(output.dtype)
         if index is None:
             output, lse = merged, total_lse
         else:
@@ -133,15 +133,19 @@ class _Merged(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
         sequences, shared_sequences, scaling = ctx.settings
-        # With the merged output and log-sum-exp, either call gives its share of the gradient
-        of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
+        # From the merged output and log-sum-exp, each call computes its share of the gradient
+        query_gradient, *gradients = flash_backward(gradient, query, key, value, output, lse, sequences, True, scaling)
         gradient, query, output = (rows_at(tensor, index) for tensor in (gradient, query, output))
         lse = rows_at(lse.T, index).T.contiguous()
-        of_shared_query, *of_shared = flash_backward(
+        shared_query_gradient, *shared_gradients = flash_backward(
             gradient, query, shared_key, shared_value, output, lse, shared_sequences, False, scaling
         )
-        of_query = of_query + of_shared_query if index is None else of_query.index_add(0, index, of_shared_query)
-        return of_query, *of_own, *of_shared, None, None, None, None
+        query_gradient = (
+            query_gradient + shared_query_gradient
+            if index is None
+            else query_gradient.index_add(0, index, shared_query_gradient)
+        )
+        return query_gradient, *gradients, *shared_gradients, None, None, None, None
 
 
 def rows_at(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -173,8 +177,8 @@ def flash_backward(
     is_causal: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of queries, keys and values; the output and log-sum-exp may be over further keys, too."""
-    # The random state of dropout, of which there is none
+    """Returns gradients of queries, keys and values; the output and log-sum-exp may include further keys."""
+    # The random state of dropout, which isn't used
     random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
     backward = torch.ops.aten._flash_attention_backward
     return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random, scale=scaling)
@@ -183,8 +187,8 @@ def flash_backward(
 @contextmanager
 def without_cudnn() -> Iterator[None]:
     """
-    Keeps attention off cuDNN's kernels within the context: cuDNN prepares a new shape for 0.02 to 1 s, and prompts and
-    completions keep having new shapes.
+    Keeps attention off cuDNN's kernels within the context: cuDNN needs 0.02 to 1 s to prepare each new shape, and most
+    batches of prompts and completions have a new shape.
     """
     if torch.compiler.is_compiling():  # a change of the setting would break the graph
         yield
@@ -204,11 +208,11 @@ def attention_with_lse(
     mask: torch.Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    shown: int = 0,
+    visible: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Computes attention of states `(B, heads, T, head_dim)` to all keys, and the log-sum-exp of scores `(B, heads, Q)`.
-    The `mask` is added to scores, and doesn't mask the key at `shown`. Queries may have more heads than keys.
+    The additive `mask` must not mask the key at index `visible`. Queries may have more heads than keys.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":
@@ -218,10 +222,10 @@ def attention_with_lse(
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             return kernel(query, key, value, 0.0, False, scale=scaling)[:2]
     folded = query.reshape(len(key), key.size(1), -1, query.size(-1))  # query heads that share a key as one sequence
-    scores, wide = folded @ key.mT, torch.promote_types(query.dtype, torch.float32)
+    scores, wide_dtype = folded @ key.mT, torch.promote_types(query.dtype, torch.float32)
     if softcap is not None:
-        scores, scaling = softcap * torch.tanh(scores.to(wide) * (scaling / softcap)), 1.0
-    scores = scores.to(wide) * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
+        scores, scaling = softcap * torch.tanh(scores.to(wide_dtype) * (scaling / softcap)), 1.0
+    scores = scores.to(wide_dtype) * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
     logps = scores.log_softmax(-1)
-    lse = scores[..., shown] - logps[..., shown]  # in fewer operations than `logsumexp`
+    lse = scores[..., visible] - logps[..., visible]  # in fewer operations than `logsumexp`
     return (logps.exp().to(value.dtype) @ value).view(*query.shape[:3], -1), lse.view(query.shape[:3])

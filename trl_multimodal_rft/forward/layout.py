@@ -48,9 +48,9 @@ class PrefixBlock:
     `N` prompts of similar length and their `M` branches, attended in two calls: the prompts, then the branches.
 
     A branch is a copy of the prompt's last token followed by the completion without its last token: exactly the
-    positions that predict the completion. Where prompts start alike, their common start is a prompt, too, with their
-    remainders as branches. The completions behind a remainder are in another block, whose prompts aren't attended
-    again, as their remainders are branches. Indices are positions in the packed row, padded on the right.
+    positions that predict the completion. Where prompts start alike, their common start counts as a prompt, and their
+    remainders as its branches. The completions after a remainder are in another block, which doesn't attend the
+    remainder again. Indices are positions in the packed row, padded on the right.
     """
 
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if they are attended as branches
@@ -72,7 +72,7 @@ class PrefixBlock:
 class Continued:
     """
     A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches that start from the state behind them. Indices are positions in the packed row.
+    token, and `M` branches that start from the state after them. Indices are positions in the packed row.
     """
 
     head_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
@@ -90,12 +90,12 @@ class PrefixLayout:
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # index of each row position in the concatenated outputs of the blocks, `(T,)`
     segments: Sequence[Segment]  # in row order
-    # By layer type in which text behind all prompts is causal in one window, as varlen kernels need it: the window
-    # (`None`: all tokens), and whether the prompts are causal in it, too
+    # By layer type: the window (`None`: all tokens) in which text after all prompts is causal, and whether prompts
+    # are causal, too. Types with other masks, which varlen kernels don't support, are left out.
     windows: dict[str | None, tuple[int | None, bool]]
-    # Filled by the forward of a lone prompt, or read by the forward of its completions in a row without it
+    # Written by the forward of a lone prompt, or read by a forward of its completions alone
     states: States | None = None
-    n_cached: int = 0  # tokens at the start of the row that aren't forwarded with it, as their states are cached
+    n_cached: int = 0  # tokens at the start of the row that aren't forwarded again, as their states are cached
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -105,13 +105,13 @@ class PrefixLayout:
 
     @cached_property
     def before(self) -> dict[int, torch.Tensor]:
-        """Positions in the row of the tokens that each segment shares, by its start."""
+        """Row positions of the parents' tokens that a segment shares, by the start of the segment."""
         return _before(self.segments)
 
     def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
         """
-        Returns the branches, with or without the prompts, as `S` sequences for a variable-length kernel: positions in
-        the row of queries `(Q,)`, `None` for all, and of keys `(K,)`, and the arguments of the kernel.
+        Returns the branches, with or without the prompts, as `S` sequences for a variable-length kernel: row positions
+        of queries `(Q,)` (`None`: all) and of keys `(K,)`, and the arguments of the kernel.
 
         Attention is causal, aligned to the last key, so that a sequence needs only the keys of its prompt that its
         first token sees in a `window`. The result is cached for all layers.
@@ -138,13 +138,13 @@ class PrefixLayout:
         self, with_prompts: bool
     ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
         """
-        Returns the [`sequences`] without a window for two kernel calls, or `None` where these save few copies of keys.
+        Returns the [`sequences`] without a window for two kernel calls, or `None` if these save few copies of keys.
 
         In the first call, sequences attend to their own tokens; in the second, all sequences that continue the same
-        tokens attend to these as one sequence. Returns positions in the row of the first call's queries, which are
-        its keys, too, `(Q,)`, `None` for all; its arguments; indices of the queries that attend to shared tokens
-        `(R,)`, `None` for all; positions in the row of shared keys, cached ones included, `(K,)`; and the arguments
-        of the second call.
+        tokens attend to these as one sequence. Returns the row positions `(Q,)` of the first call's queries, and of
+        its keys (`None`: all); the arguments of the first call; indices `(R,)` of the queries that attend to shared
+        tokens (`None`: all); the row positions `(K,)` of shared keys, including cached ones; and the arguments of the
+        second call.
         """
         key = ("shared", with_prompts)
         if key not in self._masks:
@@ -154,32 +154,32 @@ class PrefixLayout:
     def _shared_sequences(self, with_prompts: bool):
         segments = [entry for entry in self.segments if with_prompts or entry[0] != entry[2]]
         shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
-        behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
+        query_index: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
         offset = 0
         for _, length, parent, n in segments:
             if n:
-                behind[parent].append(torch.arange(offset, offset + length))
+                query_index[parent].append(torch.arange(offset, offset + length))
             offset += length
-        free = 0 if self.n_cached else 1  # cached keys are copied in any case, to stand before those of the row
-        n_copied = sum(len(shared[parent]) * (len(entry) - free) for parent, entry in behind.items())
+        n_needed = 0 if self.n_cached else 1  # two calls copy shared keys once; one call copies cached keys once more
+        n_copied = sum(len(shared[parent]) * (len(entry) - n_needed) for parent, entry in query_index.items())
         if not n_copied or n_copied < _COPIED_KEYS:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
-        rows = [torch.cat(entry) for entry in behind.values()]
+        rows = [torch.cat(entry) for entry in query_index.values()]
         index, device = torch.cat(rows), self.restore_index.device
 
         def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
             return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
 
         own_bounds, longest = bounds(lengths)
-        queries, most = bounds(torch.tensor([len(entry) for entry in rows]))
-        keys, farthest = bounds(torch.tensor([len(entry) for entry in shared.values()]))
+        query_bounds, most_queries = bounds(torch.tensor([len(entry) for entry in rows]))
+        key_bounds, most_keys = bounds(torch.tensor([len(entry) for entry in shared.values()]))
         return (
             None if with_prompts or self.n_cached else to_device(_ranges(starts, lengths), device),
             (own_bounds, own_bounds, longest, longest),
             None if len(index) == offset and (index.diff() == 1).all() else to_device(index, device),
             to_device(torch.cat([*shared.values()]), device),
-            (queries, keys, most, farthest),
+            (query_bounds, key_bounds, most_queries, most_keys),
         )
 
     @cached_property
@@ -202,8 +202,8 @@ class PrefixLayout:
         prompts = [(start, length) for start, length, parent, _ in self.segments if start == parent]
         prompt_numbers = {start: i for i, (start, _) in enumerate(prompts)}
         inner = {parent for start, _, parent, _ in self.segments if start != parent}
-        # Tokens behind the head of a prompt up to the end of a completion. The states of a remainder, which several
-        # prompts or completions share, are computed for each of them.
+        # A path leads from the last token of a prompt to the end of a completion. The states of a remainder that
+        # several completions share are computed for each of them.
         paths, owner = [], []
         for start, length, parent, _ in self.segments:
             number = prompt_numbers[start] = prompt_numbers[parent]
@@ -254,9 +254,9 @@ class PrefixLayout:
         """
         Returns the queries, keys and mask of a block's prompts in layers of type `kind`; cached, on the row's device.
 
-        Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is added to scores,
-        `(1 or N * C, 1, L, K)`, or `None` for plain causal attention if the caller `is_causal` without a mask. Prompts
-        that are much longer than windows are split into `C` chunks, whose tokens see only nearby keys; else `C` is 1.
+        Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
+        `(1 or N * C, 1, L, K)`; for plain causal attention, it is `None` if the kernel `is_causal` without a mask.
+        Prompts much longer than windows are split into `C` chunks, whose tokens see only nearby keys; else `C` is 1.
         """
         plain = all(linear[kind] is None for linear in block.linear)
         if plain and is_causal:
@@ -266,10 +266,10 @@ class PrefixLayout:
             self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
         if self._masks[key] is None:
             n, width = block.prompt_index.shape
-            if plain:  # one mask for all, as no token sees padding behind it
-                masks = self._hidden(1, width, width, dtype).triu_(1)
+            if plain:  # one mask for all, as no token sees later padding
+                masks = self._full_masks(1, width, width, dtype).triu_(1)
             else:
-                masks = self._hidden(n, width, width, dtype)
+                masks = self._full_masks(n, width, width, dtype)
                 masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
                 for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
                     mask[:size, :size].masked_fill_(self._boolean_mask(linear[kind], 0, size), 0.0)
@@ -283,7 +283,7 @@ class PrefixLayout:
         Returns the queries, keys and mask of a block's branches in layers of type `kind`; cached, on the row's device.
 
         `groups` `G` is the number of query heads that share a key and are attended as one sequence. Queries `(M, L)`
-        and keys `(M, K)`, without keys that no branch sees, are positions in the row. The mask is added to scores,
+        and keys `(M, K)`, without keys that no branch sees, are positions in the row. The mask is additive,
         `(1 or M, 1, L * G, K)`: one for all branches, except for short prompts of unequal length.
         """
         skipped = block.unseen_keys(kind)
@@ -293,7 +293,7 @@ class PrefixLayout:
         key = ("branches", block, kind, dtype, groups)
         if key not in self._masks:
             n, longest, shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - skipped
-            masks = self._hidden(n, longest, shared + longest, dtype)
+            masks = self._full_masks(n, longest, shared + longest, dtype)
             masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
             for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
                 seen = self._boolean_mask(linear[kind], size - 1, size - 1 + longest)
@@ -307,7 +307,7 @@ class PrefixLayout:
         """Returns the mask of a block's branches: a view of one mask for all blocks with prompts of equal length."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
-            """Returns the numbers of keys before that of the first query, and of queries."""
+            """Returns the number of keys before the first query's key, and the number of queries."""
             return block.sizes[0] - 1, block.branch_index.size(1)
 
         shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
@@ -315,7 +315,7 @@ class PrefixLayout:
         key = ("branches", dtype, groups)
         if key not in self._masks:
             spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
-            masks = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
+            masks = self._full_masks(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
             self._masks[key] = self._repeat_rows(masks, groups)
         before, queries = shape(block)
         # Moves along the diagonal to an aligned column
@@ -324,6 +324,7 @@ class PrefixLayout:
         return self._masks[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
+        """Returns the result of [`prompts`] for prompts in chunks, or `None` if windows are absent or too long."""
         causal = [
             (m.window, m.lookahead, m.prompt)
             for m in masks
@@ -348,7 +349,7 @@ class PrefixLayout:
             allowed.append((seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
         device = self.restore_index.device
         seen = to_device(torch.cat(allowed), device)
-        additive = self._hidden(len(seen), size, n_keys, dtype).masked_fill_(seen, 0.0)[:, None]
+        additive = self._full_masks(len(seen), size, n_keys, dtype).masked_fill_(seen, 0.0)[:, None]
         starts, lengths = torch.tensor([block.starts, block.sizes])[:, :, None, None]
         queries, keys = (starts + values.clamp(min=0).minimum(lengths - 1) for values in (queries, keys))
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), additive
@@ -368,11 +369,11 @@ class PrefixLayout:
         if groups == 1:
             return masks
         n, rows, columns = masks.shape
-        repeated = self._hidden(n, rows * groups, columns, masks.dtype)
+        repeated = self._full_masks(n, rows * groups, columns, masks.dtype)
         repeated.unflatten(1, (rows, groups)).copy_(masks[:, :, None])
         return repeated
 
-    def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    def _full_masks(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns additive masks that hide everything, with aligned rows."""
         shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
         masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
@@ -387,7 +388,7 @@ class PackedRow:
     shift_labels: torch.Tensor  # the token that each position predicts, -100 on prompts, `(1, T)`
     position_ids: torch.Tensor  # of each token in its own sequence, `(1, T)` or `(R, 1, T)`
     token_fields: dict[str, torch.Tensor]  # each `(1, T)`
-    nodes: dict[int, Node]  # prompts, or common starts of several, by their start in the row
+    nodes: dict[int, Node]  # prompts, or the common start of several prompts, by position of the first token
     parts: list[EncodedPrompt]  # parts of prompts with the media of the row, in row order
     layout: PrefixLayout
     label_index: torch.Tensor  # positions with a label, `(N,)`
@@ -395,7 +396,7 @@ class PackedRow:
 
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
-    """Returns the indices of the completions of each prompt."""
+    """Returns the batch indices of completions by prompt."""
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
@@ -404,8 +405,8 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits completions into parts that share a forward, as ascending indices; a group stays in one part, unless media
-    behind its prompt don't join.
+    Splits completions into parts that share a forward, as ascending indices. A group stays in one part, unless its
+    completions hold media of different shapes.
 
     Some encoders have no mask for padding, so that a clip's features depend on the longest clip in the batch, and some
     models take one modality per call. `"media"` groups prompts whose media join exactly (same modalities, no padding,
@@ -418,7 +419,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
     parts: dict[tuple, list[int]] = {}
     text_only = []
     groups = group_by_prompt(prompts).values()
-    for members in (members for group in groups for members in _joining(prompts, group)):
+    for members in (members for group in groups for members in _split_by_shapes(prompts, group)):
         pieces = list({piece: None for i in members for piece in prompts[i].parts if piece.media})
         if not pieces:
             text_only += members
@@ -427,7 +428,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         key = tuple(
             sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
         )
-        # The only difference of images that the processor pads to one shape
+        # Images that the processor pads to one shape differ in these sizes alone
         sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
         parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
@@ -437,7 +438,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
     return [sorted(part) for part in split]
 
 
-def _joining(prompts: Sequence[EncodedPrompt], group: list[int]) -> list[list[int]]:
+def _split_by_shapes(prompts: Sequence[EncodedPrompt], group: list[int]) -> list[list[int]]:
     """Splits a prompt's completions by the shapes of their media if these differ."""
     by_shapes: dict[tuple, list[int]] = {}
     for i in group:
@@ -462,8 +463,8 @@ def pack(
     Lays out prompts and completions as one row in which each prompt stands once, or each node of their `trees`.
 
     `masks` are the [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance; `field_fill`
-    is the value of token fields on completion tokens, where it isn't 0. A completion that is masked throughout gets no
-    place in the row. With `with_last` the row also holds the last token of each completion, which predicts nothing.
+    is the value of token fields on completion tokens, where it isn't 0. A completion without tokens isn't in the row.
+    With `with_last`, the row also holds the last token of each completion, which predicts nothing.
     The row is on the `device`, by default that of the completions.
 
     Shapes: `completion_ids`, `completion_mask` `(B, C)`, padded on the right.
@@ -472,7 +473,7 @@ def pack(
     lengths = completion_mask.sum(1).tolist()
     completions = completion_ids.cpu()
     groups = group_by_prompt(prompts)
-    of_prompt = dict(zip(groups, masks, strict=True))
+    masks_of_prompt = dict(zip(groups, masks, strict=True))
     fields = sorted({name for prompt in prompts for name in prompt.token_fields})
 
     ids, labels, positions, segments = [], [], [], []
@@ -523,7 +524,7 @@ def pack(
         token_fields={name: to_device(torch.cat(values)[None], device) for name, values in columns.items()},
         nodes={start: node for node, start in starts.items()},
         parts=parts,
-        layout=_layout(segments, {start: of_prompt[node.prompt] for node, start in starts.items()}, device),
+        layout=_layout(segments, {start: masks_of_prompt[node.prompt] for node, start in starts.items()}, device),
         label_index=to_device((labels != -100).nonzero()[:, 0], device),
         score_index=to_device(score_index, device),
     )
@@ -570,24 +571,24 @@ def _layout(
             spans += [(start, size, offset + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
             offset += index.numel()
         blocks.append(block)
-    reaches = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
-    windows = {kind: _window([unit.masks[kind] for unit in units], reaches) for kind in units[0].masks}
+    lengths = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
+    windows = {kind: _window([unit.masks[kind] for unit in units], lengths) for kind in units[0].masks}
     windows = {kind: window for kind, window in windows.items() if window is not None}
     return PrefixLayout(blocks, to_device(_restore_index(spans), device), segments, windows)
 
 
 @dataclass
 class _Unit:
-    """A prompt, or the common start of several, and its branches."""
+    """A prompt, or the common start of several prompts, and its branches."""
 
     tokens: torch.Tensor  # positions in the row, `(P,)`
     branches: list[tuple[int, int]]  # (start, length) in the row
     masks: Mapping[str | None, LayerMask]
-    is_first: bool  # whether it continues nothing
+    is_first: bool  # whether it is the root of its tree
 
 
 def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
-    """Returns the positions in the row of the tokens that each segment shares, by its start."""
+    """Returns the row positions of the parents' tokens that a segment shares, by the start of the segment."""
     before, below = {}, {}
     continued = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
@@ -597,16 +598,16 @@ def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
     return before
 
 
-def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | None, bool] | None:
+def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
     """
-    Returns the window in which text behind all prompts is causal, and whether the prompts are causal, too; `None` for
-    other masks. Transformers creates no mask for sequences, of lengths `reaches`, that are shorter than the window.
+    Returns the window in which text after all prompts is causal, and whether the prompts are causal, too; `None` for
+    other masks. Transformers creates no mask for a sequence whose length (in `lengths`) is below the window.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):
         return None
     window = max((mask.window for mask in causal if mask.window is not None), default=None)
-    for mask, reach in zip(causal, reaches, strict=True):
+    for mask, reach in zip(causal, lengths, strict=True):
         if mask.window != window and (mask.window is not None or window is None or reach > window):
             return None
     return window, all(mask.prompt is None for mask in causal)
@@ -628,7 +629,7 @@ def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
 
 
 def _restore_index(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """Returns the index of each row position in outputs, from spans with their start, length and index in outputs."""
+    """Returns the index of each row position in outputs, from spans `(start, length, index in outputs)`."""
     starts, lengths, outputs = torch.tensor(spans).T
     return _ranges(outputs, lengths)[_ranges(starts, lengths).argsort()]
 
@@ -652,8 +653,8 @@ def _share_a_call(units: Sequence[_Unit]) -> bool:
 
 def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
     sizes = [len(unit.tokens) for unit in units]
-    # Padding points at the last token of the sequence: its output is dropped, no query of a causal prompt sees it, and
-    # every other mask hides it
+    # Padding repeats the position of the last token: outputs of padding are dropped, causal queries don't see padding,
+    # and other masks hide it
     steps = torch.arange(max(sizes))
     prompt_index = torch.stack([unit.tokens[steps.clamp(max=len(unit.tokens) - 1)] for unit in units])
 

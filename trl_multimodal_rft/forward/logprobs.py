@@ -75,7 +75,7 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
             Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for packed rows,
             [`install_prefix_attention`] applied; and the same model without wrappers.
         request ([`~forward.requests.ScoreRequest`]):
-            Completions and their scores. Values are those of a [`~models.ValueHead`] alone, `compute_aux_loss` stands
+            Completions and their scores. Only a [`~models.ValueHead`] computes values here, `compute_aux_loss` stands
             for router statistics, and `rows` and `supervised` aren't read.
 
     Returns:
@@ -111,16 +111,16 @@ def completion_scores(model: Forward, unwrapped_model: PreTrainedModel, request:
         top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
         computed = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
         computed |= {"mean_logits": outputs.mean_logits, "log_sum_sq_probs": outputs.log_sum_sq_probs}
-        results = {name: batch.placed(values) for name, values in computed.items() if values is not None}
+        results = {name: batch.by_completion(values) for name, values in computed.items() if values is not None}
         if isinstance(part.critic, ValueHead):
-            results["values"] = batch.placed(part.critic(outputs_of_text[0]))
+            results["values"] = batch.by_completion(part.critic(outputs_of_text[0]))
         if part.hidden:
-            results["hidden"] = batch.placed(outputs_of_text[0])
+            results["hidden"] = batch.by_completion(outputs_of_text[0])
         if part.compute_aux_loss:
             results["router"] = _router(unwrapped_model, decoded[0], batch)
         if target is not None:
             head = head_of(unwrapped_model, target.student_rule)
-            results["divergences"], entropies = divergences(batch.placed(outputs_of_text[0]), head, target)
+            results["divergences"], entropies = divergences(batch.by_completion(outputs_of_text[0]), head, target)
             results.setdefault("entropies", entropies)
         return Scores(**results)
 
@@ -141,15 +141,15 @@ def completion_values(
         batch = _batch(unwrapped_model, part)
         with _running(unwrapped_model, batch):
             ids = batch.inputs.pop("input_ids")
-            return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
+            return Scores(values=batch.select_completions(critic(ids, **batch.inputs)))
 
     return _in_parts(score, replace(request, compute_aux_loss=False)).values
 
 
 def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request: ScoreRequest) -> torch.Tensor:
     """
-    Computes scores of a reward model, float32 at least, `(B, 1)`, at the last token of each completion that isn't the
-    model's padding token, where transformers' sequence classifiers read them.
+    Computes scores of a reward model, in float32 or float64, `(B, 1)`. As in transformers' sequence classifiers, they
+    are read at a completion's last token that isn't the model's padding token.
 
     `model` is the model to call, with its wrappers; `unwrapped_model` is its [`~models.reward_model.as_reward_model`].
     Other scores of the request aren't computed.
@@ -157,7 +157,7 @@ def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request
     scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
     next_index = torch.arange(1, scored.size(1) + 1, device=scored.device)
     ends = (scored * next_index).amax(1, keepdim=True) if scored.size(1) else scored.sum(1, keepdim=True)
-    # A value is that of the state before a token: one more token reads the state after the last
+    # `completion_values` reads the state before each token: one more token reads the state after the last
     mask = F.pad(request.mask, (0, 1)).scatter(1, request.mask.sum(1, keepdim=True), 1)
 
     def score_tokens(input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
         cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
         with _running(model, batch):
             last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-        # Weights on which only the last states of a prompt depend get a gradient of 0, as in a row with completions
+        # Weights that only the last hidden states depend on get a gradient of 0, as in a row with completions
         layer, (key, value) = next(iter(states.items()))
         states_of_all |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
     return states_of_all
@@ -221,7 +221,7 @@ def _scores_from_logits(
     extra_outputs: Collection[str],
 ) -> FusedCausalLMOutput:
     """Computes the output of TRL's fused head with `shift_labels`, from the model's logits of scored tokens."""
-    skips_logits, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
+    skips_logits, kept, labels = takes_logits_to_keep(unwrapped_model), batch.scored_positions(), batch.labels
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if skips_logits else {}))["logits"]
     logits = (logits if skips_logits else logits[:, kept]).float()
     kept_labels = labels[:, kept]
@@ -239,7 +239,7 @@ def _scores_from_logits(
         computed["log_sum_sq_probs"] = (2 * (logits.detach() / temperature).log_softmax(-1)).logsumexp(-1)
     scored = kept_labels != -100
     return FusedCausalLMOutput(
-        **{name: batch.everywhere(torch.where(scored, values, 0)) for name, values in computed.items()}
+        **{name: batch.at_all_positions(torch.where(scored, values, 0)) for name, values in computed.items()}
     )
 
 
@@ -256,20 +256,20 @@ class _Batch:
     inputs: dict[str, torch.Tensor]
     injected: Mapping[str, torch.Tensor | PrefixLayout]  # overrides of the text decoder's inputs
     labels: torch.Tensor  # the next token where it is scored, else -100
-    kept: Callable[[], torch.Tensor]  # positions that are scored
+    scored_positions: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # number of padded rows with each token; 0 for dummy prompts
-    of_completions: Callable[[torch.Tensor], torch.Tensor]  # selects values `(B, C, ...)` from values at each position
+    select_completions: Callable[[torch.Tensor], torch.Tensor]  # `(B, C, ...)` of values at all positions
     label_index: torch.Tensor | None = None  # positions of the labels, if the host knows them
 
-    def placed(self, values: torch.Tensor) -> torch.Tensor:
+    def by_completion(self, values: torch.Tensor) -> torch.Tensor:
         """Returns values `(B, C, ...)` of completions, from values at all positions, or at scored positions."""
-        return self.of_completions(self.everywhere(values))
+        return self.select_completions(self.at_all_positions(values))
 
-    def everywhere(self, values: torch.Tensor) -> torch.Tensor:
+    def at_all_positions(self, values: torch.Tensor) -> torch.Tensor:
         """Returns values at all positions, from values at all positions, or at the scored ones with 0 elsewhere."""
         if values.shape[:2] == self.labels.shape:
             return values
-        return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.kept(), values)
+        return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.scored_positions(), values)
 
 
 def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
@@ -281,11 +281,11 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
         batch = _packed_batch(model, prompts, ids, mask, **options)
     else:
         batch = _padded_batch(model, prompts, ids, mask)
-    return _scoring_prompts(batch, request) if request.whole else batch
+    return _label_sequences(batch, request) if request.whole else batch
 
 
-def _scoring_prompts(batch: _Batch, request: ScoreRequest) -> _Batch:
-    """Returns a batch without completions with labels for the prompts: the tokens that follow in their sequences."""
+def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
+    """Returns a batch of whole sequences with labels: the next token at each position that is scored."""
     prompts, following, mask = request.prompts, request.ids, request.mask
     scored, device = mask.bool(), mask.device
     if request.packed:
@@ -301,8 +301,8 @@ def _scoring_prompts(batch: _Batch, request: ScoreRequest) -> _Batch:
     return replace(
         batch,
         label_index=None,
-        kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
-        of_completions=lambda values: _masked(values[rows, positions], scored),
+        scored_positions=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
+        select_completions=lambda values: _masked(values[rows, positions], scored),
     )
 
 
@@ -319,7 +319,7 @@ def _packed_batch(
     token attends to the same tokens as in a padded row. [Prefix Grouper](https://huggingface.co/papers/2506.05433)
     had the idea of sharing a prefix in RL.
     """
-    # One copy of both, so that the host waits once
+    # One copy of both tensors, so that the host waits once
     ids, mask = torch.stack([completion_ids, completion_mask.to(completion_ids.dtype)]).cpu()
     lengths = mask.sum(1).tolist()
     groups = group_by_prompt(prompts)
@@ -370,7 +370,7 @@ def _padded_batch(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
 ) -> _Batch:
-    """Returns a batch of one padded row per completion, as in TRL, where sharing prompts gains nothing."""
+    """Returns a batch of one padded row per completion, as in TRL, in which prompts are repeated."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The attention masks of a model family, from the family's own function."""
+"""Attention masks of a model, created by the functions of the model's family."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,14 +42,14 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     Returns the masks that the model itself would create for a prompt followed by `n_new` tokens of text, by layer type
     (`None` for models with one type). They are cached on the prompt.
 
-    Masks include all that a family does to them: sliding windows, bidirectional images or prefixes. A causal mask
-    instead would silently be wrong by up to 2 nats. Masks other than [`~forward.layer_masks.Causal`] are a
+    Masks include all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask would
+    silently change log-probabilities by up to 2 nats. Masks other than [`~forward.layer_masks.Causal`] are a
     [`~forward.layer_masks.LayerMask`] of at least `P + n_new` tokens.
     """
-    cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
-    if cached_for >= n_new:
+    n_cached, cached = prompt.mask_cache.get("linear", (-1, {}))
+    if n_cached >= n_new:
         return cached
-    fill, described = family_of(model).token_field_fill, None
+    fill, masks = family_of(model).token_field_fill, None
 
     def fields(size: int, n_new: int) -> dict[str, torch.Tensor]:
         fields_of_prompt = prompt.token_fields.items()
@@ -61,18 +61,18 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
-            short = _described_masks(model, size, 1, fields(size, 1))
-            described = short if _is_causal(short) else None
-    if described is None:
-        described = _described_masks(model, len(prompt), n_new, fields(len(prompt), n_new))
-    prompt.mask_cache["linear"] = (n_new, described)
-    return described
+            short = _model_masks(model, size, 1, fields(size, 1))
+            masks = short if _is_causal(short) else None
+    if masks is None:
+        masks = _model_masks(model, len(prompt), n_new, fields(len(prompt), n_new))
+    prompt.mask_cache["linear"] = (n_new, masks)
+    return masks
 
 
-def _described_masks(
+def _model_masks(
     model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
 ) -> dict[str | None, LayerMask]:
-    """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens behind it."""
+    """Returns the masks that a model creates for a prompt of `size` tokens and `n_new` tokens after it."""
     total = size + n_new
     default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
     create = getattr(model, "create_masks_for_generate", default)
@@ -94,11 +94,11 @@ def _described_masks(
                 f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
                 "can't be shared."
             )
-    return {kind: None if mask is None else _described(mask, size) for kind, mask in masks.items()}
+    return {kind: None if mask is None else _compress(mask, size) for kind, mask in masks.items()}
 
 
 def _spans(mask: torch.Tensor) -> torch.Tensor | None:
-    """Returns the first and the end of the tokens that each row of a mask sees, `(R, 2)`; `None` if a row has gaps."""
+    """Returns the start and end of the visible tokens in the rows of a mask, `(R, 2)`; `None` if a row has gaps."""
     starts, ends = (values.to(torch.uint8).argmax(1) for values in (mask, mask.flip(1)))
     spans = torch.stack([starts, mask.size(1) - ends], dim=1)
     return spans if mask.sum(1).equal(spans[:, 1] - starts) else None
@@ -107,8 +107,8 @@ def _spans(mask: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def _masks_by_rows() -> Iterator[None]:
     """
-    Makes transformers create masks for sdpa as spans `(T, 2)` within the context: the first token that a token sees,
-    and the one behind the last, if it sees all between. Masks are created a few rows at a time, as they may be large.
+    Makes transformers create masks for sdpa as spans `(T, 2)` within the context: start and end of the tokens that
+    each token sees, unless a span has gaps. Masks are created a few rows at a time, as they may be large.
     """
     make = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
@@ -139,8 +139,8 @@ def _masks_by_rows() -> Iterator[None]:
         del interface["sdpa"]
 
 
-def _described(mask: torch.Tensor, size: int) -> LayerMask:
-    """Returns a mask of a prompt and of text behind it, as [`Causal`] if the text is causal in a window."""
+def _compress(mask: torch.Tensor, size: int) -> LayerMask:
+    """Compresses the mask of a prompt and of text after it, to [`Causal`] if the text is causal in a window."""
     whole = mask[0, 0] if mask.dim() == 4 else None
     spans = mask if whole is None else _spans(whole[size - 1 :])
     if spans is None:
@@ -160,11 +160,11 @@ def _described(mask: torch.Tensor, size: int) -> LayerMask:
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
-    """Returns the trees of the completions' prompts that their packed row holds."""
+    """Returns the prefix trees of the prompts in the packed row of completions."""
     groups = group_by_prompt(prompts)
-    behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    n_behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
-    return prompt_trees(behind, {prompt for prompt, by_type in masks.items() if _is_causal(by_type)})
+    return prompt_trees(n_behind, {prompt for prompt, by_type in masks.items() if _is_causal(by_type)})
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
@@ -203,7 +203,7 @@ def _without_pointwise_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns why completions of this model can't share their prompt in one row, or `None` if they can."""
+    """Returns the reason why completions of a model can't share their prompt in one row, or `None` if they can."""
     family = family_of(model)
     if family.padded is not None:
         return family.padded

@@ -25,9 +25,9 @@ def micro_batch_order(
     """
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
-    behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    n_behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     bundles: list[tuple[int, list[int]]] = []
-    for tree in prompt_trees(behind, groups):
+    for tree in prompt_trees(n_behind, groups):
         shared = tree.stop if tree.children else 0
         load, members = shared, []
         for prompt in tree.leaves:
@@ -64,8 +64,8 @@ def split_by_tokens(
     """
     Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing.
 
-    Groups stay together. A larger group is split into chunks, which come last, one group after the other; its prompt
-    counts in each chunk, and a packed chunk has at least one completion with tokens.
+    Groups stay together, except for groups of more than `max_tokens`. Their chunks come last, one group after the
+    other; the prompt counts in each chunk, and a packed chunk has at least one completion with tokens.
     """
 
     def size(part: list[list[int]]) -> int:

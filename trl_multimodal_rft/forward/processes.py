@@ -24,7 +24,7 @@ from .layout import split_samples
 
 class Processes:
     """
-    The forwards, and dummy inputs for encoders, that a rank must run because other ranks need them.
+    The forwards, and the dummy prompts for encoders, that a rank must run so that all ranks run the same collectives.
 
     Without an `accelerator`, there is one process. Several processes need the model's `processor`.
     """
@@ -43,10 +43,10 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_others: bool = False
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of the modalities that this rank's prompts don't have, but the collectives of an engine
-        need, as all ranks gather sharded weights, and reduce gradients, of the same encoders. With `with_others`,
-        another batch of the same forward has these modalities already. If the language model is frozen, prompts of
-        text alone get dummy prompts, too, as they would have no gradient.
+        Returns dummy prompts of modalities that this rank's prompts lack and that collectives need, as all ranks
+        gather sharded weights, and reduce gradients, of the same encoders. With `with_others`, another batch of the
+        same forward has these modalities already. If the language model is frozen, text-only prompts get dummy
+        prompts, too, as they would have no gradient.
         """
         if self.accelerator is None:
             return []
@@ -73,7 +73,10 @@ class Processes:
     def dummies_for_rest(
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], chosen: Sequence[EncodedPrompt]
     ) -> list[EncodedPrompt]:
-        """Returns dummy prompts of modalities that `chosen` prompts lack; one of text if none is chosen or lacking."""
+        """
+        Returns dummy prompts of the modalities of `prompts` that no `chosen` prompt has; if nothing is chosen and
+        there are no such modalities, one of text.
+        """
         kinds: list[str | None] = [*sorted(kinds_of(prompts) - kinds_of(chosen))]
         return [self._dummy(kind, model) for kind in kinds or ([] if chosen else [None])]
 
@@ -83,7 +86,10 @@ class Processes:
         isolate: Literal["media", "prompt"] | None,
         dummies: Sequence[EncodedPrompt] = (),
     ) -> int:
-        """Returns the number of forwards on the rank with most."""
+        """
+        Returns the largest number of forwards on any rank. Raises a `ValueError` if sharded encoders would run on some
+        ranks alone.
+        """
         parts = split_samples(prompts, isolate)
         if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
             return len(parts)
@@ -154,8 +160,8 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
 
 def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """
-    Returns trained parameters that outputs don't depend on, such as those of layers behind the one whose features are
-    used; none if reentrant checkpointing hides the graph.
+    Returns trained parameters that outputs don't depend on, such as those of an encoder's last layers, if features
+    come from an earlier layer. Returns none if reentrant checkpointing hides the graph.
     """
     reached = leaves_of_graph([*outputs])
     return [] if None in reached else [p for p in module.parameters() if p.requires_grad and p not in reached]

@@ -18,7 +18,7 @@ from .layout import States, rows_of
 @dataclass(frozen=True, eq=False)
 class ScoreRequest:
     """
-    Completions, their requested scores, and the forwards that compute these.
+    Completions, the scores to compute for them, and settings of the forwards.
 
     Args:
         prompts (`Sequence[EncodedPrompt]`):
@@ -30,9 +30,10 @@ class ScoreRequest:
         logps, hidden (`bool`, *optional*, default to `True` and `False`):
             Whether to compute log-probabilities and entropies, and to return the LM head's inputs, `(B, C, H)`.
         compute_aux_loss (`bool`, *optional*, defaults to `False`):
-            Whether to compute the load-balancing loss of a mixture of experts, in which prompts count per completion.
+            Whether to compute the load-balancing loss of a mixture of experts, in which a prompt counts once for each
+            of its completions.
         whole (`bool`, *optional*, defaults to `False`):
-            Whether `prompts` are whole sequences. `ids` are then the tokens that follow each token of a sequence, and
+            Whether `prompts` are whole sequences. `ids` are then the next tokens at each position of a sequence, and
             `mask` is 1 where they are scored.
         critic ([`~models.Critic`] or [`~models.ValueHead`], *optional*):
             Critic that computes values. For values alone, a separate critic needs no forward of the policy.
@@ -43,13 +44,13 @@ class ScoreRequest:
         rows (`Sequence[int]`, *optional*):
             Batch indices of the completions that matter. Others aren't forwarded and have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
-            Prompts with a separate forward: `"media"` for prompts whose media don't join exactly, `"prompt"` for all;
-            by default, all prompts share one. `min_forwards` run at least, of which surplus ones weigh nothing.
+            Prompts that get a separate forward: `"media"` for prompts whose media don't join exactly, `"prompt"` for
+            all; by default, all prompts share one forward. At least `min_forwards` run; surplus ones have weight 0.
         logits_temperature, logit_bias, extra_outputs (`float`, `dict[int, float]`, `Collection[str]`, *optional*):
             For models without a fused head: temperature of log-probabilities from the model's logits, which are in
             memory for all tokens; biases to add to these logits, by token; and further fields of the head to compute.
         states (`dict`, *optional*):
-            [`~forward.logprobs.prompt_states`] of a single prompt, behind which its completions alone are forwarded.
+            [`~forward.logprobs.prompt_states`] of a single prompt, so that only its completions are forwarded.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -91,7 +92,7 @@ class ScoreRequest:
             [`ScoreRequest`]: The request for these completions, in their order.
         """
         prompts = [self.prompts[i] for i in index]
-        return replace(self._changed(prompts, lambda values: rows_of(values, index)), rows=None)
+        return replace(self._map_rows(prompts, lambda values: rows_of(values, index)), rows=None)
 
     def padded(self, dummies: Sequence[EncodedPrompt]) -> "ScoreRequest":
         """
@@ -107,10 +108,10 @@ class ScoreRequest:
         if not dummies:
             return self
 
-        def with_zeros(values: torch.Tensor) -> torch.Tensor:
+        def pad_rows(values: torch.Tensor) -> torch.Tensor:
             return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, len(dummies)))
 
-        return self._changed([*self.prompts, *dummies], with_zeros)
+        return self._map_rows([*self.prompts, *dummies], pad_rows)
 
     def by_context(self, contexts: ContextRows) -> "ScoreRequest":
         """
@@ -124,9 +125,9 @@ class ScoreRequest:
             [`ScoreRequest`]: The request for these rows.
         """
         rows = None if self.rows is None else contexts.rows_of({*self.rows})
-        return replace(self._changed(contexts.prompts, contexts.cut), rows=rows)
+        return replace(self._map_rows(contexts.prompts, contexts.cut), rows=rows)
 
-    def _changed(
+    def _map_rows(
         self, prompts: Sequence[EncodedPrompt], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> "ScoreRequest":
         target = None if self.target is None else self.target.map(change)

@@ -32,7 +32,7 @@ class Scores:
     log_sum_sq_probs: torch.Tensor = _per_completion()  # logarithms of sums of squared probabilities, `(B, C)`
     hidden: torch.Tensor | None = _per_completion()  # last states, which predict each token, `(B, C, H)`
     aux_loss: torch.Tensor = _NONE  # load-balancing loss of a mixture of experts, a scalar
-    router: torch.Tensor = _NONE  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
+    router: torch.Tensor = _NONE  # `router_statistics` for that loss, `(2, E)`; the sum over parts of a batch
     supervised: torch.Tensor = _NONE  # log-probabilities of other, supervised completions
     deferred: "DeferredParts | None" = field(default=None, init=False)  # parts whose gradients are pending
     view: "Scores | None" = field(default=None, init=False)  # scores of the completions after a view of their prompts
@@ -60,7 +60,7 @@ class Scores:
         return Scores(**chosen, **self.tensors(per_completion=False))
 
     def spread(self, indices: Sequence[int], n: int) -> "Scores":
-        """Returns scores of `n` completions: the first of these scores at `indices`, and 0 elsewhere."""
+        """Returns scores of `n` completions: the first rows of these scores at `indices`, and 0 elsewhere."""
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             index = to_device(torch.tensor(indices, dtype=torch.long), values.device)
@@ -78,8 +78,8 @@ class Scores:
     @classmethod
     def join(cls, parts: Sequence["Scores"], indices: Sequence[Sequence[int]]) -> "Scores":
         """
-        Joins scores of parts of a batch in the order of the batch, where `indices` are those of the parts' rows.
-        Router statistics are summed, and supervised rows are those of the part that has some.
+        Joins scores of parts of a batch in the order of the batch; `indices` holds the batch indices of each part.
+        Router statistics are summed, and `supervised` comes from the part that has it.
         """
         chosen = [part.tensors(per_completion=True) for part in parts]
         order = [index for rows in indices for index in rows]
@@ -95,8 +95,8 @@ class Scores:
 
 def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
     """
-    Counts how often each expert was chosen, and sums its probabilities, over all layers, `(2, E)`, from which the
-    load-balancing loss is computed. Statistics of parts of a batch add up.
+    Returns the statistics of the load-balancing loss, `(2, E)`: for each expert, how often it was chosen and the sum
+    of its probabilities, over all layers. Statistics of parts of a batch can be added.
 
     Shapes: `router_logits` of each layer `(N, E)`; `weights`, how often each token counts, `N` numbers.
     """
@@ -124,10 +124,10 @@ class DeferredParts:
     """
     Scores of parts of a micro-batch, without the activations that produced them.
 
-    A loss is computed from [`joined`] as from scores of the whole; [`backward_by_parts`] then recomputes each part for
-    its gradient. `score` takes the index of a part and its rows and returns their [`~forward.scores.Scores`]. All
-    ranks run `n_parts` forwards: surplus ones repeat the last. Random states of the `device` and of the CPU are
-    restored.
+    A loss is computed from [`joined`] as from scores of the whole micro-batch; [`backward_by_parts`] then recomputes
+    each part for its gradient. `score` takes the index and the rows of a part and returns their
+    [`~forward.scores.Scores`]. All ranks run `n_parts` forwards: surplus ones repeat the last part. A recomputation
+    restores the random states of the CPU and the `device`.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
@@ -161,7 +161,7 @@ class DeferredParts:
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """Returns a score for the loss, at which `backward()` raises an error, since it would end there silently."""
+    """Detaches a score for the loss. `backward()` raises an error there, as it would end at the score silently."""
 
     def raise_error(leaf: torch.Tensor) -> None:
         raise lost_gradient("a score")

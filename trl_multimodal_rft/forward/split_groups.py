@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Forwards of a group that exceeds the token budget: its prompt once, and the completions behind it in chunks."""
+"""Forwards of a group that exceeds the token budget: its prompt once, and the completions after it in chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,9 +17,8 @@ class KeptPrompt:
     """
     Keys and values of a prompt for chunks of its completions.
 
-    With gradients, chunks attend to states without a graph, and the gradients of these are summed in float32. The last
-    chunk attends to the states that the prompt's forward returned, so that its backward pass, to which the sums are
-    added, is also that of the prompt.
+    In training, chunks attend to detached keys and values, whose gradients are summed in float32. Only the last chunk
+    attends to the keys and values with their graph: its backward pass adds the sums, and continues through the prompt.
 
     Args:
         forward (`Callable`):
@@ -40,15 +39,15 @@ class KeptPrompt:
             self._states, self._sums = {}, {}
         if not torch.is_grad_enabled():
             return states
-        attend = _with_sum if is_last else _summed
+        prepare = _add_sum if is_last else _detach_and_sum
         return {
-            layer: (attend(key, sums, (layer, 0)), attend(value, sums, (layer, 1)))
+            layer: (prepare(key, sums, (layer, 0)), prepare(value, sums, (layer, 1)))
             for layer, (key, value) in states.items()
         }
 
 
-def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
-    """Returns a state without a graph, whose gradient is added to a sum."""
+def _detach_and_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
+    """Returns a detached state, with a hook that adds its gradient to the sum at `key`."""
 
     def add(leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -62,8 +61,8 @@ def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) ->
     return leaf
 
 
-def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
-    """Returns the state, to whose gradient the sum from earlier chunks is added."""
+def _add_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], key: tuple) -> torch.Tensor:
+    """Returns the state with its graph, and with a hook that adds the sum of earlier chunks to its gradient."""
     if not state.requires_grad:
         return state
     state = state.view_as(state)
@@ -98,7 +97,7 @@ def behind_prompt(row: PackedRow, states: States) -> PackedRow:
 
 
 def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
-    """Returns whether a part of completions is the first and the last chunk of a group, for parts that are chunks."""
+    """Returns, by the index of each part that is a chunk of a group, whether it is the first and the last chunk."""
     owners = [{prompts[i].shared for i in part} for part in parts]
     counts, seen = Counter(prompt for members in owners for prompt in members), Counter()
     ends = {}
@@ -111,8 +110,8 @@ def chunk_ends(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]])
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """
-    Returns whether completions can be forwarded behind a [`KeptPrompt`]: not if layers carry a state from token to
-    token, and not if reentrant checkpointing hides the prompt's graph.
+    Returns whether completions can be forwarded after a [`KeptPrompt`]: `False` if layers carry a state from token to
+    token, or if reentrant checkpointing hides the prompt's graph.
     """
     if has_states(model):
         return False

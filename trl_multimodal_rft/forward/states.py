@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Layers that carry a state from token to token: completions start from the state behind their prompt."""
+"""Layers with a recurrent or convolutional state: completions start from the state that their prompt leaves."""
 
 import functools
 import inspect
@@ -15,18 +15,18 @@ from .autograd import Context
 from .layout import PrefixLayout
 
 
-# Layer types whose mixer carries a state from token to token
+# Types of layers whose mixer carries a state from token to token
 STATE_LAYERS = {"linear_attention", "conv"}
 
-# Methods of a cache that mixers call
-_STATES = {"get_conv_state", "get_recurrent_state"}
+# Methods of a cache by which mixers read their state
+_STATE_METHODS = {"get_conv_state", "get_recurrent_state"}
 
-# Names of a mixer's argument for the cache
-_CACHES = {*CACHE_NAMES, "cache_params"}
+# Names under which mixers take the cache
+_CACHE_ARGUMENTS = {*CACHE_NAMES, "cache_params"}
 
-# Names of a kernel's argument for the initial state. A mixer without one, such as Mamba 1's, silently ignores the
+# Names under which kernels take the initial state. A mixer that passes none, such as Mamba 1's, silently ignores the
 # state if it gets more than one token.
-_INITIAL_STATES = {"initial_state", "initial_states"}
+_INITIAL_STATE_ARGUMENTS = {"initial_state", "initial_states"}
 
 
 class _GatherCopies(torch.autograd.Function):
@@ -48,21 +48,21 @@ class _GatherCopies(torch.autograd.Function):
 
 def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """
-    Selects states by `index_select`, with a gradient that is summed in float32. Completions share keys, values and
-    states of their prompt: summed one after the other in bfloat16, 65 terms would be 1 % off.
+    Selects states like `index_select`, but sums their gradient in float32. Completions share the keys, values and
+    states of their prompt: a running sum of 65 gradients in bfloat16 would be 1 % off.
     """
     return _GatherCopies.apply(states, index, dim)
 
 
-class _States:
-    """A mixer's cache that keeps the gradient; caches of transformers copy states into buffers, which cuts it off."""
+class _GraphCache:
+    """A mixer's cache that keeps the graph; caches of transformers copy states into buffers, which cuts it off."""
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
         self.conv, self.recurrent = conv, recurrent
 
-    def of_rows(self, index: torch.Tensor) -> "_States":
+    def select_rows(self, index: torch.Tensor) -> "_GraphCache":
         kinds = (self.conv, self.recurrent)
-        return _States(*({i: gather_copies(state, index) for i, state in kind.items()} for kind in kinds))
+        return _GraphCache(*({i: gather_copies(state, index) for i, state in kind.items()} for kind in kinds))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.conv.get(state_idx)
@@ -102,7 +102,7 @@ def install_prefix_states(model: PreTrainedModel) -> None:
 
 
 def states_obstacle(model: PreTrainedModel) -> str | None:
-    """Returns why completions can't start from the state behind their prompt; `None` if they can, or have no state."""
+    """Returns the reason why completions can't start from their prompt's state; `None` if they can or have none."""
     mixers = _mixers(model)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     n_layers = sum(kind in STATE_LAYERS for kind in layer_types)
@@ -112,7 +112,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
         return f"{len(mixers)} modules keep a state for {n_layers} layers of type linear_attention or conv"
     for mixer in mixers:
         attributes, keywords = names_in_code(type(mixer))
-        if "get_recurrent_state" in attributes and not keywords & _INITIAL_STATES:
+        if "get_recurrent_state" in attributes and not keywords & _INITIAL_STATE_ARGUMENTS:
             return f"{type(mixer).__name__} starts from no given state"
         if _cache_name(mixer) is None or "attention_mask" not in inspect.signature(type(mixer).forward).parameters:
             return f"{type(mixer).__name__} has no known arguments for cache and mask"
@@ -131,22 +131,22 @@ def _prefix_forward(
     **kwargs: torch.Tensor | Cache | None,
 ) -> torch.Tensor:
     """
-    Runs the forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. The mixer then runs twice on
-    every rank, whatever its row, since engines may gather weights for each run.
+    Runs the forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. For a packed row, the mixer
+    always runs twice, so that ranks gather sharded weights equally often.
     """
     forward = type(mixer).forward
     if not isinstance(prefix_layout, PrefixLayout):
         return forward(mixer, hidden_states, *args, **kwargs)
     layout = prefix_layout.continued
 
-    def run(index: torch.Tensor, mask: torch.Tensor | None, states: _States) -> torch.Tensor:
+    def run_mixer(index: torch.Tensor, mask: torch.Tensor | None, states: _GraphCache) -> torch.Tensor:
         rows = hidden_states[0].index_select(0, index.flatten()).view(*index.shape, -1)
         return forward(mixer, rows, *args, **{**kwargs, "attention_mask": mask, _cache_name(mixer): states})
 
-    states = _States({}, {})
-    heads = run(layout.head_index, layout.head_mask, states)
-    branches = run(layout.branch_index, None, states.of_rows(layout.owner))
-    outputs = torch.cat([heads.flatten(0, 1), branches.flatten(0, 1)])
+    states = _GraphCache({}, {})
+    prompt_outputs = run_mixer(layout.head_index, layout.head_mask, states)
+    branch_outputs = run_mixer(layout.branch_index, None, states.select_rows(layout.owner))
+    outputs = torch.cat([prompt_outputs.flatten(0, 1), branch_outputs.flatten(0, 1)])
     return outputs.index_select(0, layout.restore_index)[None]
 
 
@@ -156,20 +156,20 @@ def has_states(model: PreTrainedModel) -> bool:
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.get_decoder().modules() if _STATES & names_in_code(type(module))[0]]
+    return [module for module in model.get_decoder().modules() if _STATE_METHODS & names_in_code(type(module))[0]]
 
 
 def _cache_name(mixer: nn.Module) -> str | None:
-    return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHES), None)
+    return next((name for name in inspect.signature(type(mixer).forward).parameters if name in _CACHE_ARGUMENTS), None)
 
 
 @functools.cache
 def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the names of attributes, and of keywords in calls, in the code of a module's class."""
-    classes = [source for source in module_class.__mro__ if issubclass(source, nn.Module) and source is not nn.Module]
-    functions = [f for source in classes for f in vars(source).values() if inspect.isfunction(f)]
-    code = [inspect.unwrap(f).__code__ for f in functions]
+    """Returns the names of attributes and of keyword arguments that occur in the code of a module's class."""
+    classes = [base for base in module_class.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    functions = [f for base in classes for f in vars(base).values() if inspect.isfunction(f)]
+    codes = [inspect.unwrap(f).__code__ for f in functions]
     # The compiler keeps the names of a call's keyword arguments as a constant tuple
-    constants = [value for source in code for value in source.co_consts if isinstance(value, tuple)]
-    names = (name for source in code for name in source.co_names)
+    constants = [value for code in codes for value in code.co_consts if isinstance(value, tuple)]
+    names = (name for code in codes for name in code.co_names)
     return frozenset(names), frozenset(name for names in constants for name in names)

@@ -18,7 +18,7 @@ def backward_by_parts(
     """
     Runs the backward pass of all parts but the last, for a scalar loss of the joined scores.
 
-    Returns a scalar with the value of the loss, whose backward pass is that of the last part. `divisor` is the number
+    Returns a scalar with the value of the loss; its `backward()` runs the last part. `divisor` is the number
     by which the caller divides the loss, such as the number of accumulation steps. Raises a `RuntimeError` if the loss
     has a gradient for other tensors than the scores, which would be lost.
     """
@@ -29,8 +29,8 @@ def backward_by_parts(
     by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
     surrogate = loss.new_zeros(())
     for index, outputs in enumerate(deferred.outputs):
-        last = index == len(deferred.outputs) - 1
-        with _accumulating(accelerator, model, not last):
+        is_last = index == len(deferred.outputs) - 1
+        with _accumulating(accelerator, model, not is_last):
             surrogate = loss.new_zeros(())
             scores = deferred.again(index).tensors()
             for name, leaf in outputs.tensors().items():
@@ -38,15 +38,15 @@ def backward_by_parts(
                     gradient = by_leaf[id(leaf)]
                     # Surplus parts have no gradient, but must run the collectives of a backward pass
                     surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
-            if not last:
-                engine = accelerator.distributed_type == DistributedType.DEEPSPEED
-                accelerator.backward(surrogate / divisor, **({"scale_wrt_gas": False} if engine else {}))
+            if not is_last:
+                is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+                accelerator.backward(surrogate / divisor, **({"scale_wrt_gas": False} if is_deepspeed else {}))
     return surrogate - surrogate.detach() + loss.detach()
 
 
 @contextmanager
 def _accumulating(accelerator: Accelerator, model: nn.Module, active: bool):
-    """Disables the reduction of gradients and the optimizer step, unless they are disabled already."""
+    """Disables the reduction of gradients and the optimizer step if `active`, unless they are disabled already."""
     if not (active and accelerator.sync_gradients):
         yield
         return

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Trees of prompts that start alike, with the same media or system prompt, whose nodes are forwarded once."""
+"""Prefix trees of prompts, which share a system prompt or media, so that shared tokens are forwarded once."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _WORTH_SHARING = 0.1
 
 @dataclass(eq=False)
 class Node:
-    """Tokens that several prompts share behind those of the parent node; in a leaf, the other tokens of one prompt."""
+    """Tokens that several prompts share after those of the parent node; in a leaf, the other tokens of one prompt."""
 
     prompt: EncodedPrompt  # the longest of the prompts; its mask holds for all of them
     stop: int  # tokens of the prompt up to the end of the node
@@ -29,7 +29,7 @@ class Node:
 
 
 def leaf(prompt: EncodedPrompt) -> Node:
-    """Returns the node without children of one prompt."""
+    """Returns a node of one prompt, without children."""
     return Node(prompt, len(prompt))
 
 
@@ -47,10 +47,10 @@ def count_tokens(trees: Sequence[Node]) -> int:
 
 def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[EncodedPrompt]) -> list[Node]:
     """
-    Returns trees of unique `prompts`, which are keys of the number of tokens behind each prompt.
+    Returns the prefix trees of unique prompts. `prompts` maps a prompt to the number of completion tokens after it.
 
-    Only the `causal` prompts share tokens: those with equal ids, fields and positions. Media are shared if they are
-    equal, and wholly within the shared tokens.
+    Only the `causal` prompts share tokens, which must have equal ids, fields and positions. Media are shared if they
+    are equal, and wholly within the shared tokens.
     """
     shareable = [prompt for prompt in prompts if prompt in causal]
     trees = _grow(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
@@ -63,26 +63,26 @@ def _grow(
     prompts: Sequence[EncodedPrompt],
     depth: int,
     symbols: Mapping[EncodedPrompt, torch.Tensor],
-    behind: Mapping[EncodedPrompt, int],
+    n_behind: Mapping[EncodedPrompt, int],
 ) -> list[Node]:
-    """Returns the nodes of prompts below a node with their first `depth` tokens."""
+    """Returns the nodes of prompts after their first `depth` tokens, which a parent node holds."""
     if len(prompts) == 1:
         return [leaf(prompts[0])]
     first = prompts[0]
     equal = common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
-    # A node ends before media that it would cut, or whose last placeholder would be its last token, which is repeated
+    # A node ends before media that it would cut, or that would end with the node, as children repeat its last token
     starts, ends = zip(*(prompt.media_span or (equal, 0) for prompt in prompts), strict=True)
     if min(starts) < equal <= max(ends):
         common = min(starts)
     saved = (common - depth) * (len(prompts) - 1) - len(prompts)
-    is_worth = saved >= _WORTH_SHARING * sum(len(prompt) - depth + behind[prompt] for prompt in prompts)
+    is_worthwhile = saved >= _WORTH_SHARING * sum(len(prompt) - depth + n_behind[prompt] for prompt in prompts)
     groups: dict[tuple, list[EncodedPrompt]] = {}
     for i, prompt in enumerate(prompts):
         following = symbols[prompt][equal : equal + 1].flatten().tolist()
         groups.setdefault((*following,) or (None, i), []).append(prompt)
-    below = common if is_worth and common else depth
-    children = [node for group in groups.values() for node in _grow(group, below, symbols, behind)]
-    return [Node(max(prompts, key=len), common, children)] if is_worth and common else children
+    below = common if is_worthwhile and common else depth
+    children = [node for group in groups.values() for node in _grow(group, below, symbols, n_behind)]
+    return [Node(max(prompts, key=len), common, children)] if is_worthwhile and common else children
 
 
 def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -92,7 +92,7 @@ def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tensor]:
-    """Returns all that distinguishes tokens of prompts, `(P, K)`: ids, fields, positions, and media at their start."""
+    """Returns the values by which tokens are compared, `(P, K)`: ids, fields, positions, and media at their start."""
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
     axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
     share_media(prompts)
@@ -111,16 +111,16 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
 
 
 def share_media(prompts: Iterable[EncodedPrompt]) -> None:
-    """Gives prompts with equal media a common `on_device`, in which forwards keep tensors and features of media."""
+    """Gives prompts with equal media one `on_device`, the cache of the media's tensors and features on devices."""
     alike: dict[tuple, list[EncodedPrompt]] = {}
     for prompt in dict.fromkeys(prompts):
         if prompt.media:
             shapes = ((name, value.dtype, *value.shape) for name, value in sorted(prompt.media.items()))
             alike.setdefault((*shapes,), []).append(prompt)
     for group in alike.values():
-        kept: dict[bytes, dict] = {}
+        caches: dict[bytes, dict] = {}
         for prompt in group if len(group) > 1 else ():
-            prompt.on_device = kept.setdefault(_digest(prompt), prompt.on_device)
+            prompt.on_device = caches.setdefault(_digest(prompt), prompt.on_device)
 
 
 def _digest(prompt: EncodedPrompt) -> bytes:

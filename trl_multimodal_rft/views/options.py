@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Options that name a view: its share of completions, its strength, and its terms in the loss."""
+"""Options that name a view, with settings for its share of completions, its strength, and its terms in the loss."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ class RolloutView:
     """View from which a share of each group is sampled, by the option `rollout_view`."""
 
     view: View | None = None
-    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, which is its last completions, rounded down
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # share of a group, rounded down; its last completions
     schedule: str = "constant"  # schedule of the view's strength, see `SCHEDULES`
 
 
@@ -38,11 +38,11 @@ class LossView:
 
     view: View | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.0  # weight of the divergence of the policy under the view
-    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token, in nats, that the loss raises no further
+    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token, in nats, at which the loss stops raising it
     # Weights of two entropies that the loss lowers: of the policy without and with the view
     entropy_coefs: list[float] | None = None
     advantage_min: Annotated[float | None, "[0, 1]"] = None  # weight of the advantage that depends least on the media
-    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on, of the highest dependency
+    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of tokens to train on: those most dependent on media
     temperature: Annotated[float | None, "(0, inf)"] = None  # temperature of token weights by entropy differences
 
     @property
@@ -82,26 +82,26 @@ T = TypeVar("T", RolloutView, ContrastView, LossView, RejectedView)
 def view_option(cls: type[T], option: str, value: str | None) -> T:
     """
     Reads an option that names a view, with settings of the view and of `cls`, such as
-    `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Raises `ValueError` if neither or both have a setting, or a value is out
-    of range.
+    `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Raises `ValueError` if a setting belongs to neither or to both, or if a
+    value is out of range.
     """
     if value is None:
         return cls()
     name, settings = split_settings(value)
     hints = {spec.name: (spec.type, spec.default) for spec in fields(cls) if spec.name != "view"}
     view, options = as_view(name), {}
-    known = inspect.signature(view.type.function).parameters
-    if both := sorted(hints.keys() & known):
+    names = inspect.signature(view.type.function).parameters
+    if both := sorted(hints.keys() & names):
         raise ValueError(f"The view {name!r} has a setting {both[0]!r}, as `{option}` does; rename that of the view.")
     for key, setting in (settings or {}).items():
         if key in hints:
             annotation, default = hints[key]
             check_value(f"`{key}` of `{option}`", setting, annotation, f"the default is {default!r}")
             options[key] = setting
-        elif key not in known:
+        elif key not in names:
             raise ValueError(
-                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*known][2:]}, and the option "
-                f"{[*hints]}.{did_you_mean(key, [*known, *hints])}"
+                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*names][2:]}, and the option "
+                f"{[*hints]}.{did_you_mean(key, [*names, *hints])}"
             )
     view_settings = {key: setting for key, setting in (settings or {}).items() if key not in options}
     check_settings(view.type.function, option, view_settings)
@@ -109,7 +109,7 @@ def view_option(cls: type[T], option: str, value: str | None) -> T:
 
 
 def changed_media(config: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Returns the modalities of media that views of a config change, by the options that name the views."""
+    """Returns the modalities that views in a config change, by the options that name the views."""
     names = ("rollout_view", "contrast_view", "loss_view", "teacher_view", "student_view", "rejected_view")
     views = {f"`{name}`": as_view(split_settings(config[name])[0]) for name in names if config.get(name)}
     kinds = {name: {*filter(view.applies_to, MODALITIES)} for name, view in views.items()}

@@ -2,8 +2,8 @@
 """
 Views: media that a model sees or hears instead of the original, such as a masked image, silence or shuffled frames.
 
-A view is one function under [`view`], of pixels `(T, H, W, 3)` (an image has one frame) or of samples `(S,)`, and of a
-random generator. The function returns an array of the same shape, so that a prompt keeps its tokens.
+A view is a function that [`view`] decorates. It takes pixels `(T, H, W, 3)` (an image has one frame) or samples
+`(S,)`, and a random generator, and returns an array of the same shape, so that a prompt keeps its tokens.
 """
 
 import inspect
@@ -78,9 +78,9 @@ class View:
 
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
-    modalities: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
+    modalities: tuple[str, ...] = MODALITIES  # media to replace, if the view applies to them
     others: Sequence[MediaRef] = ()  # media of another row, used in turn
-    seed: tuple[int, ...] = (0,)  # seed of random numbers, with the index of media in the prompt
+    seed: tuple[int, ...] = (0,)  # seed, together with the index of media in the prompt
 
     @property
     def spelling(self) -> str:
@@ -124,7 +124,7 @@ class View:
                 f"The view {self.type.name!r} made {changed.shape} of {source.shape}; keep the shape of the medium, "
                 "and so the tokens of its prompt."
             )
-        changed = np.ascontiguousarray(changed, source.dtype)  # torch takes no array in reverse
+        changed = np.ascontiguousarray(changed, source.dtype)  # torch takes no array with negative strides
         if isinstance(media, PIL.Image.Image):
             return cast(M, PIL.Image.fromarray(changed[0]))
         return cast(M, torch.from_numpy(changed).permute(0, 3, 1, 2) if isinstance(media, torch.Tensor) else changed)
@@ -136,8 +136,8 @@ def as_view(source: "str | Callable | View") -> View:
 
     Args:
         source (`str` or `Callable` or [`View`]):
-            Name of a view, with settings behind it (`"mask_patches(ratio=0.5)"`), a dotted path to a function
-            (`"my_views.flip"`), or the function, of a medium and a random generator as for [`view`].
+            Name of a view, with its settings (`"mask_patches(ratio=0.5)"`), a dotted path to a function
+            (`"my_views.flip"`), or the function itself, which takes a medium and a random generator as for [`view`].
 
     Returns:
         [`View`]: The view, which maps decoded media and their index in the prompt to other media of the same size.
@@ -150,9 +150,9 @@ def as_view(source: "str | Callable | View") -> View:
     if not isinstance(source, str):
         return View(ViewType(getattr(source, "__name__", type(source).__name__), None, source))
     name, settings = split_settings(source)
-    known = VIEWS.get(name) or ViewType(name, None, load_dotted(name, "view", [*VIEWS], "my_views.flip"))
-    check_settings(known.function, name, settings or {})
-    return View(known, settings or {})
+    view_type = VIEWS.get(name) or ViewType(name, None, load_dotted(name, "view", [*VIEWS], "my_views.flip"))
+    check_settings(view_type.function, name, settings or {})
+    return View(view_type, settings or {})
 
 
 def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
@@ -208,8 +208,8 @@ def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: Annotated
     The view is $\sqrt{\bar\alpha_t} x + \sqrt{1 - \bar\alpha_t} \epsilon$ for pixels $x$ between 0 and 1.
     """
     logits = np.linspace(-6, 6, _DIFFUSION_STEPS)
-    kept = np.cumprod(1 - (1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-logits))))[step]
-    noisy = np.sqrt(kept) * media / 255 + np.sqrt(1 - kept) * rng.standard_normal(media.shape)
+    signal = np.cumprod(1 - (1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-logits))))[step]
+    noisy = np.sqrt(signal) * media / 255 + np.sqrt(1 - signal) * rng.standard_normal(media.shape)
     return noisy.clip(0, 1) * 255
 
 
@@ -231,8 +231,8 @@ def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 @view("drop_frames", modalities=("video",), strength="ratio")
 def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: Share = 0.5) -> np.ndarray:
     """Repeats of the previous kept frame in place of dropped frames; the first frame stays."""
-    kept = rng.random(len(media)) >= ratio
-    indices = np.where(kept, np.arange(len(media)), 0)
+    is_kept = rng.random(len(media)) >= ratio
+    indices = np.where(is_kept, np.arange(len(media)), 0)
     return media[np.maximum.accumulate(indices)]
 
 
