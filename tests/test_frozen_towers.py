@@ -366,6 +366,17 @@ def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
     assert seen == {"forwards": 4, "graphs": 0}
 
 
+def test_forwards_without_kept_features_follow_those_with(monkeypatch):
+    """As of a trainer on a frozen model that was evaluated before."""
+    model, prompts = frozen_model()
+    logps, _ = of_media(model, prompts)
+    assert features.learned_ways(model)[0][1] and len(prompts) > 1
+    monkeypatch.setattr("trl_multimodal_rft.forward.inputs.encode_frozen", lambda *args: None)
+    for prompt in prompts:
+        prompt.on_device.clear()
+    assert of_media(model, prompts)[0].allclose(logps, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_rows_become_messages_once(rows, monkeypatch):
     placed, rendered = Counter(), Counter()

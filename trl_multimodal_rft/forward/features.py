@@ -253,8 +253,10 @@ def _calls_of(prompt_calls: list[list[_Call]], way: int, index: int, features: t
         calls = [call for records in prompt_calls for call in records][index : index + 1]
         return [call for call in calls if features is not None and call.shape == features.shape]
     calls = [records[index] for records in prompt_calls if index < len(records)]
+    if features is None or not calls or len(calls) < len(prompt_calls):
+        return []
     shapes = [call.shape for call in calls]
-    if features is None or len(calls) < len(prompt_calls) or any(len(shape) != features.dim() for shape in shapes):
+    if any(len(shape) != features.dim() for shape in shapes):
         return []
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
     joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(features.dim())]
