@@ -88,8 +88,8 @@ class EvaluationConfig:
     majority_at: list[int] | None = None
     correct_threshold: float = 1.0
     group_by: str | None = None
-    max_tool_calling_iterations: int | None = None
-    max_tool_media: int | None = None
+    max_tool_calling_iterations: Annotated[int | None, "[0, inf]"] = None
+    max_tool_media: Annotated[int | None, "[0, inf]"] = None
     max_context_media: Annotated[int | None, "[1, inf]"] = None
     ablate: Literal["image", "audio", "video"] | None = None
     ablate_with: str = "blank"

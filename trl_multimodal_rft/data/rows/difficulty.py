@@ -28,8 +28,9 @@ class DifficultySampler:
     each step; that both measurements are merged; and that the share of rows that are too easy or too hard now is
     lowered in each iteration, in favor of rows of medium difficulty. It groups rows into tiers, and gives neither
     their bounds nor the ratios. Here, each row has the weight $\max(4 p (1 - p), 0.1)$ of its pass rate $p$, the
-    variance of a reward of 0 or 1 relative to the largest one. A new measurement moves $p$ halfway. A row that was
-    never measured counts as one with $p = 0.5$. The oversampling by a ratio isn't done here; see `dynamic_sampling`.
+    variance of a reward of 0 or 1 relative to the largest one. A first measurement sets $p$, a later one moves it
+    halfway. A row that was never measured counts as one with $p = 0.5$. The oversampling by a ratio isn't done here;
+    see `dynamic_sampling`.
 
     A batch has no row twice, but batches are drawn independently, so an epoch is only a number of batches. The rows of
     batch `n` are drawn when batch `n - n_prefetched` is read, so that their media are read in advance: they depend on
