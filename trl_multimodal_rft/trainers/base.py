@@ -481,7 +481,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
-            shuffles = self.rollout_func is not None or not self.args.keep_groups_together
+            shuffles = self.rollout_func is not None or self.args.packing_settings.shuffle
             self._buffered_inputs = self._run.micro_batches(rollout, shuffles)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, index)

@@ -140,10 +140,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
             self._add_reward("soft_overlong_punishment", penalty)
         self._reward_scale = RunningScale()
-        if args.kl_target is None:
+        if args.kl_control is None:
             self._kl_controller = FixedKLController(args.beta)
         else:
-            self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
+            self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
         # Sums of an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
         self._kl_window = Window()
         self._entropy_window = Window()

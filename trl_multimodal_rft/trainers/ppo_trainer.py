@@ -171,7 +171,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if value_model is not None and (args.estimator.name != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` doesn't use; change one of them.")
-        if (ptx_dataset is not None) != (args.ptx_coef > 0):
+        if (ptx_dataset is not None) != (args.ptx.coef > 0):
             raise ValueError(
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
             )
@@ -180,7 +180,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         options: Any = args.gradient_checkpointing_kwargs or {}
         reentrant = options.get("use_reentrant") and args.gradient_checkpointing
         reduces_once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
-        if args.ptx_coef > 0 and reentrant and reduces_once:
+        if args.ptx.coef > 0 and reentrant and reduces_once:
             raise ValueError(
                 "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives "
                 "apart, and DDP and DeepSpeed take only once. Set "
@@ -311,14 +311,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is not None:
             mask = mask * require(inputs.rewards.scorable)[:, None]
             targets = require(inputs.values.old), require(inputs.values.returns)
-            value = value_loss(scores.values, *targets, mask, args.cliprange_value)
+            value = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
             mean = loss_type.average(value.loss, mask, self._normalizer(inputs))
-            loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)
+            loss = loss + args.value_loss.coef * self._if_trained("critic", mean, scores.values)
             metrics |= value.metrics
         if scores.supervised is not None and self._ptx_batch is not None:
             ptx = ptx_loss(scores.supervised, self._ptx_batch.mask)
             mean = ptx.loss / self._accumulation()
-            loss = loss + args.ptx_coef * self._if_trained("policy", mean, scores.supervised)
+            loss = loss + args.ptx.coef * self._if_trained("policy", mean, scores.supervised)
             metrics |= ptx.metrics
         if self.accelerator.sync_gradients:
             logged = self._metrics["train"]
@@ -347,7 +347,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _supervised_batch(self) -> ScoreRequest | None:
         if self._supervised is None:
             return None
-        n = self.args.per_device_ptx_batch_size
+        n = self.args.ptx.batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
         encoder = SupervisedEncoder(
             self.processing_class,

@@ -40,8 +40,7 @@ class RolloutLog:
     def __post_init__(self):
         args, self.media, self.hint = self.run.args, None, None
         if args.log_completions:
-            max_media = args.max_logged_media if args.log_multimodal else 0
-            self.media = MediaLog(args.generation_batch_size, max_media, self.run.accelerator)
+            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
         if self.run.rewards.names:
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
