@@ -30,7 +30,7 @@ NAMES = (
 ).split()
 OF_RUNS = (
     "max_tokens_per_microbatch special_tokens_in_text eos_token pad_token image_token eos_token_id tokens "
-    "skip_special_tokens keep_groups_together key_frames keyboard author tokenizer top_k"
+    "skip_special_tokens key_frames keyboard author tokenizer top_k"
 ).split()
 
 

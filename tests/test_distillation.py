@@ -58,7 +58,7 @@ def test_packed_equals_trl(rows, name):
         if name == "evaluated":
             options["objects"] = {"eval_dataset": rows(6)}
         if trainer_class is InjectedOurs:
-            options["keep_groups_together"] = False
+            options["packing"] = "prefix(shuffle=True)"
         runs.append(distill(trainer_class, "qwen2_5_vl", rows(), **options))
     assert all(runs[1].trainer.scored_packed)
     assert_equal(*runs)
@@ -308,7 +308,7 @@ def test_tools_work_as_in_trl():
     objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))
     theirs = distill(CallingTRL, "qwen3_vl", text_rows(), objects, **CALLS)
     objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))
-    options = {**CALLS, "keep_groups_together": False, "sampler": Calling}
+    options = {**CALLS, "packing": "prefix(shuffle=True)", "sampler": Calling}
     ours = distill(MultimodalDistillationTrainer, "qwen3_vl", text_rows(), objects, **options)
     assert theirs.history[0]["tools/call_frequency"] == 0.5
     assert_equal(theirs, ours)

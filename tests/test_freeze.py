@@ -302,7 +302,7 @@ def test_text_alone_while_the_language_model_is_frozen(packing, tmp_path):
     pictures = image_rows()
     mixed = [{**row, "image": None} if i % 2 else row for i, row in enumerate(pictures)]
     options = {"freeze": "language_model", "packing": packing, "gradient_accumulation_steps": 2}
-    options |= {"per_device_train_batch_size": 4, "max_steps": 1, "keep_groups_together": True}
+    options |= {"per_device_train_batch_size": 4, "max_steps": 1}
     text = run(InjectedOurs, FAMILY, text_rows(), **options)
     assert moves(text) == set()
     both = run(InjectedOurs, FAMILY, Dataset.from_list(mixed), **options)
@@ -479,8 +479,8 @@ def test_rates_of_adapters():
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_critic(shared_trunk):
     """A separate critic's backbone is frozen like the policy; its head trains, and both at the critic's rate."""
-    options = {"freeze": "vision_tower", "learning_rates": {"projector": 0.05}, "value_learning_rate": 0.02}
-    options |= {"lr_scheduler_type": "linear", "value_lr_scheduler_type": "constant", "shared_trunk": shared_trunk}
+    options = {"freeze": "vision_tower", "learning_rates": {"projector": 0.05}, "shared_trunk": shared_trunk}
+    options |= {"lr_scheduler_type": "linear", "value_learning_rate": "0.02(lr_scheduler_type='constant')"}
     result = run(InjectedPPO, FAMILY, image_rows(), num_ppo_epochs=1, **options)
     model = result.trainer.model
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}

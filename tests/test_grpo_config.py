@@ -118,7 +118,11 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({**KL, "kl_estimator": "k1", "advantage_estimator": function}, "remove `kl_estimator='k1'`"),
         ({**KL, "kl_estimator": "k4"}, "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
         *(({**KL, "kl_target": value}, "`kl_target` must be above 0") for value in (0.0, -1.0)),
-        ({**KL, "kl_target": 0.1, "kl_horizon": 0}, "`kl_horizon` must be above 0"),
+        ({**KL, "kl_target": "0.1(horizon=0)"}, "`horizon` of 'kl_target' must be above 0"),
+        (
+            {**KL, "kl_target": "low"},
+            "`kl_target` must be a number, such as 0.1, also with settings behind it, got 'low'",
+        ),
         *(
             ({**KL, "advantage_estimator": "reinforce", name: value}, f"`{name}={value!r}` takes one advantage per")
             for name, value in (("importance_sampling_level", "sequence"), ("loss_type", "gmpo"))
@@ -169,7 +173,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
         ({"difficulty_sampling": True, "shuffle_dataset": False}, "which `shuffle_dataset=False` asks to keep"),
         ({**SINGLE, "dynamic_sampling": 4}, "`dynamic_sampling` selects prompts whose"),
-        ({"balance_ranks": True, "keep_groups_together": False}, "`balance_ranks` moves whole groups, which"),
+        ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups, which"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
         ({**STEPS, "reward_running_scale": True}, "reads rewards of steps, which `reward_running_scale`, `reward_cl"),
         ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps, which"),

@@ -39,7 +39,7 @@ from helpers.trainer_utils import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.reading.decoding import load_image, load_video
 from trl_multimodal_rft.data.reading.files import media_file
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -458,12 +458,13 @@ def test_wandb(boards):
         assert_close(load_video(ref("video", files["video"]))[0], clip)
 
 
-def test_unique_prompts_are_told_apart_by_their_media(tmp_path):
+def test_unique_prompts_are_told_apart_by_their_media(tmp_path, monkeypatch):
     """This concerns the boards. The parquet holds all rows."""
     rows = Dataset.from_list([{"prompt": "Who speaks?"}] * 8)
     rows = with_media(rows, "audio", [sound(0.3, seed=i) for i in range(8)])
     options = {"report_to": ["tensorboard"], "log_unique_prompts": True, "per_device_train_batch_size": 16}
-    train("audio", tmp_path, rows=rows, max_steps=1, max_logged_media=3, **options)
+    monkeypatch.setattr(media_logs, "MAX_PROMPTS", 3)
+    train("audio", tmp_path, rows=rows, max_steps=1, **options)
     (folder,) = (tmp_path / "_private" / "runs").iterdir()
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -480,23 +481,16 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if "This warning is shown once." in record.getMessage()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "n", "bound", "logged"), [("audio", 16, 3, [0, 4, 8]), ("image", 48, None, [*range(0, 48, 4)])]
-)
-def test_first_prompts_have_their_media(kind, n, bound, logged, tmp_path, caplog):
+@pytest.mark.parametrize(("kind", "n"), [("audio", 32), ("image", 48)])
+def test_first_prompts_have_their_media(kind, n, tmp_path, caplog):
     rows = ROWS[kind](n // 4)
     with caplog.at_level(logging.WARNING):
-        train(kind, tmp_path, rows=rows, per_device_train_batch_size=n, max_logged_media=bound)
+        train(kind, tmp_path, rows=rows, per_device_train_batch_size=n)
     for step in (1, 2):
-        assert [i for i, row in enumerate(table(tmp_path, step)) if row[kind] is not None] == logged
+        assert [i for i, row in enumerate(table(tmp_path, step)) if row[kind] is not None] == [*range(0, 32, 4)]
     messages = said(caplog)
-    assert len(messages) == (bound is not None)
-    for message in messages:
-        assert "Of 4 prompts with media in the table of completions, 3 are" in message
-        assert "`max_logged_media`" in message
-    assert MultimodalGRPOConfig("out", use_cpu=True, bf16=False).max_logged_media == 8
-    with pytest.raises(ValueError, match="`max_logged_media` must be at least 1, got 0"):
-        MultimodalGRPOConfig("out", use_cpu=True, bf16=False, max_logged_media=0)
+    assert len(messages) == (n > 32)
+    assert all("Of 12 prompts with media in the table of completions, the first 8 are" in text for text in messages)
 
 
 def test_large_media_are_left_out(tmp_path, caplog, monkeypatch):
@@ -554,9 +548,11 @@ def test_off_switch(tmp_path, decodes):
     assert decodes == {"train": 8, "log": 0}
 
 
-def test_only_what_is_logged_is_decoded(tmp_path, decodes):
+def test_only_what_is_logged_is_decoded(tmp_path, decodes, monkeypatch):
     """Of four batches of two prompts, the trainer logs one prompt of the last batch, and only once."""
-    train("image", tmp_path / "one", max_steps=4, logging_steps=4, max_logged_media=1, **HERE)
+    with monkeypatch.context() as patch:
+        patch.setattr(media_logs, "MAX_PROMPTS", 1)
+        train("image", tmp_path / "one", max_steps=4, logging_steps=4, **HERE)
     assert decodes == {"train": 8, "log": 1}
     # Training ends with a log, which contains rows that no table has yet
     train("image", tmp_path, max_steps=3, logging_steps=2, **HERE)

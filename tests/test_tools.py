@@ -528,7 +528,7 @@ def test_evaluation_calls_tools(tmp_path):
 @pytest.mark.slow
 def test_tables_hold_what_tools_showed(tmp_path):
     objects = {**talking("qwen2_5_omni"), "tools": [shows(*everything())]}
-    options = {**LONG, "log_completions": True, "max_logged_media": 8, "num_completions_to_print": 1}
+    options = {**LONG, "log_completions": True, "num_completions_to_print": 1}
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen2_5_omni", image_rows(), tmp_path, objects=objects, sampler=Scripted, **options
     )

@@ -75,7 +75,7 @@ PACKED = {
     "vespo, truncated masked": {**REUSED, "loss_type": "vespo", "mask_truncated_completions": True},
     "grpo by sequence": {
         **SPLIT,
-        **{"loss_type": "grpo", "importance_sampling_level": "sequence", "keep_groups_together": False},
+        **{"loss_type": "grpo", "importance_sampling_level": "sequence", "packing": "prefix(shuffle=True)"},
     },
     "lora, kl, checkpointing": {
         **REUSED,
@@ -96,7 +96,8 @@ PACKED = {
 def test_packed_equals_padded(kind, name):
     options = PACKED[name]
     packed = run(InjectedOurs, FAMILY[kind], ROWS[kind](), **options)
-    padded = run(InjectedOurs, FAMILY[kind], ROWS[kind](), packing="padded", **options)
+    in_rows = {**options, "packing": options.get("packing", "prefix").replace("prefix", "padded")}
+    padded = run(InjectedOurs, FAMILY[kind], ROWS[kind](), **in_rows)
     assert all(packed.trainer.scored_packed) and not any(padded.trainer.scored_packed)
     difference = relative_difference(padded.update, packed.update)
     worst, where = largest_difference(padded.history, packed.history)
@@ -118,7 +119,7 @@ def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing
 
 def test_one_generation_batch_is_scored_in_one_way(tmp_path):
     """Micro-batches that would gain nothing from packing use it, too, so that all log-probabilities agree."""
-    options = {**SPLIT, "per_device_train_batch_size": 2, "keep_groups_together": False, "beta": 0.1}
+    options = {**SPLIT, "per_device_train_batch_size": 2, "packing": "prefix(shuffle=True)", "beta": 0.1}
     trainer = make_trainer(
         InjectedOurs, "qwen2_audio", audio_rows(), tmp_path, num_generations=2, self_check=False, **options
     )

@@ -325,7 +325,7 @@ def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
     ],
 )
 def test_adapters_that_vllm_cannot_take(settings, message):
-    with pytest.raises(ValueError, match=f"{message}.*or set `vllm_sync_adapter=False`"):
+    with pytest.raises(ValueError, match=f"{message}.*or set `vllm_engine_kwargs={{'enable_lora': False}}`"):
         EngineAdapter(adapted("qwen2_5_vl", **settings), Accelerator(cpu=True))
 
 

@@ -26,6 +26,7 @@ REMOVED = {
     "response_length": "use `max_completion_length`",
     "kl_coef": "use `beta`",
     "cliprange": "use `epsilon`",
+    "cliprange_value": "use `vf_coef` with a setting, such as '0.1(cliprange=0.2)'",
     "use_liger_loss": "use `use_liger_kernel`",
     "vllm_max_model_len": "use `vllm_max_model_length`",
     "vllm_device": "use `vllm_mode`",
@@ -132,16 +133,37 @@ def check_settings(
 T = TypeVar("T")
 
 
-def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
+def read_settings(cls: Callable[..., T], option: str, text: str | float | None) -> T:
     """
-    Parses an option, a name with settings behind it, into a dataclass whose first field is the name.
-    Raises a `ValueError` about an unknown setting, and about a value that its annotation excludes.
+    Parses an option, a name or a number with settings behind it, into a dataclass whose first field is the name or the
+    number. Raises a `ValueError` about an unknown setting, and about a value that its annotation excludes.
     """
-    name, settings = split_settings(text)
     first, *parameters = inspect.signature(cls).parameters.values()
-    check_value(f"`{option}`", name, first.annotation, "")
+    name, settings = split_settings(text) if isinstance(text, str) else (text, None)
+    if isinstance(name, str) and {*_kinds(first.annotation)[0]} == {float}:
+        name = as_number(name)
+        if isinstance(name, str):
+            raise ValueError(f"`{option}` must be a number, such as 0.1, also with settings behind it, got {text!r}.")
+    check_value(f"`{option}`", name, first.annotation, "choose another number")
     check_settings(cls, option, settings or {}, [parameter.name for parameter in parameters])
     return cls(name, **(settings or {}))
+
+
+def as_number(value: T) -> T | float:
+    """Returns the number that a text is, as command lines give it, and any other value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _kinds(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:
+    """Returns the types that an annotation names, and its interval, if any."""
+    interval = None
+    if get_origin(annotation) is Annotated:
+        annotation, *facts = get_args(annotation)
+        interval = next((item for item in facts if isinstance(item, str)), None)
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,), interval
 
 
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
@@ -150,11 +172,7 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     number, or a number within an interval as `Annotated[float, "[0, 1)"]`, also with `| None`, and `list[float]`,
     for finite numbers. Other annotations allow any value.
     """
-    interval = None
-    if get_origin(annotation) is Annotated:
-        annotation, *facts = get_args(annotation)
-        interval = next((item for item in facts if isinstance(item, str)), None)
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds, interval = _kinds(annotation)
     if value is None and (NoneType in kinds or interval is None):
         return
     kinds = tuple(kind for kind in kinds if kind is not NoneType)

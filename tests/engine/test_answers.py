@@ -257,7 +257,7 @@ LOAD = "/v1/load_lora_adapter"
 def test_adapters_come_back(tmp_path, k):
     """A server that is away at a sync is waited for, and one that was started again gets the adapter again."""
     folder, lora = saved("qwen2_5_vl"), LoraConfig(r=8, target_modules=["q_proj"])
-    options = {"vllm_mode": "server", "vllm_engine_kwargs": None, "max_staleness": k, "vllm_sync_adapter": True}
+    options = {"vllm_mode": "server", "vllm_engine_kwargs": {"enable_lora": True}, "max_staleness": k}
     options |= {"save_strategy": "no", "max_completion_length": LENGTH, **SEEDED}
     runs = []
     for fails in (False, True):

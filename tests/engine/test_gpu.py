@@ -77,7 +77,7 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"vllm_sync_adapter": False}, {"vllm_sync_adapter": True}, {"vllm_enable_sleep_mode": True}],
+    [{}, {"engine": {"enable_lora": True}}, {"vllm_enable_sleep_mode": True}],
     ids=["merged", "alone", "asleep"],
 )
 def test_adapter(options, tmp_path):

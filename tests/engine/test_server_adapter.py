@@ -31,8 +31,8 @@ def models(server) -> list[str]:
 
 
 def test_adapter_by_a_server(server, tmp_path, monkeypatch):
-    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None}
-    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, vllm_sync_adapter=True, **options)
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": {"enable_lora": True}}
+    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, **options)
     assert_follows(trainer)
     client, folder = trainer.vllm_generation.vllm_client, Path(trainer.args.output_dir, "_vllm_adapter")
     served = models(server)
@@ -50,11 +50,9 @@ def test_adapter_by_a_server(server, tmp_path, monkeypatch):
 
 def test_requests_in_flight_keep_their_adapter(server, tmp_path):
     """Servers have the adapters of so many versions as completions may be of."""
-    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None, "max_staleness": 2}
-    options |= {"learning_rate": 1e-1, "max_steps": 5, "save_strategy": "no", "logging_steps": 1}
-    trainer = trainer_of(
-        saved("qwen2_5_vl"), image_rows, tmp_path, LORA, trainer_class=OfVersions, vllm_sync_adapter=True, **options
-    )
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": {"enable_lora": True}}
+    options |= {"max_staleness": 2, "learning_rate": 1e-1, "max_steps": 5, "save_strategy": "no", "logging_steps": 1}
+    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, trainer_class=OfVersions, **options)
     assert trainer.vllm_generation.adapter_alone.engine_kwargs["max_loras"] == 3
     folder, before = Path(trainer.args.output_dir, "_vllm_adapter"), models(server)
     trainer.train()

@@ -72,7 +72,7 @@ def test_adapter_alone(family, rows, layers, omni, tmp_path, monkeypatch):
     settings = {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 16}}
     lora = LoraConfig(r=4, target_modules=layers, **settings)
     folder = omni if family == OMNI else saved(family)
-    trainer = trainer_of(folder, rows, tmp_path, lora, vllm_sync_adapter=True)
+    trainer = trainer_of(folder, rows, tmp_path, lora, engine={"enable_lora": True})
     generation = trainer.vllm_generation
     monkeypatch.setattr(generation, "_load_weights", lambda: pytest.fail("gave all weights"))
     assert_follows(trainer)
@@ -88,15 +88,15 @@ def test_adapter_alone(family, rows, layers, omni, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_adapter_of_a_model_that_vllm_does_not_adapt(tmp_path):
     lora = LoraConfig(r=4, target_modules=DECODER)
-    with pytest.raises(ValueError, match="does not support LoRA yet. Set `vllm_sync_adapter=False`"):
-        trainer_of(saved("qwen2_audio"), audio_rows, tmp_path, lora, vllm_sync_adapter=True)
+    with pytest.raises(ValueError, match="does not support LoRA yet. Set `vllm_engine_kwargs={'enable_lora': False}`"):
+        trainer_of(saved("qwen2_audio"), audio_rows, tmp_path, lora, engine={"enable_lora": True})
 
 
 def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "LOADS_BENEATH_ADAPTERS", False)
     lora = LoraConfig(r=4, target_modules=DECODER)
-    with pytest.raises(ValueError, match="from 0.28 on.*or set `vllm_sync_adapter=False`"):
-        options = {"vllm_sync_adapter": True, "vllm_enable_sleep_mode": True}
+    with pytest.raises(ValueError, match="from 0.28 on.*or set `vllm_engine_kwargs={'enable_lora': False}`"):
+        options = {"engine": {"enable_lora": True}, "vllm_enable_sleep_mode": True}
         trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, **options)
 
 
@@ -109,7 +109,7 @@ def test_weights_of_4_bits(family, rows, alone, tmp_path):
     """They stay unchanged. The engine gets their dequantized values."""
     save_wide(family, tmp_path)
     lora = LoraConfig(r=4, target_modules=DECODER)
-    trainer = trainer_of(tmp_path, rows, tmp_path, lora, NF4, vllm_sync_adapter=alone)
+    trainer = trainer_of(tmp_path, rows, tmp_path, lora, NF4, engine={} if alone is None else {"enable_lora": alone})
     for parameter in trainer.model.parameters():  # TRL trains it in bfloat16, which rounds in the trainer alone
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     before = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}

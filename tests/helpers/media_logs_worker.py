@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from helpers.chats import image, video
 from helpers.trainer_utils import InjectedOurs, make_trainer, sound
+from trl_multimodal_rft.reporting import media_logs
 
 
 def mixed_rows(n: int = 8) -> list[dict]:
@@ -71,7 +72,7 @@ def processes(folder: Path) -> None:
     alone = LogsAlone()
     objects = {"callbacks": [alone], "eval_dataset": dataset(3)}
     options = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, **OPTIONS}
-    make = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "max_logged_media": None}
+    make = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     trainer = make_trainer(
         InjectedOurs,
         "qwen2_5_omni",
@@ -85,9 +86,8 @@ def processes(folder: Path) -> None:
     trainer.train()
     n_held = sum(len(media) for media in trainer._rollout_log.media.rows())
     (folder / f"held-{trainer.accelerator.process_index}.json").write_text(json.dumps(n_held))
-    trainer = make_trainer(
-        InjectedOurs, "qwen2_5_omni", dataset(6), folder / "bound", max_logged_media=2, max_steps=1, **options
-    )
+    media_logs.MAX_PROMPTS = 2
+    trainer = make_trainer(InjectedOurs, "qwen2_5_omni", dataset(6), folder / "bound", max_steps=1, **options)
     trainer.train()
 
 

@@ -22,8 +22,7 @@ OWN = {name for config in (*_SHARED, *CONFIGS.values()) for name in get_annotati
 OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # TRL's configs have these, too
 OWN -= {"teacher_columns"}  # an attribute of the class, no option
 # Options that TRL's trainer implements differently, with the same updates
-AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
-AS_TRL |= {"entropy_source"}
+AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "entropy_source"}
 
 # Values of drawn options, as far as a config has the options. The first value is the default.
 SWITCHES = [
@@ -33,7 +32,7 @@ SWITCHES = [
 ]
 VALUES = {
     **dict.fromkeys(SWITCHES, [False, True]),
-    **dict.fromkeys(["keep_groups_together", "shuffle_dataset", "use_bias_correction_kl"], [True, False]),
+    **dict.fromkeys(["shuffle_dataset", "use_bias_correction_kl"], [True, False]),
     "beta": [0.0, 0.1],
     "completion_only_loss": [None, False],
     "delta": [None, 1.5],
@@ -64,7 +63,6 @@ VALUES = {
         *("reinforce_baseline(norm_level='sequence')", "cpgd(weight='none')", "cpgd(weight='std')"),
     ],
     "contrast_view": [None, "blank", "blank(fraction=1.0, reward_ratio=1.2, bonus=1.0)"],
-    "cliprange_value": [0.2, 0.02, None],
     "dynamic_sampling": [0, 4, 2],
     "dynamic_sampling_range": [None, [0.5, 2.5]],
     "ema_decay": [None, 0.9],
@@ -76,8 +74,7 @@ VALUES = {
     "freeze": [None, ["projector"], ["vision_tower", "projector"], ["audio_tower", "projector"]],
     "freezing_actor_steps": [0, 1],
     "kl_estimator": [None, "k1", "k2", "k3"],
-    "kl_horizon": [10000, 50],
-    "kl_target": [None, 0.01],
+    "kl_target": [None, 0.01, "0.01(horizon=50)"],
     "loss_add_tail": [True, False],
     "loss_top_k": [0, 5],
     "loss_view": [
@@ -92,9 +89,8 @@ VALUES = {
     "max_pixels": [None, 2 * 28 * 28],
     "max_tokens_per_microbatch": [None, 50],
     "num_ppo_epochs": [2, 1],
-    "packing": ["prefix", "padded"],
-    "per_device_ptx_batch_size": [1, 2],
-    "ptx_coef": [0.0, 0.5],
+    "packing": ["prefix", "padded", "prefix(shuffle=True)", "padded(shuffle=True)"],
+    "ptx_coef": [0.0, 0.5, "0.5(batch_size=2)"],
     "replay_buffer_size": [0, 4],
     "rollout_view": [
         *(None, "mask_patches(patch_size=28)", "mask_patches(patch_size=28, fraction=0.8, schedule='linear')"),
@@ -104,10 +100,13 @@ VALUES = {
     "soft_overlong_cache": [None, 4],
     "student_view": [None, "mask_patches(ratio=0.6)"],
     "teacher_view": [None, "blank"],
-    "value_learning_rate": [None, 0.05],
-    "value_lr_scheduler_type": [None, "cosine", "linear(warmup_steps=1)"],
-    "vf_coef": [0.1, 1.0],
+    "value_learning_rate": [
+        *(None, 0.05, "0.05(lr_scheduler_type='cosine')"),
+        "0.03(lr_scheduler_type='linear', warmup_steps=1)",
+    ],
+    "vf_coef": [0.1, 1.0, "0.1(cliprange=0.02)", "1.0(cliprange=None)"],
 }
+SHUFFLED = ["prefix(shuffle=True)", "padded(shuffle=True)"]
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
     "ppo": {
@@ -121,7 +120,6 @@ OWN_VALUES = {
 # Options that change no update, drawn separately for each run
 NEUTRAL = {
     "balance_ranks": [False, True],  # one process has nothing to exchange, see tests/distributed for two
-    "max_logged_media": [8, None],
     "media_contribution_steps": [10, 1, 0],
     "media_prefetch": [1, 0, 2],
     "offload_during_generation": [False, True],
@@ -137,7 +135,7 @@ NOT_DRAWN = {
     *("audio_overlong", "ignored_media_columns", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
     "rejected_view",  # see test_dpo.py
-    *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
+    *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs"),
     *("log_multimodal", "teacher_model_server_url"),
     *("max_staleness", "vllm_server_base_url"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
@@ -145,28 +143,25 @@ NOT_DRAWN = {
 }
 
 # Options that a config refuses, or that have no effect, unless another option has one of these values
-CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
-CRITIC += ["value_learning_rate", "value_lr_scheduler_type"]
-KL = ["kl_estimator", "kl_target", "kl_horizon", "sync_ref_model"]
+CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk", "value_learning_rate"]
+KL = ["kl_estimator", "kl_target", "sync_ref_model"]
 NEEDS = {
     **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae", "gae(gamma=0.9, lam=0.5)"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
     "entropy_source": ("top_entropy_quantile", [0.5]),
     "scale_rewards": ("advantage_estimator", ["group_norm"]),
     "dynamic_sampling_range": ("dynamic_sampling", [4, 2]),
-    "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
     "ref_model_mixup_alpha": ("sync_ref_model", [True]),
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
     "loss_add_tail": ("loss_top_k", [5]),
     "self_teacher": ("teacher_view", ["blank"]),
 }
-OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
+OFTEN = {"advantage_estimator", "beta", "loss_type", "packing", "num_iterations", *NEEDS}
 OFTEN |= {
     "freeze",
     "loss_top_k",
     "student_view",
     "teacher_view",
-    "cliprange_value",
     "num_ppo_epochs",
     "ptx_coef",
     "vf_coef",
@@ -218,7 +213,7 @@ def neutral(draw: Draw, run: str) -> dict:
     """Returns options of a run that must not affect its updates."""
     generator = random.Random(f"{draw.seed} {run}")
     names = {entry.name for entry in fields(CONFIGS[draw.kind])}
-    if not draw.options.get("keep_groups_together", True):
+    if "shuffle" in str(draw.options.get("packing")):
         names -= {"balance_ranks"}
     if draw.rows in TRANSFORMED:
         names -= {"remove_unused_columns"}  # `with_media` needs it
@@ -251,9 +246,9 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         options |= {"per_device_train_batch_size": size, "steps_per_generation": batches, "num_generations": group}
         options |= {"max_completion_length": 8, "ref_model_sync_steps": 1}
     values = values_of(kind)
-    for_trl = kind in ("grpo", "rloo") and generator.random() < 0.4
+    for_trl = kind in ("grpo", "rloo") and generator.random() < 0.42
     if for_trl:  # TRL's trainer must support it, too
-        rows, options["keep_groups_together"] = generator.choice(["text", "image", "images"]), False
+        rows, options["packing"] = generator.choice(["text", "image", "images"]), generator.choice(SHUFFLED)
         values = {name: value for name, value in values.items() if name not in OWN or name in AS_TRL}
         if kind == "grpo":
             values["loss_type"] = ["dapo", *(name for name, value in LOSSES.items() if value.sequence_level)]

@@ -95,7 +95,7 @@ def test_updates_are_those_of_trl(name):
     by 7e-6 and 4e-6, what the updates added up to by 9e-5 of its length, and the weights by 1e-8 of theirs.
     """
     theirs, before = trained(name, trl)
-    more = {"keep_groups_together": False} if CASES[name][0] is asked else {}
+    more = {"packing": "prefix(shuffle=True)"} if CASES[name][0] is asked else {}
     ours, _ = trained(name, package, self_check=False, **more)
     worst, where = largest_difference(theirs.history, ours.history)
     norms = [logged(run, "grad_norm") for run in (theirs, ours)]

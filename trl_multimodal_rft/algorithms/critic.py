@@ -63,3 +63,14 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
         return returns.new_tensor(torch.nan)
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
+
+
+def critic_metrics(
+    values: torch.Tensor, returns: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """Returns moments of values, returns and advantages, and the explained variance. Shapes: all `(B, T)`."""
+    metrics, valid = {}, mask.bool()
+    for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
+        std, mean = torch.std_mean(numbers[valid], correction=0)
+        metrics[f"{name}/mean"], metrics[f"{name}/std"] = mean.item(), std.item()
+    return {**metrics, "explained_variance": explained_variance(values, returns, mask).item()}

@@ -6,6 +6,7 @@ import json
 import os
 
 from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES
+from ..spelling import split_settings
 from .options import Parser, Value, packaged, read_config
 
 
@@ -129,8 +130,9 @@ def of_run_estimate(keys: dict[str, Value]) -> dict[str, Value]:
         size = "parallelism_config_dp_shard_size"
         options["gpus"] = keys.get(size, sizes.get(size, 1))
     options |= {**keys, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
-    if keys.get("packing") not in ("prefix", "padded"):  # `packing` of supervised training is another option
-        options.pop("packing", None)
+    packing = split_settings(str(options.pop("packing", None)))[0]
+    if packing in ("prefix", "padded"):  # `packing` of supervised training is another option
+        options["packing"] = packing
     return options
 
 

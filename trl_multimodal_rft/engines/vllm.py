@@ -22,7 +22,7 @@ from ..credentials import without_credentials
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import replaced, unwrapped
-from .vllm_adapters import EngineAdapter, load_adapter
+from .vllm_adapters import MERGED, EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, logp_or_none, until_answered
 from .vllm_server import (
@@ -112,7 +112,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if self._needs_base_weights and self.mode == "colocate" and not LOADS_BENEATH_ADAPTERS:
             raise ValueError(
                 "An adapter with 4-bit weights or `vllm_enable_sleep_mode=True` needs vLLM from 0.28 on; install it, "
-                "or set `vllm_sync_adapter=False`."
+                f"or set {MERGED}."
             )
         try:
             engine = getattr(vllm_generation, "LLM", None)  # TRL constructs it with fixed arguments
@@ -128,9 +128,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
-                raise ValueError(
-                    f"{error} Set `vllm_sync_adapter=False`, which merges the adapter into the weights."
-                ) from error
+                raise ValueError(f"{error} Set {MERGED}, which merges the adapter into the weights.") from error
             raise
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
@@ -501,7 +499,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise RuntimeError(
                 f"vLLM's {type(self._runner.model).__name__} has no place for the adapter of {len(left_out)} layers, "
                 f"such as '{left_out[0]}', so it would sample from another model; leave them out of `target_modules`, "
-                "or set `vllm_sync_adapter=False`, which merges the adapter into the weights at each sync."
+                f"or set {MERGED}, which merges the adapter into the weights at each sync."
             )
 
     @property

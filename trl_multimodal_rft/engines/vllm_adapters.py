@@ -27,6 +27,8 @@ if is_peft_available():
     from peft.utils.integrations import dequantize_bnb_weight
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# Option that merges an adapter into the weights
+MERGED = "`vllm_engine_kwargs={'enable_lora': False}`"
 # LoRA ranks that vLLM supports
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -43,7 +45,9 @@ class EngineAdapter:
         self.alone, self.versions = alone, versions
         self.is_4bit = is_4bit(base)
         if not is_peft_model(model):
-            raise ValueError("`vllm_sync_adapter=True` needs an adapter; pass `peft_config`, or drop the argument.")
+            raise ValueError(
+                "`enable_lora` of `vllm_engine_kwargs` needs an adapter; pass `peft_config`, or drop the argument."
+            )
         if self._dist.is_fsdp:
             raise self._error("is sharded by FSDP", "train with DeepSpeed or DDP")
         if len(model.active_adapters) > 1:
@@ -83,7 +87,7 @@ class EngineAdapter:
             raise self._error(f"has `bias={bias!r}`", "drop it")
 
     def _error(self, reason: str, remedy: str) -> ValueError:
-        merged = "`vllm_sync_adapter=False`, which merges it into the weights at each sync"
+        merged = f"{MERGED}, which merges it into the weights at each sync"
         alternative = "`use_vllm=False`" if self.is_4bit else merged
         return ValueError(f"vLLM can't take the adapter, since it {reason}; {remedy}, or set {alternative}.")
 
@@ -156,7 +160,7 @@ class EngineAdapter:
                 ]
                 raise RuntimeError(
                     f"{problem} Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
-                    f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
+                    f"where it sees '{folder}', or set {MERGED}."
                 )
             for old_folder in old_folders:
                 unloaded = client.answer(_UNLOAD, {"lora_name": old_folder.name})

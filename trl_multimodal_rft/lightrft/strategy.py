@@ -22,7 +22,6 @@ OPTIONS = {
     "l2": "weight_decay",
     "max_norm": "max_grad_norm",
     "eps_clip": "epsilon",
-    "value_clip": "cliprange_value",
     "init_kl_coef": "beta",
     **{name: name for name in ("kl_target", "ptx_coef", "seed", "bf16", "gradient_checkpointing", "logging_steps")},
 }
@@ -47,6 +46,8 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
     """
     arguments: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
     options = {OPTIONS[name]: value for name, value in arguments.items() if name in OPTIONS}
+    if "value_clip" in arguments:
+        options["vf_coef"] = spelled(str(MultimodalPPOConfig.vf_coef), {"cliprange": arguments["value_clip"]})
     if "advantage_estimator" in arguments:
         discounts = {"gamma": "gamma", "lam": "lambd"} if arguments["advantage_estimator"] == "gae" else {}
         settings = {name: float(arguments[option]) for name, option in discounts.items() if option in arguments}

@@ -240,7 +240,8 @@ def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[
         if parameter.requires_grad:
             rate = by_key[chosen[parameter]] if parameter in chosen else args.learning_rate
             if part == CRITIC:
-                rate = getattr(args, "value_learning_rate", None) or args.learning_rate
+                schedule = getattr(args, "value_schedule", None)
+                rate = args.learning_rate if schedule is None else schedule.rate
             if rate not in rates.setdefault(part, []):
                 rates[part].append(rate)
     return rates

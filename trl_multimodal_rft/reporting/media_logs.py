@@ -2,7 +2,6 @@
 """The table of completions with media: as a parquet file, and for trackio, wandb and TensorBoard."""
 
 import html
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -49,6 +48,7 @@ _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
+MAX_PROMPTS = 8  # with media in a table, the first ones
 MAX_BYTES = 32e6  # of the media of a prompt in a table
 
 # The media of a prompt and a completion, by column
@@ -65,9 +65,9 @@ class MediaLog:
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
-    def __init__(self, n_rows: int, max_prompts: int | None, accelerator: Accelerator):
+    def __init__(self, n_rows: int, with_media: bool, accelerator: Accelerator):
         self.n_rows = n_rows
-        self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
+        self.max_prompts = MAX_PROMPTS if with_media else 0
         self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.n_total = 0
@@ -111,9 +111,9 @@ class MediaLog:
             self._media = {row: media for row, media in results if not isinstance(media, str)}
             if 0 < self.max_prompts and len(first) < len(entries):
                 self._warn_once(
-                    "max_logged_media",
-                    f"Of {len(entries)} prompts with media in the table of completions, {len(first)} are logged with "
-                    "them; raise `max_logged_media` for more.",
+                    "prompts",
+                    f"Of {len(entries)} prompts with media in the table of completions, the first {len(first)} are "
+                    "logged with them.",
                 )
             for _, media in results:
                 if isinstance(media, str):

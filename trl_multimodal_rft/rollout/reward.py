@@ -6,9 +6,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerState
@@ -23,6 +24,7 @@ from ..engines.in_flight import EarlyCalls, EarlyRewards
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import StepwiseReward, checked_reward
 from ..rewards.model import read_as_text
+from .ranks import local_rows
 from .rollout import Rollout, Source, Turn
 
 
@@ -197,6 +199,14 @@ def warn_of_unscorable(rewards: Sequence[Sequence[float | None]], names: Collect
 # Functions of the rewards of all ranks
 
 
+class Estimates(NamedTuple):
+    """Advantages of the completions of all ranks, `(N,)` or `(N, C)`, with flags of their groups, `(N,)`."""
+
+    advantages: torch.Tensor
+    has_signal: torch.Tensor
+    is_std_zero: torch.Tensor  # for TRL's metric
+
+
 def weighted_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, bonus: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -259,13 +269,12 @@ def out_of_range(rewards: torch.Tensor, group_ids: torch.Tensor, bounds: Sequenc
 
 def normalize_then_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Estimates:
     """
     Returns rewards normalized per function and group, summed, then normalized over the batch, as TRL does for
     `multi_objective_aggregation="normalize_then_sum"`; 0 in groups in which no function's rewards differ.
 
-    Shapes: `rewards_per_func` `(N, F)`; returns advantages, whether the group has signal, and whether the standard
-    deviation is 0, each `(N,)`.
+    Shapes: `rewards_per_func` `(N, F)`.
     """
     grouped = rewards_per_func.view(-1, group_size, rewards_per_func.size(1))
     mean = grouped.nanmean(dim=1, keepdim=True)
@@ -275,7 +284,23 @@ def normalize_then_sum(
     std = nanstd(rewards).expand_as(rewards) if rewards.numel() > 1 else torch.zeros_like(rewards)
     advantages = ((rewards - rewards.nanmean()) / (std + _EPS)).nan_to_num(nan=0.0)
     live = torch.stack([has_signal(column, group_ids) for column in rewards_per_func.T]).any(0)
-    return torch.where(live, advantages, 0), live, std.isclose(torch.zeros_like(std))
+    return Estimates(torch.where(live, advantages, 0), live, std.isclose(torch.zeros_like(std)))
+
+
+def keep_estimates(rollout: Rollout, estimates: Estimates, accelerator: Accelerator) -> None:
+    """Sets the advantages and the signal of this rank's completions."""
+    advantages, live = (local_rows(accelerator, rows, len(rollout)) for rows in estimates[:2])
+    rollout.advantages = advantages if advantages.dim() == 1 else advantages[:, : rollout.completion_ids.size(1)]
+    rollout.rewards.has_signal = live
+
+
+def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor) -> Estimates:
+    """
+    Returns advantages with the flags of groups whose rewards are along completions: completions with equal sums may
+    have advantages, and completions with different sums none. Shapes: `rewards` `(N,)`.
+    """
+    live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
+    return Estimates(advantages, live, ~live & ~rewards.isnan())
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor, normalize: bool) -> torch.Tensor:

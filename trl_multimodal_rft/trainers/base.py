@@ -37,7 +37,8 @@ from ..rollout.collect import take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
-from ..rollout.rollout import Rollout, TRLInputs
+from ..rollout.reward import Estimates, keep_estimates, weighted_sum
+from ..rollout.rollout import Rollout, TRLInputs, require
 from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_with_view, without_gradient
 from ..rollout.stream import RowStream
 from ..rollout.turns import ToolLoop, without_tools
@@ -399,7 +400,23 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Computes advantages, and metrics of rewards."""
+        """Sets a rollout's advantages, and which of its groups have a signal, by the stages below in their order."""
+        group_ids = self.accelerator.gather(rollout.group_ids)
+        rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
+        shaped = self._shape_rewards(rewards)
+        estimates = self._compare(rollout, rewards, shaped, group_ids)
+        keep_estimates(rollout, estimates, self.accelerator)
+        self._rollout_log.measure_groups(rollout, rewards, group_ids, estimates.has_signal)
+        self._rollout_log.add(rollout, rewards, estimates)
+
+    def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Returns the rewards after scaling and clipping, `(N,)`, from those of all ranks' completions, `(N,)`."""
+        raise NotImplementedError
+
+    def _compare(
+        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> Estimates:
+        """Returns the advantages and the signal of all ranks' completions from their rewards and their shaped ones."""
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
@@ -464,7 +481,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
-            shuffles = self.rollout_func is not None or not self.args.keep_groups_together
+            shuffles = self.rollout_func is not None or self.args.packing_settings.shuffle
             self._buffered_inputs = self._run.micro_batches(rollout, shuffles)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, index)

@@ -18,7 +18,6 @@ from ..forward.requests import ScoreRequest
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
-from ..rollout.collect import continued
 from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
 from .base import MultimodalTrainer
@@ -30,6 +29,7 @@ from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, a
 from .teacher import (
     Teacher,
     check_teacher,
+    keep_prompts,
     load_teacher,
     prompts_under,
     rule_of,
@@ -161,8 +161,27 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     # Rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
+        """Returns a rollout of rows with what the teacher needs to score it, by the stages below in their order."""
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
+        self._check_teacher_sees_more(rows)
+        rollout, server = self._collect(rows), self.teacher_server
+        prompts = teacher_prompts(self._run, rollout, rows)
+        requests = None if server is None else server.read(prompts)
+        rollout.prompts = prompts_under(self._run, rollout, self.args.student_view)
+        with self.offloading():
+            self._sample(rollout)
+        if server is not None and requests is not None:
+            score_on_server(self._run, server, rollout, requests)
+        keep_prompts(rollout, prompts, scored=server is not None)
+        self._check_sampler(rollout)
+        self._run.leave_out_failed(rollout)
+        self._rollout_log.add_completions(rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
+        return rollout
+
+    def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
+        """Raises a `ValueError` if the student is its own teacher and sees the same."""
         teaches_itself = self.teacher_model is None and self.teacher_server is None
         sees_more = self.args.teacher_view or self.args.student_view
         if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
@@ -171,30 +190,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
                 "pass `teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' "
                 "or 'teacher_image'."
             )
-        rollout = self._collect(rows)
-        prompts, server = teacher_prompts(self._run, rollout, rows), self.teacher_server
-        requests = None if server is None else server.read(prompts)
-        rollout.prompts = prompts_under(self._run, rollout, self.args.student_view)
-        with self.offloading():
-            self._sample(rollout)
-        if server is not None and requests is not None:
-            score_on_server(self._run, server, rollout, requests)
-        prompts = [
-            continued(student_prompt, teacher_prompt)
-            for student_prompt, teacher_prompt in zip(rollout.prompts, prompts, strict=True)
-        ]
-        for prompt in prompts:
-            prompt.decoded = ()
-        if server is None and any(
-            student_prompt is not teacher_prompt
-            for student_prompt, teacher_prompt in zip(rollout.prompts, prompts, strict=True)
-        ):
-            rollout.teacher.prompts = prompts
-        self._check_sampler(rollout)
-        self._run.leave_out_failed(rollout)
-        self._rollout_log.add_completions(rollout)
-        log_contribution(self._run, rollout, self._steps_per_rollout)
-        return rollout
 
     # Update
 

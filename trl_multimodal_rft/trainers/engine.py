@@ -80,7 +80,7 @@ def make_engine(
         "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
-    adapter_only = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
+    adapter_only = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
     # TRL would round merged weights to 4 bits
     adapter = None
     if adapter_only or in_4bit:

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
 from ..rollout.token_filter import EntropySource
-from ..spelling import check_choice, read_settings, split_settings
+from ..spelling import as_number, check_choice, read_settings, split_settings
 from ..views.options import LossView, view_option
 from .arguments import Needs, check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_range, check_sampling
@@ -25,6 +25,14 @@ _OTHER_OPTIONS = {
     "ppo": "set `loss_type='grpo'`, whose ratios are clipped as PPO's, and `num_iterations` above 1",
     **{name: f"set `advantage_estimator={name!r}`" for name in (*ESTIMATORS, *ALIASES) if name not in LOSSES},
 }
+
+
+@dataclass(frozen=True)
+class KLTarget:
+    """The option `kl_target`."""
+
+    value: Annotated[float, "(0, inf]"]  # nats per token
+    horizon: Annotated[int, "(0, inf]"] = 10000  # completions
 
 
 @help_from_docstring
@@ -65,11 +73,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             `"k1"` is subtracted from the rewards, `"k2"` and `"k3"` are added to the loss: only there do they have the
             gradient of the divergence. Defaults to `"k1"` for `"reinforce"` and `"rloo"`, `"k2"` for
             `"reinforce_baseline"`, and else `"k3"`, in TRL's form (see `use_bias_correction_kl`).
-        kl_target (`float`, *optional*):
+        kl_target (`float` or `str`, *optional*):
             Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts
-            at `beta`. `None` keeps the coefficient.
-        kl_horizon (`int`, *optional*, defaults to `10000`):
-            Number of completions, each counted in its first epoch, over which the adaptive controller adapts.
+            at `beta`. `None` keeps the coefficient. A setting `horizon`, as in `"0.05(horizon=1000)"`, is the number
+            of completions, each counted in its first epoch, over which the controller adapts (10000).
 
         > Parameters that control the loss
 
@@ -120,8 +127,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
     kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = None
-    kl_target: Annotated[float | None, "(0, inf]", Needs("beta")] = None
-    kl_horizon: Annotated[int, "(0, inf]"] = 10000
+    kl_target: Annotated[float | str | None, Needs("beta")] = None
     entropy_source: str = "rollout"
     loss_view: str | None = None
 
@@ -135,6 +141,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def __post_init__(self):
         check_values(self)
+        self.kl_target = as_number(self.kl_target)
         if callable(self.advantage_estimator):
             check_estimator(self.advantage_estimator)
         else:
@@ -230,6 +237,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
 
     def _check_kl(self) -> None:
+        _ = self.kl_control  # raises if it is invalid
         if self.beta == 0:
             return
         if self.kl_in_reward and callable(self.advantage_estimator):
@@ -331,6 +339,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "`top_entropy_quantile` and the dependency on media both weigh tokens; set `top_entropy_quantile=1`, "
                 "or remove `token_quantile` and `temperature` from `loss_view`."
             )
+
+    @property
+    def kl_control(self) -> KLTarget | None:
+        """The divergence that an adaptive controller holds, if any, and how fast the controller adapts."""
+        return None if self.kl_target is None else read_settings(KLTarget, "kl_target", self.kl_target)
 
     @property
     def loss_view_settings(self) -> LossView:

@@ -25,8 +25,8 @@ from ..algorithms.shaping import RunningScale
 from ..engines.samplers import Sampler
 from ..forward.scores import Scores
 from ..rewards.checks import StepwiseReward
-from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.reward import has_signal, is_std_zero, join_steps, normalize_then_sum, weighted_sum
+from ..rollout.ranks import gather_rows
+from ..rollout.reward import Estimates, has_signal, is_std_zero, join_steps, normalize_then_sum, signal_of_steps
 from ..rollout.rollout import Rollout, require
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
@@ -140,10 +140,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
             self._add_reward("soft_overlong_punishment", penalty)
         self._reward_scale = RunningScale()
-        if args.kl_target is None:
+        if args.kl_control is None:
             self._kl_controller = FixedKLController(args.beta)
         else:
-            self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
+            self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
         # Sums of an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
         self._kl_window = Window()
         self._entropy_window = Window()
@@ -212,30 +212,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
 
     def _estimate(self, rollout: Rollout) -> None:
-        args, n, per_func, size = self.args, len(rollout), require(rollout.rewards.per_func), self._run.group_size
-        rewards = weighted_sum(per_func, self.reward_weights, rollout.rewards.bonus)
-        zero_std = is_std_zero(rewards, size, args.scale_rewards)
-        group_ids = self.accelerator.gather(rollout.group_ids)
-        shaped = self._shape_rewards(rewards)
-        if args.multi_objective_aggregation == "normalize_then_sum":
-            advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, size)
-        else:
-            advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
-            if args.reads_steps:  # completions with equal sums may have advantages, and others none
-                live = torch.isin(group_ids, group_ids[advantages.view(len(advantages), -1).any(1)])
-                zero_std = ~live & ~rewards.isnan()
-        rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
-        self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
-        local = local_rows(self.accelerator, advantages, n)
-        rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
-        self._rollout_log.add(rollout, rewards, zero_std, advantages)
-        if args.kl_in_reward:
+        super()._estimate(rollout)
+        if self.args.kl_in_reward:
             logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
             log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards after scaling and clipping, `(N,)`."""
         args, shaped = self.args, rewards
         if args.reward_running_scale:
             if self.model.training:
@@ -246,6 +229,17 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.reward_running_scale or args.reward_clip_range is not None:
             self._run.metrics.add({"shaped_reward": shaped.nanmean().item()})
         return shaped
+
+    def _compare(
+        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> Estimates:
+        args, size = self.args, self._run.group_size
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
+        advantages = self._estimate_advantages(rollout, shaped, group_ids)
+        if args.reads_steps:
+            return signal_of_steps(advantages, rewards, group_ids)
+        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(rewards, size, args.scale_rewards))
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         """Returns the advantages of all ranks' completions, `(N,)` or `(N, C)`, from their shaped rewards."""

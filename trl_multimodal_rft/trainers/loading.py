@@ -238,9 +238,10 @@ def enable_packing(
     for model in models:
         install_encoder_attention(model)
     obstacle = next(filter(None, map(sharing_obstacle, models)), None)
-    if args.packing == "prefix" and obstacle:
+    packs = args.packing_settings.rows == "prefix"
+    if packs and obstacle:
         logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
-    if args.packing != "prefix" or obstacle:
+    if not packs or obstacle:
         return False
     for model in models:
         install_prefix_attention(model)

@@ -14,6 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.rows.unread import check_ignored
 from ..rollout.stream import UnreadableRows, unreadable_rows
+from ..spelling import read_settings
 from ..views.options import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
     CheckedKeywords,
@@ -186,6 +187,14 @@ class MediaArguments(CheckedKeywords, _Config):
         return copied
 
 
+@dataclass(frozen=True)
+class Packing:
+    """The option `packing` of trainers that sample."""
+
+    rows: Literal["prefix", "padded"]
+    shuffle: bool = False
+
+
 @help_from_docstring
 @dataclass(init=False, repr=False, eq=False)
 class SamplingArguments(MediaArguments):
@@ -199,10 +208,9 @@ class SamplingArguments(MediaArguments):
             How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
             completions, exactly; it falls back to padded rows, with a message for a model whose completions can't
             share a prompt, and silently for a generation batch that gains nothing. `"padded"` uses one padded row per
-            completion, as TRL does.
-        keep_groups_together (`bool`, *optional*, defaults to `True`):
-            Whether to put whole groups in a micro-batch and to balance its packed lengths. `False` shuffles
-            completions as TRL does, which leaves less of the prompts to share.
+            completion, as TRL does. Micro-batches hold whole groups, with about equal packed lengths; the setting
+            `shuffle`, as in `"prefix(shuffle=True)"`, shuffles completions as TRL does, with TRL's random numbers,
+            which leaves less of the prompts to share.
 
         > Parameters that control the media
 
@@ -235,22 +243,17 @@ class SamplingArguments(MediaArguments):
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
             Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. A server is configured
-            separately. `max_model_len` and `vllm_max_model_length` exclude each other.
+            separately. `max_model_len` and `vllm_max_model_length` exclude each other. With `{"enable_lora": true}`,
+            vLLM gets only the LoRA adapter at each sync, as is the default for weights of 4 bits, and with `false` all
+            weights, with the adapter merged into them. In both cases, vLLM holds the dequantized weights, and nothing
+            is rounded to 4 bits. For a server, too, this argument says what is sent. The server loads the adapter from
+            a folder within `output_dir`, which it must see under the same path.
         vllm_server_base_url (`str`, *optional*):
             Address of the server with `vllm_mode="server"`, or of several servers, with commas between them: each
             process asks one of the servers, chosen in turn, and all of them get the weights.
-        vllm_sync_adapter (`bool`, *optional*):
-            Whether vLLM gets only the LoRA adapter at each sync, rather than all weights with the adapter merged
-            into them. `None` does so for weights of 4 bits. In both cases, vLLM holds the dequantized weights, and
-            nothing is rounded to 4 bits. A server loads the adapter from a folder within `output_dir`, which it must
-            see under the same path.
 
         > Parameters that control the logging
 
-        max_logged_media (`int`, *optional*, defaults to `8`):
-            Number of prompts, the first ones, whose media are in a table of completions; `None` means all. Tables are
-            made with `log_completions=True`, and hold text only with `log_multimodal=False`. Media of a prompt that
-            take more than 32 MB are left out.
         media_contribution_steps (`int`, *optional*, defaults to `10`):
             Number of optimizer steps between measurements of the metric `media/contribution`: how far the
             log-probabilities of completions move, in nats per token, when sounds of their prompts become silent, and
@@ -269,16 +272,13 @@ class SamplingArguments(MediaArguments):
             the remedy.
     """
 
-    packing: Literal["prefix", "padded"] = "prefix"
-    keep_groups_together: bool = True
+    packing: str = "prefix"
     max_tool_media: Annotated[int | None, "[0, inf]"] = None
     max_context_media: Annotated[int | None, "[1, inf]"] = None
     disable_dropout: bool | None = None
     offload_during_generation: bool = False
     vllm_engine_kwargs: dict | str | None = None
     vllm_server_base_url: str | None = None
-    vllm_sync_adapter: bool | None = None
-    max_logged_media: Annotated[int | None, "[1, inf]"] = 8
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
     self_check: bool = True
 
@@ -313,6 +313,7 @@ class SamplingArguments(MediaArguments):
             raise
         # vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
+        _ = self.packing_settings  # raises if they are invalid
         engine = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
         if not self.use_vllm:
             return
@@ -321,10 +322,10 @@ class SamplingArguments(MediaArguments):
                 "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
                 "GPUs; remove one of them."
             )
-        if self.vllm_mode == "server" and engine:
+        if self.vllm_mode == "server" and (of_engine := [name for name in engine if name != "enable_lora"]):
             raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(engine)}) are for the trainer's own engine; start the server with "
-                "them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+                f"`vllm_engine_kwargs` ({', '.join(of_engine)}) are for the trainer's own engine; start the server "
+                "with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
             )
         if engine.get("speculative_config"):
             for name, value in {"logit_bias": None, "min_p": self.min_p, **(self.generation_kwargs or {})}.items():
@@ -338,6 +339,11 @@ class SamplingArguments(MediaArguments):
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
                 f"({engine['max_model_len']}) both set the engine's length; remove one of them."
             )
+
+    @property
+    def packing_settings(self) -> Packing:
+        """The rows of an update, and whether completions are shuffled over micro-batches."""
+        return read_settings(Packing, "packing", self.packing)
 
 
 @help_from_docstring
@@ -505,9 +511,9 @@ def check_sampling(config) -> None:
                 f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
                 f"({config.num_generations})."
             )
-    if config.balance_ranks and not config.keep_groups_together:
+    if config.balance_ranks and config.packing_settings.shuffle:
         raise ValueError(
-            "`balance_ranks` moves whole groups, which `keep_groups_together=False` shuffles; remove one of them."
+            f"`balance_ranks` moves whole groups, which `packing={config.packing!r}` shuffles; remove one of them."
         )
     if config.difficulty_sampling and not config.shuffle_dataset:
         raise ValueError(

@@ -137,7 +137,7 @@ def split_groups(
         )
     ids = {id(parameter) for parameter in critic.parameters()}
     if regroup:
-        split_by_rate(model, optimizer, args, {"critic": args.value_learning_rate}, dict.fromkeys(ids, "critic"))
+        split_by_rate(model, optimizer, args, {"critic": args.value_schedule.rate}, dict.fromkeys(ids, "critic"))
     owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
@@ -192,13 +192,8 @@ def two_schedules(
     """Returns a scheduler with the schedules of policy and critic; the policy's starts after its frozen steps."""
     n_frozen = args.freezing_actor_steps
     policy = _schedule(args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate)
-    critic = _schedule(
-        args,
-        args.value_schedule.type,
-        args.warmup_steps if args.value_schedule.warmup_steps is None else args.value_schedule.warmup_steps,
-        n_steps,
-        args.value_learning_rate or args.learning_rate,
-    )
+    value = args.value_schedule
+    critic = _schedule(args, value.lr_scheduler_type, value.warmup_steps, n_steps, value.rate)
 
     def thawed(step: int) -> float:
         return 0.0 if step < n_frozen else policy(step - n_frozen)

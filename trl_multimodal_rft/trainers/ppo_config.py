@@ -1,23 +1,41 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the PPO trainer."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from transformers import SchedulerType
 
 from ..algorithms.advantages import described
-from ..spelling import check_choice, read_settings
+from ..spelling import as_number, check_choice, read_settings
 from .arguments import check_values, help_from_docstring
 from .grpo_config import MultimodalGRPOConfig
 
 
 @dataclass(frozen=True)
 class ValueSchedule:
-    """The option `value_lr_scheduler_type`."""
+    """The option `value_learning_rate`, whose settings default to the policy's."""
 
-    type: str
-    warmup_steps: Annotated[float | None, "[0, inf]"] = None  # by default the steps of the policy's schedule
+    rate: Annotated[float, "(0, inf)"]
+    lr_scheduler_type: str
+    warmup_steps: Annotated[float, "[0, inf]"]
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The option `vf_coef`."""
+
+    coef: Annotated[float, "(0, inf)"]
+    cliprange: Annotated[float | None, "(0, inf]"] = 0.2
+
+
+@dataclass(frozen=True)
+class SupervisedLoss:
+    """The option `ptx_coef`."""
+
+    coef: Annotated[float, "[0, inf)"]
+    batch_size: Annotated[int, "[1, inf]"] = 1  # rows per micro-batch
 
 
 @help_from_docstring
@@ -44,17 +62,14 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
 
         shared_trunk (`bool`, *optional*, defaults to `False`):
             Whether the critic is only a head on the policy's last hidden states, without its own backbone.
-        vf_coef (`float`, *optional*, defaults to `0.1`):
-            Weight of the value loss, added to the policy loss. Both share one gradient norm to clip.
-        cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Distance from the value at sampling beyond which moving a value doesn't lower its loss. `None` doesn't
-            clip.
-        value_learning_rate (`float`, *optional*):
-            Initial learning rate of the critic. Defaults to `learning_rate`.
-        value_lr_scheduler_type (`str`, *optional*):
-            Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`. A setting `warmup_steps`, as in
-            `"cosine(warmup_steps=10)"`, is its warmup, in optimizer steps, or below 1 as their share, and defaults to
-            the argument of the same name.
+        vf_coef (`float` or `str`, *optional*, defaults to `0.1`):
+            Weight of the value loss, added to the policy loss. Both share one gradient norm to clip. A setting
+            `cliprange` (0.2), as in `"0.1(cliprange=0.4)"`, is the distance from the value at sampling beyond which
+            moving a value doesn't lower its loss; `None` doesn't clip.
+        value_learning_rate (`float` or `str`, *optional*):
+            Initial learning rate of the critic. Defaults to `learning_rate`. Settings, as in
+            `"1e-5(lr_scheduler_type='cosine', warmup_steps=10)"`, are the critic's schedule and its warmup, in
+            optimizer steps, or below 1 as their share; they default to the arguments of the same names.
         freezing_actor_steps (`int`, *optional*, defaults to `0`):
             Number of optimizer steps in the beginning that train the critic alone. The policy's schedule starts after
             them.
@@ -66,11 +81,10 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         ema_decay (`float`, *optional*):
             Decay of an exponential moving average of the policy's weights, per optimizer step, such as 0.992. It is
             saved in the model's folder `ema`. `None` keeps none.
-        ptx_coef (`float`, *optional*, defaults to `0.0`):
+        ptx_coef (`float` or `str`, *optional*, defaults to `0.0`):
             Weight of the supervised loss on `ptx_dataset`, see
-            [InstructGPT](https://huggingface.co/papers/2203.02155).
-        per_device_ptx_batch_size (`int`, *optional*, defaults to `1`):
-            Number of supervised rows added to each micro-batch.
+            [InstructGPT](https://huggingface.co/papers/2203.02155). A setting `batch_size` (1), as in
+            `"0.1(batch_size=2)"`, is the number of supervised rows added to each micro-batch.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -86,20 +100,20 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     )
     bootstrap_truncated: bool = False
     shared_trunk: bool = False
-    vf_coef: Annotated[float, "(0, inf)"] = 0.1
-    cliprange_value: Annotated[float | None, "(0, inf]"] = 0.2
-    value_learning_rate: Annotated[float | None, "(0, inf)"] = None
-    value_lr_scheduler_type: str | None = None
+    # `None` isn't valid; without it, the command line would take numbers alone
+    vf_coef: float | str | None = 0.1
+    value_learning_rate: float | str | None = None
     freezing_actor_steps: Annotated[int, "[0, inf]"] = 0
     num_ppo_epochs: Annotated[int, "[1, inf]"] = 4
     ema_decay: Annotated[float | None, "(0, 1)"] = None
-    ptx_coef: Annotated[float, "[0, inf)"] = 0.0
-    per_device_ptx_batch_size: Annotated[int, "[1, inf]"] = 1
+    ptx_coef: float | str | None = 0.0
 
     _has_critic = True
 
     def __post_init__(self):
         check_values(self)
+        for name in ("vf_coef", "value_learning_rate", "ptx_coef"):
+            setattr(self, name, as_number(getattr(self, name)))
         if self.num_iterations not in (1, self.num_ppo_epochs):
             raise ValueError(
                 f"`num_iterations` ({self.num_iterations}) is called `num_ppo_epochs` here; set that instead."
@@ -107,16 +121,16 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
 
+        _ = self.value_loss  # raises if it is invalid
         schedules = [schedule.value for schedule in SchedulerType]
-        check_choice("`value_lr_scheduler_type`", self.value_schedule.type, schedules)
-        if self.ptx_coef > 0 and self.temperature != 1:
+        check_choice("`lr_scheduler_type` of `value_learning_rate`", self.value_schedule.lr_scheduler_type, schedules)
+        if self.ptx.coef > 0 and self.temperature != 1:
             raise ValueError(
                 f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "
                 f"{self.temperature}. Set one of them back."
             )
         if self.estimator.needs != "critic":
-            names = ("bootstrap_truncated", "shared_trunk", "value_learning_rate", "value_lr_scheduler_type")
-            for name in (*names, "freezing_actor_steps"):
+            for name in ("bootstrap_truncated", "shared_trunk", "value_learning_rate", "freezing_actor_steps"):
                 if getattr(self, name):
                     raise ValueError(
                         f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` "
@@ -125,6 +139,22 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
 
     @property
     def value_schedule(self) -> ValueSchedule:
-        """The schedule of the critic's learning rate."""
-        text = self.value_lr_scheduler_type or str(SchedulerType(self.lr_scheduler_type).value)
-        return read_settings(ValueSchedule, "value_lr_scheduler_type", text)
+        """The critic's learning rate with its schedule, by default those of the policy."""
+        of_policy = functools.partial(
+            ValueSchedule,
+            lr_scheduler_type=str(SchedulerType(self.lr_scheduler_type).value),
+            warmup_steps=self.warmup_steps,
+        )
+        if self.value_learning_rate is None:
+            return of_policy(self.learning_rate)
+        return read_settings(of_policy, "value_learning_rate", self.value_learning_rate)
+
+    @property
+    def value_loss(self) -> ValueLoss:
+        """The weight of the value loss, and the range within which values move."""
+        return read_settings(ValueLoss, "vf_coef", self.vf_coef)
+
+    @property
+    def ptx(self) -> SupervisedLoss:
+        """The weight of the supervised loss, and its rows."""
+        return read_settings(SupervisedLoss, "ptx_coef", self.ptx_coef)

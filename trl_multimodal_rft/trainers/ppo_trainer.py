@@ -21,7 +21,7 @@ from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..algorithms.advantages import gae
-from ..algorithms.critic import explained_variance, ptx_loss, value_loss
+from ..algorithms.critic import critic_metrics, ptx_loss, value_loss
 from ..algorithms.losses import LossInputs, LossOutput, ratio_metrics
 from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
@@ -171,7 +171,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if value_model is not None and (args.estimator.name != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` doesn't use; change one of them.")
-        if (ptx_dataset is not None) != (args.ptx_coef > 0):
+        if (ptx_dataset is not None) != (args.ptx.coef > 0):
             raise ValueError(
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."
             )
@@ -180,7 +180,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         options: Any = args.gradient_checkpointing_kwargs or {}
         reentrant = options.get("use_reentrant") and args.gradient_checkpointing
         reduces_once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
-        if args.ptx_coef > 0 and reentrant and reduces_once:
+        if args.ptx.coef > 0 and reentrant and reduces_once:
             raise ValueError(
                 "`ptx_coef` adds a second forward to each backward, whose gradients reentrant checkpointing gives "
                 "apart, and DDP and DeepSpeed take only once. Set "
@@ -253,25 +253,26 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Rollout
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+        """Sets the values and returns of this rank's completions, and returns the advantages of all ranks."""
         if self.critic is None:
             return super()._estimate_advantages(rollout, rewards, group_ids)
-        args, mask = self.args, rollout.loss_mask
         values, bootstrap = self._score_values(rollout)
         local = local_rows(self.accelerator, rewards, len(rollout))
-        logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
-        per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
-        advantages, returns = gae(per_token, values, mask, bootstrap=bootstrap, **args.estimator.settings)
+        per_token = self._token_rewards(rollout, local)
+        advantages, returns = gae(
+            per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self.args.estimator.settings
+        )
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
-
-        mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
-        advantages, returns, values = (gather_rows(self.accelerator, rows) for rows in (advantages, returns, values))
-        metrics, valid = self._run.metrics.now, mask.bool()
-        for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
-            std, mean = torch.std_mean(numbers[valid], correction=0)
-            metrics[f"{name}/mean"].append(mean.item())
-            metrics[f"{name}/std"].append(std.item())
-        metrics["explained_variance"].append(explained_variance(values, returns, mask).item())
+        parts = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
+        values, returns, advantages, mask = (gather_rows(self.accelerator, part) for part in parts)
+        self._run.metrics.add(critic_metrics(values, returns, advantages, mask))
         return whiten(advantages, mask)
+
+    def _token_rewards(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
+        """Returns rewards per token, `(B, C)`, with the KL penalty, from the rewards of completions, `(B,)`."""
+        logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
+        coef = self.kl_coef if self.args.kl_in_reward else 0.0
+        return token_rewards(rewards, rollout.loss_mask, *logps, kl_coef=coef)
 
     @torch.no_grad()
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,14 +311,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is not None:
             mask = mask * require(inputs.rewards.scorable)[:, None]
             targets = require(inputs.values.old), require(inputs.values.returns)
-            value = value_loss(scores.values, *targets, mask, args.cliprange_value)
+            value = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
             mean = loss_type.average(value.loss, mask, self._normalizer(inputs))
-            loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)
+            loss = loss + args.value_loss.coef * self._if_trained("critic", mean, scores.values)
             metrics |= value.metrics
         if scores.supervised is not None and self._ptx_batch is not None:
             ptx = ptx_loss(scores.supervised, self._ptx_batch.mask)
             mean = ptx.loss / self._accumulation()
-            loss = loss + args.ptx_coef * self._if_trained("policy", mean, scores.supervised)
+            loss = loss + args.ptx.coef * self._if_trained("policy", mean, scores.supervised)
             metrics |= ptx.metrics
         if self.accelerator.sync_gradients:
             logged = self._metrics["train"]
@@ -346,7 +347,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _supervised_batch(self) -> ScoreRequest | None:
         if self._supervised is None:
             return None
-        n = self.args.per_device_ptx_batch_size
+        n = self.args.ptx.batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
         encoder = SupervisedEncoder(
             self.processing_class,

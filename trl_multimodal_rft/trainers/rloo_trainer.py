@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, TrainerCallback
 from trl import RLOOTrainer
@@ -13,8 +14,8 @@ from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ..algorithms.metrics import rank_mean, scored_mean
 from ..engines.samplers import Sampler
 from ..forward.scores import Scores
-from ..rollout.ranks import local_rows, sum_over_ranks
-from ..rollout.reward import has_signal, is_std_zero, leave_one_out, weighted_sum
+from ..rollout.ranks import sum_over_ranks
+from ..rollout.reward import Estimates, has_signal, is_std_zero, leave_one_out
 from ..rollout.rollout import Rollout, require
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
@@ -106,23 +107,24 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         if self.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
-    def _estimate(self, rollout: Rollout) -> None:
-        """Sets leave-one-out advantages, with the KL penalty in the reward."""
-        n, mask = len(rollout), rollout.loss_mask
-        rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
-        shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
-        group_ids = self.accelerator.gather(rollout.group_ids)
-        live = has_signal(shaped, group_ids)
-        rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
-        self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
-        if self.beta != 0:
-            kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
-            shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
-            total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
-            self._run.metrics.add({"kl": total / max(count, 1.0)})
-        advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
-        rollout.advantages = local_rows(self.accelerator, advantages, n)
-        self._rollout_log.add(rollout, rewards, is_std_zero(shaped, self._run.group_size), advantages)
+    def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
+
+    def _compare(
+        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> Estimates:
+        """Returns leave-one-out advantages, with the KL penalty in the reward."""
+        penalized = shaped if self.beta == 0 else shaped - self.beta * self._divergence(rollout)
+        advantages = leave_one_out(penalized, group_ids, self.normalize_advantages)
+        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._run.group_size))
+
+    def _divergence(self, rollout: Rollout) -> torch.Tensor:
+        """Returns the divergence of all ranks' completions from the reference, `(N,)`, and logs its mean per token."""
+        mask = rollout.loss_mask
+        kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
+        total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
+        self._run.metrics.add({"kl": total / max(count, 1.0)})
+        return self.accelerator.gather(kl.sum(1))
 
     # Update
 

@@ -20,7 +20,7 @@ from ..reporting.events import EventPart
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..rollout.ranks import local_rows, sum_over_ranks
-from ..rollout.reward import out_of_range, reward_metrics
+from ..rollout.reward import Estimates, out_of_range, reward_metrics
 from ..rollout.rollout import Rollout, require
 from ..views.views import View
 from .rollout_views import view_metrics
@@ -40,8 +40,7 @@ class RolloutLog:
     def __post_init__(self):
         args, self.media, self.hint = self.run.args, None, None
         if args.log_completions:
-            max_media = args.max_logged_media if args.log_multimodal else 0
-            self.media = MediaLog(args.generation_batch_size, max_media, self.run.accelerator)
+            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
         if self.run.rewards.names:
             self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
 
@@ -57,16 +56,11 @@ class RolloutLog:
                 scheduler.folder_path = (callback.folder / TABLES).resolve()
             yield callback
 
-    def add(
-        self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor, advantages: torch.Tensor
-    ) -> None:
-        """
-        Logs rewards, prompts, completions and advantages. Of advantages per token, the mean is logged.
-
-        Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, for the completions of all ranks.
-        """
+    def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
+        """Logs rewards, `(N,)` of all ranks, prompts, completions and advantages; of those per token, the mean."""
         run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
-        run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
+        advantages = estimates.advantages
+        run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
         if rollout.source.from_view is not None:
             run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
         for i, name in enumerate(names):

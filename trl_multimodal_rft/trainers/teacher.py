@@ -25,7 +25,7 @@ from ..forward.requests import ScoreRequest
 from ..forward.trees import share_media
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
-from ..rollout.collect import view_prompts
+from ..rollout.collect import continued, view_prompts
 from ..rollout.prompt_encoder import reads_apart
 from ..rollout.rollout import Rollout, require
 from ..rollout.stream import EncodedRow
@@ -193,6 +193,19 @@ def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests:
     top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
     ids, logps = on_all_ranks(run.accelerator, top_k)
     rollout.teacher.ids, rollout.teacher.logps = ids.to(device), logps.to(device)
+
+
+def keep_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], scored: bool) -> None:
+    """
+    Sets the teacher's prompts, with the turns of tools behind them, unless they are the student's or the completions
+    are `scored` already. No sampler needs their decoded media.
+    """
+    prompts = [continued(student, teacher) for student, teacher in zip(rollout.prompts, prompts, strict=True)]
+    for prompt in prompts:
+        prompt.decoded = ()
+    differ = any(student is not teacher for student, teacher in zip(rollout.prompts, prompts, strict=True))
+    if differ and not scored:
+        rollout.teacher.prompts = prompts
 
 
 @dataclass

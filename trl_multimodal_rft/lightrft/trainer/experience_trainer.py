@@ -27,6 +27,7 @@ from ...encoding.join import same_prompt
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout.rollout import Rewards, Rollout, TokenChoice, Values, require
+from ...spelling import spelled
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -59,7 +60,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             reward_funcs=_no_rewards,
             args=args,
             train_dataset=rows,
-            ptx_dataset=rows if args.ptx_coef > 0 else None,
+            ptx_dataset=rows if args.ptx.coef > 0 else None,
             **kwargs,
         )
         self.remove_callback(ProgressCallback)
@@ -95,7 +96,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
         """Sets the supervised rows, if their loss has a weight."""
         args = self.args
-        if args.ptx_coef == 0:
+        if args.ptx.coef == 0:
             return
         if dataloader is None or dataloader.batch_size is None:
             raise ValueError(
@@ -105,19 +106,19 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
-        args.per_device_ptx_batch_size = dataloader.batch_size
+        args.ptx_coef = spelled(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
 
     def prepare_without_fit(self) -> None:
         """Prepares models and optimizer for steps outside of `fit`, once."""
         if self.is_prepared:
             return
         args = self.args
-        if args.max_steps <= 0 and {args.lr_scheduler_type, args.value_schedule.type} != {"constant"}:
+        if args.max_steps <= 0 and {args.lr_scheduler_type, args.value_schedule.lr_scheduler_type} != {"constant"}:
             raise ValueError(
                 f"Without `fit`, the schedule {args.lr_scheduler_type!r} has no known length; set `max_steps` in "
                 "`strategy`, or `lr_scheduler_type='constant'`."
             )
-        if args.ptx_coef > 0:
+        if args.ptx.coef > 0:
             raise ValueError("`ptx_coef` needs supervised rows, which only `fit` takes; set it to 0.")
         self.prepare_for(args, args.max_steps, None)
 
@@ -227,7 +228,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _order(self, n: int) -> list[int]:
         """Returns indices of samples in a random order, of whole groups if these stay together, by the step."""
-        size = self.args.num_generations if self.args.keep_groups_together else 1
+        size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
         return [index for start in starts for index in range(start, min(start + size, n))]

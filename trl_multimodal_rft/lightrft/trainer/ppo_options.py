@@ -72,6 +72,7 @@ def config_of(
         if options["kl_target"]:
             raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
         options |= {"beta": 0.0, "kl_estimator": None}
+    options["vf_coef"] = spelled(str(strategy.value_loss.coef), {"cliprange": options.pop("value_clip")})
     discounts = {"gamma": "gamma", "lam": "lambd"}
     if strategy.estimator.name == "gae":
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}

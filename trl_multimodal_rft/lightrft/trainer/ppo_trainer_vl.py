@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ...models.modes import kept_random_state
+from ...spelling import spelled
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor_vl import ActorVL
 from ..models.critic import Critic
@@ -39,8 +40,8 @@ class PPOTrainerVL:
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
-            All options. Arguments of this class replace `beta`, `kl_target`, `kl_horizon`, `ptx_coef`,
-            `per_device_train_batch_size`, `epsilon`, `cliprange_value`, `gradient_checkpointing`, `num_ppo_epochs`,
+            All options. Arguments of this class replace `beta`, `kl_target`, `ptx_coef`, `epsilon`, the `cliprange` of
+            `vf_coef`, `per_device_train_batch_size`, `gradient_checkpointing`, `num_ppo_epochs`,
             `max_grad_norm`, `dataloader_pin_memory`, `save_only_model` and `ema_decay`; the actor's temperature
             replaces `temperature`. `num_generations` is the number of completions of a prompt. Options of sampling go
             into `generate_kwargs`; options that only the rollouts and the loop of [`MultimodalPPOTrainer`] have raise
@@ -151,12 +152,11 @@ class PPOTrainerVL:
             initial_model,
             generate_kwargs,
             beta=init_kl_coef,
-            kl_target=kl_target or None,
-            kl_horizon=kl_horizon,
+            kl_target=spelled(str(kl_target), {"horizon": kl_horizon}) if kl_target else None,
             ptx_coef=ptx_coef,
             per_device_train_batch_size=micro_train_batch_size,
             epsilon=eps_clip,
-            cliprange_value=value_clip,
+            value_clip=value_clip,
             gradient_checkpointing=gradient_checkpointing,
             num_ppo_epochs=max_epochs,
             max_grad_norm=max_norm,
@@ -301,7 +301,7 @@ class PPOTrainerVL:
         Trains on the buffer for `max_epochs`, each of them in another order.
 
         Groups of completions of a prompt stay together, so that a forward shares the prompt, unless
-        `keep_groups_together=False`.
+        `packing="prefix(shuffle=True)"`.
 
         Args:
             global_steps (`int`, *optional*, defaults to `0`):
