@@ -11,11 +11,15 @@ python benchmarks/policy_update.py --corrects_engine     # old log-probabilities
 python benchmarks/policy_update.py --family qwen3_5      # Qwen3.5, with linear attention
 python benchmarks/policy_update.py --family qwen2_audio --case audio    # baseline: our padded rows (TRL has no audio)
 python benchmarks/policy_update.py --case preference     # DPO: a pair of answers of 64 tokens; also long_preference
+python benchmarks/policy_update.py --weights speech --case long_text    # pretrained weights, also short_audio
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
 ```
 
 Both trainers use the same dataset and the same model: Qwen2.5-VL's architecture with seeded random weights. The script
-builds the model and its processor and downloads nothing. It measures
+builds the model and its processor and downloads nothing. With `--weights speech`, the model has the pretrained weights
+of `examples/speech_model.py`: SmolLM2-135M-Instruct for texts, and with Whisper's encoder for sounds.
+
+The script measures
 
 - **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward pass of the loss.
   Both trainers get the same seeded completions of 20 to 64 tokens, of `--tokens`, or of log-normal lengths
@@ -42,10 +46,11 @@ completion tokens only, so our trainer saves nothing there.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +72,11 @@ from measuring import (
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -95,6 +104,11 @@ from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.models.parts import freeze
 
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from speech_model import language_model, speech_model  # noqa: E402
+
+
 SHORTEST, LONGEST = 20, 64  # completion tokens
 PHASES = ("sampling", "rewards", "scoring", "update", "overhead")  # of a step
 VARIED_STEPS = 16  # after which the sizes of varied images repeat
@@ -113,6 +127,7 @@ class Case:
     seconds: tuple[float, ...] = ()  # of each audio clip, at 25 tokens per second
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
     answers: int | None = None  # tokens of each answer of a pair, on which DPO trains
+    pretrained: bool = False  # only for pretrained models
 
 
 CASES = {
@@ -130,8 +145,15 @@ CASES = {
             "Compare 3, 4.",
         ),
     ),
+    "long_text": Case(
+        prompts=1,
+        group=8,
+        questions=("What is three plus four? Answer with one word. An example: two plus two is four. " * 8,),
+        pretrained=True,
+    ),
     "preference": Case(prompts=1, group=2, image_size=(28, 14), answers=64),
     "long_preference": Case(prompts=1, group=2, image_size=(37, 36), answers=64),
+    "short_audio": Case(prompts=1, group=8, seconds=(2,), pretrained=True),
     "audio": Case(prompts=1, group=8, seconds=(16,)),
     "long_audio": Case(prompts=1, group=8, seconds=(28, 28)),
 }
@@ -330,7 +352,7 @@ TEMPLATE = (
 
 
 class Counting:
-    """Counts the prompts that a processor gets, over all calls."""
+    """Counts the prompts that a processor or a tokenizer gets, over all calls."""
 
     encoded = 0
 
@@ -351,6 +373,16 @@ class CountingAudio(Counting, Qwen2AudioProcessor):
     pass
 
 
+class CountingTokenizer(Counting, PreTrainedTokenizerFast):
+    def __call__(self, text=None, **kwargs):
+        return super().__call__(text=text, **kwargs)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer itself, as the other classes have one."""
+        return self
+
+
 @dataclass(frozen=True)
 class Family:
     """Classes and sizes of an architecture."""
@@ -359,12 +391,13 @@ class Family:
     config: type
     model: type
     processor: type
-    video_processor: type | None = None  # None for audio models
+    video_processor: type | None = None  # None for models that don't see
     patch_size: int = 14  # pixels; 2 x 2 patches make a token
+    pretrained: Callable[[], str] | None = None  # returns a folder of weights
 
     @property
     def hears(self) -> bool:
-        return self.video_processor is None
+        return self.processor is CountingAudio
 
 
 FAMILIES = {
@@ -374,7 +407,14 @@ FAMILIES = {
     "qwen3_5": Family(
         QWEN3_5_PRESETS, Qwen3_5Config, Qwen3_5ForConditionalGeneration, CountingQwen3, Qwen3VLVideoProcessor, 16
     ),
-    "qwen2_audio": Family(QWEN2_AUDIO_PRESETS, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, CountingAudio),
+    "qwen2_audio": Family(
+        QWEN2_AUDIO_PRESETS,
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        CountingAudio,
+        pretrained=speech_model,
+    ),
+    "smollm2": Family({}, LlamaConfig, LlamaForCausalLM, CountingTokenizer, pretrained=language_model),
 }
 QWEN2_5 = FAMILIES["qwen2_5_vl"]
 
@@ -399,7 +439,8 @@ def build_processor(family: Family = QWEN2_5, mel_bins: int = 128):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([question for case in CASES.values() for question in case.questions] * 20, trainer)
+    questions = [question for case in CASES.values() if not case.pretrained for question in case.questions]
+    bpe.train_from_iterator(questions * 20, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
@@ -454,6 +495,18 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
         setattr(model.config, key, value)
         setattr(model.generation_config, key, value)
     return model
+
+
+def load_or_build(args: argparse.Namespace) -> tuple[PreTrainedModel, ProcessorMixin | CountingTokenizer]:
+    """Returns the pretrained model, or one with random weights, and its processor or tokenizer."""
+    family = FAMILIES[args.family]
+    if args.weights == "speech":
+        folder, dtype = family.pretrained(), torch.bfloat16 if args.device == "cuda" else torch.float32
+        model = family.model.from_pretrained(folder, dtype=dtype, device_map=args.device)
+        return model, family.processor.from_pretrained(folder)
+    preset = family.presets[args.preset]
+    processor = build_processor(family, preset.tower.get("num_mel_bins", 128))
+    return build_model(preset, processor, args.device, args.seed, family), processor
 
 
 def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5) -> Dataset:
@@ -719,7 +772,6 @@ def build_trainers(
 ) -> dict[str, Contestant]:
     """Builds trainers that differ only in their class or, for data that TRL doesn't support, in packing."""
     case, family = CASES[args.case], FAMILIES[args.family]
-    preset = family.presets[args.preset]
     prompts, group = args.prompts or case.prompts, args.group or case.group
     tokens = args.tokens or LONGEST
     # Prefetching would hide the media processing from the measurement
@@ -733,9 +785,8 @@ def build_trainers(
     contestants, sides = {}, {"trl": padded, "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own)}
     for name in names:
         trainer_class, config_class, options = sides[name]
-        processor = build_processor(family, preset.tower.get("num_mel_bins", 128))
-        tokenizer = processor.tokenizer
-        placeholders = [getattr(tokenizer, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
+        model, processor = load_or_build(args)
+        placeholders = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
         config = config_class(
             output_dir=str(Path(folder) / name),
             per_device_train_batch_size=prompts * group,
@@ -753,7 +804,6 @@ def build_trainers(
             seed=args.seed,
             **options,
         )
-        model = build_model(preset, processor, args.device, args.seed, family)
         if args.freeze_tower:
             freeze(model, ["audio_tower" if family.hears else "vision_tower", "projector"])
         if args.beta != 0.0:  # the trainers load the reference model from disk
@@ -822,8 +872,9 @@ def relative_difference(expected: Iterable[torch.Tensor | None], actual: Iterabl
 
 def description(args: argparse.Namespace, ours: Contestant) -> dict:
     """Settings, sizes, hardware and versions of a result, by a trainer that has run a step."""
-    prompt, tokenizer, group = ours.prompt, ours.processor.tokenizer, args.group or CASES[args.case].group
-    medium = tokenizer.audio_token_id if FAMILIES[args.family].hears else tokenizer.image_token_id
+    prompt, group = ours.prompt, args.group or CASES[args.case].group
+    kind = "audio" if FAMILIES[args.family].hears else "image"
+    medium = getattr(ours.processor, f"{kind}_token_id", -1)
     return conditions(
         args,
         "trl",
@@ -945,6 +996,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, default="image", help="contents of the prompts")
     parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture of the model")
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
+    parser.add_argument(
+        "--weights",
+        choices=("random", "speech"),
+        default="random",
+        help="weights of `--family` and `--preset`, or those of `examples/speech_model.py` in place of both",
+    )
     parser.add_argument("--prompts", type=int, help="prompts per step; that of the case if omitted")
     parser.add_argument("--group", type=int, help="completions per prompt; that of the case if omitted")
     parser.add_argument("--tokens", type=int, help="tokens per completion, in the update and in the step")
@@ -971,8 +1028,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     shared = {"device": "cpu", "clock": "wall", "threads": None, "repeats": 3, "seed": 0, "json": False}
     args = parse_options(parser, argv, **shared)
-    if args.preset not in FAMILIES[args.family].presets:
+    if args.weights == "speech":
+        args.family, args.preset = "qwen2_audio" if CASES[args.case].seconds else "smollm2", None
+    elif args.preset not in FAMILIES[args.family].presets:
         parser.error(f"there is no `--preset {args.preset}` of {args.family}")
+    elif CASES[args.case].pretrained:
+        parser.error(f"`--case {args.case}` needs `--weights speech`")
+    if args.family == "smollm2" and CASES[args.case].image_size:
+        parser.error(f"the pretrained models take no `--case {args.case}`")
     if FAMILIES[args.family].hears != bool(CASES[args.case].seconds):
         parser.error(f"{args.family} takes no `--case {args.case}`")
     return args

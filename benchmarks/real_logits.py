@@ -20,11 +20,17 @@ forward.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from measuring import command_line, conditions, count, markdown, parse_options, report
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
 from speech_model import speech_model
 from speech_tasks import spoken_sums
 from tasks import DIGITS

@@ -14,9 +14,11 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
@@ -29,13 +31,18 @@ _GREY = "#7d8590"  # is read on white and on black
 
 
 def curves(history: list[dict]) -> str:
-    """Returns the curves of reward and held-out accuracy as SVG without a background."""
+    """Returns the curves of reward and held-out accuracy as SVG."""
     entries = [{name: entry[name] for name in _SHOWN if name in entry} for entry in history]
+    return as_svg(lambda: figure_of(entries))
+
+
+def as_svg(draw: Callable[[], Figure]) -> str:
+    """Returns a figure as SVG without a background, with text that is read on light and dark pages."""
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     style = {**dict.fromkeys(names, _GREY), "svg.fonttype": "none", "svg.hashsalt": "curves"}
     file = io.StringIO()
     with matplotlib.rc_context(style):
-        figure_of(entries).savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        draw().savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return file.getvalue()
 
 

@@ -21,6 +21,7 @@ import token_budget
 import torch
 import views
 import views_study
+from helpers.real_models import MISSING
 from policy_update import PHASES
 from small_models import motion_model
 from tasks import moving_digits
@@ -94,6 +95,15 @@ def test_policy_update(policy_update, case, family, capsys):
     assert result["versions"]["trl"].startswith("1.16")
 
 
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+def test_pretrained_weights(policy_update, capsys):
+    sizes = ["--case", "text", "--prompts", "1", "--group", "2", "--tokens", "4"]
+    policy_update.main(["--weights", "speech", *sizes, "--updates_only", "--repeats", "1", *THREADS, "--json"])
+    result = result_of(capsys)
+    assert result["gradient_difference"] < 1e-4 and result["processor_ratio"] == 2
+    assert result["setting"]["parameters"] > 1.3e8 and result["setting"]["update_completion_tokens"] == [4, 4]
+
+
 def test_shared_media(capsys):
     shared_media.main(["--preset", "tiny", "--frames", "2", "--side", "4", "--repeats", "1", *THREADS, "--json"])
     result = result_of(capsys)
@@ -156,6 +166,9 @@ def test_options_that_make_no_sense(policy_update, capsys):
     for options, message in (
         (["--device", "cuda", "--clock", "cpu"], "--clock wall"),
         (["--family", "qwen3_5", "--preset", "3b"], "no `--preset 3b` of qwen3_5"),
+        (["--family", "smollm2"], "no `--preset 12m` of smollm2"),
+        (["--weights", "speech", "--case", "image"], "take no `--case image`"),
+        (["--case", "long_text"], "needs `--weights speech`"),
     ):
         with pytest.raises(SystemExit):
             policy_update.main(options)

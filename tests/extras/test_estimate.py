@@ -12,6 +12,7 @@ import yaml
 from helpers.families import FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, cli
@@ -92,6 +93,18 @@ def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
     assert said.held == pytest.approx(measured.held, rel=0.03)
     assert said.peak == pytest.approx(measured.peak, rel=0.05)
     assert said.operations == pytest.approx(measured.operations, rel=0.01)
+
+
+@pytest.mark.parametrize("saved", [[], ["merger"]])
+def test_adapters_are_those_of_a_run(folder, saved, tmp_path):
+    """On the layers that the options name, and with whole layers beside them."""
+    words = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
+    words += ["--lora_modules_to_save", *saved] if saved else []
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=saved))
+    said = measured(folder, "--device", "cpu", "--images", "0", *words)
+    assert (said.trained, said.trained + said.frozen) == adapted.get_nb_trainable_parameters()
+    assert said.trained < measured(folder, "--device", "cpu", "--images", "0", *words[:3]).trained or saved
 
 
 @pytest.mark.parametrize("frozen", [[], ["vision_tower"]])

@@ -50,6 +50,7 @@ from safetensors.torch import save_file  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
 from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -74,6 +75,7 @@ def install() -> None:
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
+    UnquantizedEmbeddingMethod.process_weights_after_loading = _leave_unpacked
     VLLMGeneration.sync_weights = _in_a_reload(VLLMGeneration.sync_weights)
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
@@ -96,6 +98,11 @@ def _in_a_reload(in_place):
                 finalize_layerwise_reload(runner.model, runner.model_config)
 
     return load
+
+
+def _leave_unpacked(_, layer) -> None:
+    """Lets an LM head follow embeddings that it is tied to: a reload packs only the layers that it gets weights of."""
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def _send_by_folder(client: VLLMClient, metadata, named_params) -> None:

@@ -49,7 +49,7 @@ _OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns",
 _OF_MEMORY = ("shared_trunk", "beta", "loss_view", "per_device_train_batch_size", "num_generations", "packing")
 _OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")
 _OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
-_OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation")
+_OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation", "lora_modules_to_save")
 _LIMITS = "sources and sizes of media, as in the trainer's config, as JSON"
 _CONFIG = "run config or built-in recipe; keys for other commands are ignored"
 
@@ -105,7 +105,7 @@ def estimate(parser: Parser) -> None:
     add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
     add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
     add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
-    parser.add_options("ppo", *_OF_MEMORY, bf16=True, steps_per_generation=1)
+    parser.add_options("ppo", *_OF_MEMORY, bf16=True, steps_per_generation=1, lora_target_modules=["all-linear"])
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
     add("--optim", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="optimizer")
     add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on the training's GPUs or on others")

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,12 @@ class Measured:
     operations: float  # floating-point operations of an update, reference included
 
 
+def target_modules(args: argparse.Namespace) -> str | list[str]:
+    """Returns the layers that get adapters. A single name may be a word or a pattern of PEFT."""
+    names = args.lora_target_modules or "all-linear"
+    return names[0] if isinstance(names, list) and len(names) == 1 else names
+
+
 def _is_sharded(args: argparse.Namespace) -> bool:
     """Returns whether DeepSpeed or FSDP holds the weights; they compute in bfloat16 for any dtype of a checkpoint."""
     return args.strategy.startswith(("zero", "fsdp"))
@@ -108,10 +115,12 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.use_peft:
         peft = require_module("peft", "peft")
         # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
-        with mode, replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new)):
-            model = peft.get_peft_model(
-                base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
-            )
+        swapping = replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new))
+        with mode, swapping, warnings.catch_warnings():
+            # Copies of whole layers look for data, but don't need any
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+            adapted = {"target_modules": target_modules(args), "modules_to_save": args.lora_modules_to_save}
+            model = peft.get_peft_model(base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, **adapted))
             for parameter in model.parameters():
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
                     parameter.data = parameter.data.to(base.dtype)

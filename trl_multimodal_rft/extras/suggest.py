@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .estimate import GIB, USABLE, Measured, measured_with_note, verdict
+from .estimate import GIB, USABLE, Measured, measured_with_note, target_modules, verdict
 
 
 # Completions per update; in supervised training, rows per update
@@ -20,7 +20,7 @@ _KEYS += ("optim", "per_device_train_batch_size", "gradient_accumulation_steps",
 _KEYS_OF_SAMPLING = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
 _SWITCHES = {
     "shared_trunk": (),
-    "use_peft": ("lora_r", "lora_alpha", "lora_target_modules", "learning_rate"),
+    "use_peft": ("lora_r", "lora_alpha", "lora_target_modules", "lora_modules_to_save", "learning_rate"),
     "load_in_4bit": (),
 }
 _VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode")
@@ -93,14 +93,16 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
         "max_tokens_per_microbatch": measured.tokens,
         "max_completion_length": args.completion_tokens,
         "lora_alpha": 2 * args.lora_r,
-        "lora_target_modules": "all-linear",
+        "lora_target_modules": target_modules(args),
         "learning_rate": 1e-5,
     }
     values["shared_trunk"] &= args.trainer == "ppo"
     switches = {**_SWITCHES, **(_OF_SAMPLING if samples else {})}
     names = [*_KEYS, *(_KEYS_OF_SAMPLING if samples else ())]
     names += [key for switch, more_keys in switches.items() if values[switch] for key in (switch, *more_keys)]
-    keys = {name: values[name] for name in names if name != "num_processes" or args.gpus > 1}
+    if args.gpus == 1:
+        names.remove("num_processes")
+    keys = {name: values[name] for name in names if name != "lora_modules_to_save" or values[name]}
     return (
         f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "
         f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with\n"
