@@ -236,7 +236,7 @@ def test_uploads_have_a_largest_size(port, tmp_path, monkeypatch):
     form = {"Content_Type": "multipart/form-data; boundary=x"}
     assert asked(port, **upload, **form, Content_Length=str(2**28 + 1)) == 413
     assert asked(port, **upload, **form, Transfer_Encoding="chunked") == 411
-    monkeypatch.setattr(command, "_MOST_UPLOADED", 10_000)
+    monkeypatch.setattr(command, "_MAX_REQUEST_BYTES", 10_000)
     client = Client(f"http://127.0.0.1:{port}", verbose=False)
     pixels = np.random.default_rng(0).integers(0, 256, (100, 100), np.uint8)
     for name, side in (("small", 40), ("large", 100)):

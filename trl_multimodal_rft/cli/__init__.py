@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     name = argv[0] if argv else None
     if name not in COMMANDS:
-        _without_command(argv)
+        _exit_without_command(argv)
     try:
         check_versions()
         from ..progress import announce
@@ -78,7 +78,7 @@ def _parser(name: str, shows_all: bool = False) -> Parser:
     return parser
 
 
-def _without_command(argv: list[str]) -> None:
+def _exit_without_command(argv: list[str]) -> None:
     """Ends the process with the help, the version or an error if the first argument is no command."""
     epilog = "commands:\n" + "\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items())
     parser = Parser(_PROG, epilog=epilog)

@@ -44,7 +44,7 @@ class RunArguments(PromptArguments):
         False, "Show transformers' progress bar and dictionaries instead of one line per log."
     )
     dry_run: bool = option(False, "Build everything, take one step and log it, and save nothing.")
-    # Not options: what the user set on the command line and in its config, the command of the run, and its state
+    # No options: the values that the user set, on the command line or in a config; the run's command; and its state
     user_options: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
     state: TrainerState | None = field(default=None, init=False, repr=False)
@@ -78,7 +78,7 @@ class RFTScriptArguments(PromptArguments):
             raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
 
     def load_rewards(self, default: Sequence[str]) -> list[Callable]:
-        """Returns the reward functions of the recipe or of `reward_funcs`, or else those that `default` names."""
+        """Returns the reward functions of `reward_recipe` or `reward_funcs`, or else of `default`."""
         if self.reward_recipe is not None:
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
         return load_reward_funcs(default if self.reward_funcs is None else self.reward_funcs)

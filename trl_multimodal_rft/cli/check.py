@@ -49,7 +49,7 @@ _LISTED = 20  # maximum number of rows and columns that the report lists for a c
 _SILENCE = 1e-3  # peak below which a sound counts as silence
 _TOKENS = ("prompt", "text", *MODALITIES)
 _POINTS = "min | median | p90 | p99 | max"  # columns for a distribution
-_OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
+_OF_MODALITY = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
 
 
 @dataclass
@@ -116,16 +116,16 @@ class RowChecker(torch.utils.data.Dataset):
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
             prompt = [{"role": "user", "content": prompt}]  # as trainers do in a batch with media
-        refs, of_answers = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
-        for ref in refs + of_answers:
+        refs, answer_refs = list(iter_refs(prompt)), list(iter_refs([row.get(name) for name in COMPLETIONS]))
+        for ref in refs + answer_refs:
             checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
             path = ref.stored.get("path") if isinstance(ref.stored, dict) else ref.stored
             if isinstance(path, str | os.PathLike):
                 checked.files[ref.column] = shown_url(os.path.basename(path))
             with suppress(MediaError):  # encoding reports the error below
                 for name, size in media_size(ref).items():
-                    checked.sizes.setdefault(f"{name} {_OF[ref.modality]}", []).append(size)
-        decode_media(of_answers, self.encoder.processor, self.encoder.audio_overlong)
+                    checked.sizes.setdefault(f"{name} {_OF_MODALITY[ref.modality]}", []).append(size)
+        decode_media(answer_refs, self.encoder.processor, self.encoder.audio_overlong)
         try:
             encoded = self.encoder.encode(prompt, row.row_index)
         except ValueError as error:
@@ -141,15 +141,15 @@ class RowChecker(torch.utils.data.Dataset):
         checked.tokens = len(encoded)
         checked.thinks = bool(opened_thoughts(encoded.input_ids, tokenizer_of(self.encoder.processor)))
         digest = hashlib.blake2b(encoded.input_ids.numpy().tobytes(), digest_size=16)
-        columns = iter([ref.column for ref in refs if ref.modality == "audio"])
+        audio_columns = iter([ref.column for ref in refs if ref.modality == "audio"])
         for _, decoded in encoded.decoded:
             for medium in (medium for media in decoded.media.values() for medium in media):
                 digest.update(np.asarray(medium).tobytes())
-            for sound, column in zip(decoded.media.get("audio", ()), columns, strict=False):
+            for sound, column in zip(decoded.media.get("audio", ()), audio_columns, strict=False):
                 if np.abs(sound).max() < _SILENCE:
                     checked.silent = checked.silent or column
             for frames in decoded.media.get("video", ()):
-                height, width = sorted(frames.shape[1:])[1:]  # the smallest dimension are the channels
+                height, width = sorted(frames.shape[1:])[1:]  # the smallest dimension is the channels
                 checked.sizes.setdefault("sampled frames of a video", []).append(len(frames))
                 checked.sizes.setdefault("pixels of all sampled frames", []).append(len(frames) * height * width)
         counts = {kind: int(torch.isin(encoded.input_ids, ids).sum()) for kind, ids in self.token_ids.items()}
@@ -166,7 +166,7 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
-    # Workers get the rows of a stream, which only this process reads; of a dataset they get indices
+    # Workers get the rows of a stream, which only this process reads, but indices for a dataset
     keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
     loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
@@ -271,11 +271,11 @@ class Report:
             parts += [f"### {self._share(cause.count)}{columns}", f"    {' '.join(cause.example.split())}"]
             parts.append(f"Rows: {cause.listed}")
         total = sum(self.tokens["prompt"])
-        lengths = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _spread(self.tokens)]
+        lengths = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _percentiles(self.tokens)]
         parts += _section("## Lengths", f"tokens of | rows | {_POINTS} | share", lengths)
         if self.limit is not None and lengths:
             parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
-        parts += _section("## Sizes of media", f"size | number | {_POINTS}", _spread(self.sizes))
+        parts += _section("## Sizes of media", f"size | number | {_POINTS}", _percentiles(self.sizes))
         counts = {kind: numbers for kind, numbers in self.media.items() if numbers}
         rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in counts.items()]
         parts += _section("## Media of a row", "kind | rows | min | median | max | all", rows)
@@ -294,7 +294,7 @@ class Report:
         return self._share(rows.count) + f". Rows: {rows.listed}" * bool(rows.count)
 
 
-def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
+def _percentiles(numbers: Mapping[str, array]) -> list[list[str]]:
     rows = []
     for name, values in numbers.items():
         if values:
@@ -339,8 +339,8 @@ def run(args: argparse.Namespace) -> None:
         report.is_refused = True
     report.empty = empty_cells(rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ()))
     if "prompt" in (rows.column_names or ()):
-        read = ("prompt", *COMPLETIONS, *MEDIA_COLUMNS)
-        rows = rows.select_columns([name for name in rows.column_names if name in read])
+        columns = ("prompt", *COMPLETIONS, *MEDIA_COLUMNS)
+        rows = rows.select_columns([name for name in rows.column_names if name in columns])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
     for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
         report.add(checked)

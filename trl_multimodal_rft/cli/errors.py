@@ -10,7 +10,7 @@ from ..credentials import masked
 from ..versions import unfit_packages
 
 
-# Environment variable with the folder into which launched processes write input errors. The command shows one.
+# Environment variable with the folder for input errors of launched processes. The command shows the first.
 FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
@@ -20,7 +20,7 @@ def one_line(text: str) -> str:
 
 
 # Packages whose errors explain wrong input
-_CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
+_CHECKING_PACKAGES = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
 
 
 def input_error(error: BaseException) -> str | None:
@@ -29,12 +29,12 @@ def input_error(error: BaseException) -> str | None:
         return unfit
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
-    raised, frame = "", error.__traceback__
+    source, frame = "", error.__traceback__
     while frame is not None:
         package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
-        raised = raised if package in sys.stdlib_module_names else package
+        source = source if package in sys.stdlib_module_names else package
         frame = frame.tb_next
-    return masked(one_line(str(error))) if raised in _CAREFUL else None
+    return masked(one_line(str(error))) if source in _CHECKING_PACKAGES else None
 
 
 def leave(error: BaseException) -> None:

@@ -10,10 +10,10 @@ def rows() -> list[tuple[str, str, str, str]]:
     """Returns the rows of the table, one per model, without loading models."""
     import transformers
 
-    parts = {model_type: part for family in FAMILIES for model_type, part in family.trained_part.items()}
+    trained_parts = {model_type: part for family in FAMILIES for model_type, part in family.trained_part.items()}
     lines = []
-    for model_type, class_name in sorted({**classes_with_media(), **parts}.items()):
-        family, part = family_of(model_type), parts.get(model_type)
+    for model_type, class_name in sorted({**classes_with_media(), **trained_parts}.items()):
+        family, part = family_of(model_type), trained_parts.get(model_type)
         modalities = input_modalities(getattr(transformers, class_name))
         kinds = [kind for kind in MODALITIES if kind in modalities]
         if kinds:
@@ -29,9 +29,9 @@ def classes_with_media() -> dict[str, str]:
         **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     }
-    known = {model_type for family in FAMILIES for model_type in family.model_types}
-    extra = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
-    classes.update({model_type: extra[model_type] for model_type in known & extra.keys() - classes.keys()})
+    family_types = {model_type for family in FAMILIES for model_type in family.model_types}
+    speech = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
+    classes.update({model_type: speech[model_type] for model_type in family_types & speech.keys() - classes.keys()})
     return classes
 
 

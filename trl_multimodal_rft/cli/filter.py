@@ -27,7 +27,7 @@ from .preflight import check_ablated_modality
 REPORT = "filter.json"
 
 
-# Default number of completions that a row's pass rate takes, and their default temperature
+# Defaults for `--by accuracy`: completions per row, and their temperature
 _SAMPLES, _TEMPERATURE = 8, 1.0
 
 
@@ -61,7 +61,7 @@ class FilterArguments(EvaluationArguments):
 
 
 def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
-    """Returns why a row is dropped by its share of correct completions, or `None` for a row to keep."""
+    """Returns the reason to drop a row for its share of correct completions, or `None` to keep it."""
     pass_rate = _share(record["correct"])
     if pass_rate is None:
         return "not scored"
@@ -73,7 +73,7 @@ def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: fl
 def why_dropped(
     record: dict[str, Any], modality: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
-    """Returns why a row's completions don't show that it needs its medium, or `None` if they do."""
+    """Returns the reason to drop a row, or `None` to keep a row whose completions show that it needs its medium."""
     if record["correct_without"] is None:
         return f"no {modality}"
     accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
@@ -128,11 +128,11 @@ def _text(report: dict[str, Any]) -> str:
         n = settings["num_samples"]
         summary += f"have {report['min']:.0%} to {report['max']:.0%} of {n} answers right."
     lines = [summary, *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items())]
-    of_rows = [line for line in metric_lines(metrics, settings) if line.startswith(("accuracy", f"{modality}_"))]
-    return "\n".join([*lines, *(f"- {line}" for line in of_rows)])
+    figures = [line for line in metric_lines(metrics, settings) if line.startswith(("accuracy", f"{modality}_"))]
+    return "\n".join([*lines, *(f"- {line}" for line in figures)])
 
 
-def _checked(config: EvaluationConfig, by: str) -> EvaluationConfig:
+def _check_config(config: EvaluationConfig, by: str) -> EvaluationConfig:
     """Returns the checked config. With `--by accuracy`, several completions of each row are the default."""
     if by == "contribution":
         check_ablated_modality(config.ablate)
@@ -155,8 +155,8 @@ ARGUMENTS = (RFTScriptArguments, FilterArguments, EvaluationConfig, ModelConfig)
 def main(
     script_args: RFTScriptArguments, filter_args: FilterArguments, config: EvaluationConfig, model_args: ModelConfig
 ) -> None:
-    """Answers the training split, with and without a medium or several times, and saves rows with a report."""
-    config = _checked(config, filter_args.by)
+    """Samples completions with and without a medium, or several per row, and saves the kept rows with a report."""
+    config = _check_config(config, filter_args.by)
     check_plot(filter_args.plot)
     check_empty(filter_args.output_dir)
     accelerator = Accelerator()

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
-    """Returns rows with the prompts and completions that templates and the system message of the arguments make."""
+    """Returns rows with prompts and completions from the templates and the system message of the arguments."""
     rows = with_texts(rows, {"prompt": script_args.prompt, "completion": getattr(script_args, "completion", None)})
     return with_system_message(rows, script_args.system_prompt)
 
@@ -44,13 +44,15 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
     # `load_dataset` supports neither paths of files nor `~`
-    parts = [
-        part if part.data_files or part.data_dir else replace(part, **load_arguments(part.path, part.split))
-        for part in script_args.datasets
+    sources = [
+        source
+        if source.data_files or source.data_dir
+        else replace(source, **load_arguments(source.path, source.split))
+        for source in script_args.datasets
     ]
     size = script_args.test_split_size
-    with reading(f"the mixture of {', '.join(repr(part.path) for part in script_args.datasets)}"):
-        splits = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
+    with reading(f"the mixture of {', '.join(repr(source.path) for source in script_args.datasets)}"):
+        splits = get_dataset(replace(script_args, datasets=sources, test_split_size=None))
     if size is not None:
         if script_args.streaming:
             raise ValueError("A stream can't be split; leave out `streaming` or `test_split_size`.")
@@ -64,7 +66,7 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
 def trainer_inputs(
     script_args: PromptArguments, training_args: TrainerConfig, model_args: ModelConfig
 ) -> dict[str, Any]:
-    """Returns the arguments of a trainer, made from those of a script."""
+    """Makes a trainer's keyword arguments from the arguments of a script."""
     check_model_and_dataset(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     options = training_args.model_init_kwargs  # the config has read the option from JSON
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
@@ -79,9 +81,9 @@ def trainer_inputs(
         **adapter_inputs(model_args),
     }
     if isinstance(script_args, RFTScriptArguments):
-        judge = script_args.reward_model_name_or_path
-        functions = script_args.load_rewards(["accuracy_reward", "format_reward"] if judge is None else [])
-        inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
+        reward_model = script_args.reward_model_name_or_path
+        functions = script_args.load_rewards(["accuracy_reward", "format_reward"] if reward_model is None else [])
+        inputs["reward_funcs"] = functions if reward_model is None else [reward_model, *functions]
     if isinstance(script_args, RLScriptArguments) and script_args.chat_template_path is not None:
         source = str(model_args.model_name_or_path), model_args.model_revision, training_args.trust_remote_code
         inputs["processing_class"] = _with_chat_template(script_args.chat_template_path, *source)

@@ -17,7 +17,7 @@ from .preflight import check_run, is_harness
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Launches a script after checks without heavy imports."""
+    """Checks the options without heavy imports, and launches a script."""
     check_run(name, args)
     # A harness asks a server, for which one process is enough
     if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
@@ -48,8 +48,8 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 def _exit_code(words: Sequence[str]) -> int:
     """Launches a script without messages of accelerate and torch on defaults and failures. Returns its exit code."""
     logging.disable(logging.ERROR)
-    # The launched process gets Ctrl-C from the terminal as well and may save a checkpoint, so this one waits. For
-    # several processes, torch sets its handler.
+    # The terminal also sends Ctrl-C to the launched process, which may save a checkpoint, so this one waits. With
+    # several processes, torch installs its own handler.
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         _launch(words)

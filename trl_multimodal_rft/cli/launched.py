@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Entry point of `accelerate launch`, which runs a script by its name with its arguments."""
+"""Entry point for `accelerate launch`: runs the script of a command with its arguments."""
 
 import importlib
 import sys

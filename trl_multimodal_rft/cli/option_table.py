@@ -20,7 +20,7 @@ from .registry import LAUNCHED
 
 
 # Arguments of `accelerate launch` that the command sets
-_NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
+_RESERVED = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
 
 def collect() -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, An
 
 
 def _group(owner: type, name: str) -> str:
-    """Returns the group of a field; in a trainer's config, the package of the last class that defines the field."""
+    """Returns the group of a field: for trainers' configs, the package of the most derived class that defines it."""
     if issubclass(owner, TrainingArguments):
         definer = next(member for member in owner.__mro__ if name in vars(member).get("__annotations__", ()))
         return {"trl_multimodal_rft": "multimodal"}.get(package := definer.__module__.split(".")[0], package)
@@ -75,10 +75,10 @@ def _group(owner: type, name: str) -> str:
 
 
 def _launch_options() -> list[dict[str, Any]]:
-    """Returns the options of `accelerate launch`. Values other than numbers and booleans stay words."""
+    """Returns the options of `accelerate launch`. Values other than numbers and booleans stay text."""
     rows = []
     for action in launch_command_parser()._actions:
-        if action.dest in _NOT_TAKEN or not action.option_strings:
+        if action.dest in _RESERVED or not action.option_strings:
             continue
         name = next(flag[2:] for flag in action.option_strings if flag.startswith("--"))
         option = _option(action, "launch", False)

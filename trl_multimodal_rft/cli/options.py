@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**about, allow_abbrev=False, formatter_class=formatter)
         self.table: list[dict[str, Any]] = []  # options of a launched command
         self.optional: set[str] = set()  # options that may be null in a config file
-        self.file = ""  # start of errors while options are read from a file
+        self.file = ""  # prefix of error messages while a config file is read
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {self.file}{one_line(message)}\n")
@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
-        """Adds options of another, launched command: `names` as they are there, and `defaults` with other defaults."""
+        """Adds options of a launched command: `names` with their defaults there, and `defaults` with other ones."""
         options = {option["name"]: option for option in options_of(command)}
         trainer_group = self.add_argument_group("as in the config of a trainer")
         for name in (*names, *defaults):
@@ -189,7 +189,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _read(self, keys: dict[str, Value], values: argparse.Namespace) -> None:
-        """Parses a config file's entries, `keys`, like a command line. Options that it sets are no longer required."""
+        """Parses a config file's entries like a command line. Options that the file sets are no longer required."""
         words = []
         for name, value in keys.items():
             action = self._option_string_actions.get(f"--{name}")

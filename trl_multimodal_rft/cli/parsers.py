@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Options of the commands that aren't launched, without importing what the commands run."""
+"""Options of the commands that run without `accelerate launch`. This module doesn't import the commands' code."""
 
 import argparse
 import json
@@ -62,7 +62,7 @@ def chat(parser: Parser) -> None:
     named.add_argument("--model_name_or_path", help=argparse.SUPPRESS)  # the model's option in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    switch = "use_audio_in_video"  # a switch without a value, as it would take the model that follows for its value
+    switch = "use_audio_in_video"  # takes no value, which could be the model that follows
     parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
     add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")

@@ -12,7 +12,7 @@ from .options import NAMES, packaged, table
 
 
 def check_run(command: str, args: argparse.Namespace) -> None:
-    """Checks that a launched command has what it needs, and its names of models, datasets, rewards and tools."""
+    """Checks a launched command's required options, and its names of models, datasets, rewards and tools."""
     dataset = getattr(args, "dataset_name", None) or getattr(args, "datasets", None)
     reward_model = getattr(args, "reward_model_name_or_path", None) if getattr(args, "pairs", False) else None
     if not is_harness(getattr(args, "benchmark", None)):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Columns of text from templates, such as prompts."""
+"""Text columns from templates, such as prompts, and system messages."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ _PROMPTS = ("prompt", f"{TEACHER}prompt")
 
 Prompt = str | list[dict[str, Any]]
 
-# "{{word}}" or "{word}"
+# `{{word}}` for the text `{word}`, or `{column}`
 _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
-    """Returns a dataset with columns of text that templates make. Media are neither read nor copied."""
+    """Returns a dataset with text columns from `templates`, by column. Media are neither read nor copied."""
     texts = {name: template for name, template in templates.items() if template is not None}
     used_columns = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
     columns, features = dataset.column_names, dataset.features or {}
@@ -37,10 +37,10 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
                 "or `<video>` where a medium goes."
             )
 
-    def filled(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-        return {option: _filled(text, row, number, option) for option, text in texts.items()}
+    def fill(row: Mapping[str, Any], row_index: int) -> dict[str, Any]:
+        return {option: _fill_template(text, row, row_index, option) for option, text in texts.items()}
 
-    return _with_columns(dataset, list(used_columns), {option: Value("string") for option in texts}, filled)
+    return _with_columns(dataset, list(used_columns), {option: Value("string") for option in texts}, fill)
 
 
 def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
@@ -63,10 +63,10 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
         if feature is None or isinstance(feature, Value):
             new_features[name] = List({"role": Value("string"), "content": Value("string")})
 
-    def after_system(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-        return {name: _with_system(str(text), row[name], number, name) for name in _PROMPTS if name in row}
+    def add_message(row: Mapping[str, Any], row_index: int) -> dict[str, Any]:
+        return {name: _with_system(str(text), row[name], row_index, name) for name in _PROMPTS if name in row}
 
-    return _with_columns(dataset, [*new_features], new_features, after_system)
+    return _with_columns(dataset, [*new_features], new_features, add_message)
 
 
 def _with_columns(
@@ -90,14 +90,14 @@ def _with_columns(
     return concatenate_datasets([dataset.select_columns(unchanged), new_columns], axis=1) if unchanged else new_columns
 
 
-def _filled(template: str, row: Mapping[str, Any], number: int, option: str) -> str:
+def _fill_template(template: str, row: Mapping[str, Any], row_index: int, option: str) -> str:
     def value(match: re.Match) -> str:
         literal, name = match.groups()
         if literal:
             return f"{{{literal}}}"
         if not isinstance(row.get(name), (str, int, float)):
             raise ValueError(
-                f"row {number}, column {name!r}: it is {type(row.get(name)).__name__}, but `--{option}` takes text "
+                f"row {row_index}, column {name!r}: it is {type(row.get(name)).__name__}, but `--{option}` takes text "
                 "and numbers; name another column, or add one with the text."
             )
         return str(row[name])
@@ -105,11 +105,11 @@ def _filled(template: str, row: Mapping[str, Any], number: int, option: str) -> 
     return _NAMES.sub(value, template)
 
 
-def _with_system(text: str, prompt: Prompt | None, number: int, name: str) -> Prompt | None:
+def _with_system(text: str, prompt: Prompt | None, row_index: int, name: str) -> Prompt | None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if name != "prompt" and (messages is None or messages[0]["role"] == "system"):
         return messages
     if not messages or messages[0]["role"] == "system":
-        raise ValueError(f"row {number}, column 'prompt': it has a system message; leave out `--system_prompt`.")
+        raise ValueError(f"row {row_index}, column 'prompt': it has a system message; leave out `--system_prompt`.")
     blocks = isinstance(messages[0]["content"], list)
     return [{"role": "system", "content": [{"type": "text", "text": text}] if blocks else text}, *messages]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`run.yaml` in the output folder of a run: the user's options, for `--config` to start the same run."""
+"""`run.yaml` in the output folder of a run: the options that the user set, so that `--config` repeats the run."""
 
 import shlex
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ NAME = "run.yaml"
 
 _FIRST = ("model_name_or_path", "dataset_name", "output_dir")
 # Options of one launch, not of the run
-_NOT_KEPT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK}
+_TRANSIENT = {"config", "resume_from_checkpoint", "dry_run", "launch", TRACEBACK}
 
 
 def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any], resumed: bool = False) -> None:
@@ -28,7 +28,7 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
             max_steps = yaml.safe_load(path.read_text(encoding="utf-8")).get("max_steps")
             keys.pop("max_steps", None)
             keys |= {} if max_steps is None else {"max_steps": max_steps}
-    keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
+    keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _TRANSIENT}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
     path.write_text(f"# {command} --config {shlex.quote(str(path))}\n{text}", encoding="utf-8")

@@ -128,7 +128,7 @@ def curves() -> list[TrainerCallback]:
 
 
 def checkpoint_of(training_args: TrainingArguments) -> str | bool | None:
-    """Returns the checkpoint to resume from. An option has `true` and `false` as texts."""
+    """Returns the checkpoint to resume from, or `True` for the last one. Options hold `true` and `false` as text."""
     resume = training_args.resume_from_checkpoint
     return {"true": True, "false": False}.get(str(resume).lower(), resume)
 

@@ -2,5 +2,5 @@
 """
 Tools around a training run that no trainer needs: commands, harnesses, served environments, judges and remote rewards.
 
-The core imports these modules only lazily, as commands and by the names of rewards. They use public names of the core.
+The core imports these modules lazily, for a command or a named reward. The modules use public names of the core only.
 """

@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 Message = tuple[str, str, list[str]]  # role, text and files of media
 Answerer = Callable[[list[Message], EvaluationConfig], str]
 
-_MOST_UPLOADED = 2**28  # maximum number of bytes of a request
+_MAX_REQUEST_BYTES = 2**28
 _STYLE = '[aria-label="Share"] { display: none; }'  # hides a button that uploads media to the Hub
-_KEPT = 3600  # seconds until an upload is deleted
-_LONGEST = 2048  # tokens of a completion that the slider allows, unless the command allows more
+_UPLOAD_SECONDS = 3600  # time until an upload is deleted
+_MAX_TOKENS = 2048  # end of the slider for completion lengths, unless the command allows more
 
 
 def answerer(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
 ) -> Answerer:
-    """Returns a function that continues a conversation with a model, sampling as evaluations do."""
+    """Returns a function that samples a model's answer to a conversation, with the code and options of evaluations."""
     accelerator = Accelerator()
     placeholders = placeholder_tokens(model, processor)
 
-    def unscored(completions: list[str], **columns: list) -> list[None]:
+    def no_reward(completions: list[str], **columns: list) -> list[None]:
         return [None] * len(completions)
 
     def answer(conversation: list[Message], config: EvaluationConfig) -> str:
@@ -63,14 +63,14 @@ def answerer(
             {"role": role, "content": _content(text, files, placeholders)} for role, text, files in conversation
         ]
         with nullcontext() if adapted else model.disable_adapter():
-            result = evaluate(model, processor, [{"prompt": messages}], unscored, config, accelerator=accelerator)
+            result = evaluate(model, processor, [{"prompt": messages}], no_reward, config, accelerator=accelerator)
         return result.rows[0]["completions"][0]
 
     return answer
 
 
 def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
-    """Returns the content of a message, with media at the tags in the text or else first, as in rows with columns."""
+    """Returns a message's content, with media at the text's tags or else before the text, as for media columns."""
     if not files:
         return text
     columns = defaultdict(list)
@@ -87,7 +87,7 @@ def _content(text: str, files: list[str], placeholders: list[str]) -> str | list
 
 
 def example_of(name: str) -> tuple[str, str, list[str]]:
-    """Returns the system prompt and question of a trained model's card, and paths of media in the model's folder."""
+    """Returns the system prompt and question in a trained model's card, and the paths of media in its folder."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     text = Path(card).read_text(encoding="utf-8") if card else ""
     line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
@@ -129,18 +129,18 @@ def page(
         start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
         replies: list[dict[str, Any]] = []
         for model, answer in answerers.items():
-            # A model doesn't read completions of the other model, which have that model's name as title
+            # Leaves out the other model's completions, which have its name as title
             context = [turn for turn in history if (turn.get("metadata") or {}).get("title") in (None, model)]
-            earlier = [(turn["role"], *_parts(turn["content"])) for turn in context]
+            turns = [(turn["role"], *_text_and_files(turn["content"])) for turn in context]
             try:
                 with lock:
-                    content = answer([*start, *earlier, ("user", message["text"], message["files"])], sampling)
+                    content = answer([*start, *turns, ("user", message["text"], message["files"])], sampling)
             except (ValueError, ImportError) as error:  # media can't be read, or a package is missing
                 raise gradio.Error(shown_error(error), print_exception=False) from error
             replies.append({"role": "assistant", "content": content, "metadata": {"title": model}})
         return replies if other_names else replies[0]["content"]
 
-    longest = max(_LONGEST, config.max_completion_length)
+    max_length = max(_MAX_TOKENS, config.max_completion_length)
     sources = [*["upload"] * bool(modalities), *["microphone"] * ("audio" in modalities)]
     interface = gradio.ChatInterface(
         chat,
@@ -155,21 +155,21 @@ def page(
             gradio.Textbox(label="System prompt", value=system),
             gradio.Slider(0.0, 2.0, config.temperature, label="Temperature", info="0 is greedy decoding"),
             gradio.Slider(
-                1, longest, config.max_completion_length, step=1, label="Maximum completion length (tokens)"
+                1, max_length, config.max_completion_length, step=1, label="Maximum completion length (tokens)"
             ),
         ],
         additional_inputs_accordion="Settings",
         examples=None if example is None else [[{"text": example[0], "files": example[1]}]],
         run_examples_on_click=False,
         analytics_enabled=False,
-        delete_cache=(_KEPT // 6, _KEPT),
+        delete_cache=(_UPLOAD_SECONDS // 6, _UPLOAD_SECONDS),
     )
     interface.title = f"{name} - trl-multimodal-rft"
     return interface
 
 
-def _parts(content: str | list[Any]) -> tuple[str, list[str]]:
-    """Returns the text and the files of a message, in the format of gradio for programs or for the page."""
+def _text_and_files(content: str | list[Any]) -> tuple[str, list[str]]:
+    """Returns a message's text and file paths, which gradio formats differently for its API and the page."""
     text, files = "", []
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str) or "text" in part:
@@ -189,14 +189,15 @@ def shown_error(error: Exception) -> str:
 
 def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     """
-    Returns status and message for a request to refuse, or `None`. A request is refused if it comes from another site,
-    by a script or by a host name that resolves to this server (DNS rebinding), or if it is too large.
+    Returns the HTTP status and message that refuse a request, or `None` for an acceptable one. Requests are
+    refused if scripts of other sites send them, if they name an unknown host, which may resolve to this server (DNS
+    rebinding), or if they are too large.
     """
     address, origin = headers.get("host", ""), headers.get("origin")
     try:
         name, is_ours = urlsplit(f"//{address}").hostname or "", origin is None or urlsplit(origin).netloc == address
         if name not in {"localhost", host.lower(), socket.gethostname().lower()}:
-            ipaddress.ip_address(name)  # somebody else's DNS could resolve another name to this server
+            ipaddress.ip_address(name)  # raises for a name, which others' DNS could resolve to this server
     except ValueError:
         return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
     if not is_ours:
@@ -204,8 +205,8 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     if "transfer-encoding" in headers:
         return 411, "The request needs a Content-Length."
     length = headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > _MOST_UPLOADED:
-        return 413, f"More than {_MOST_UPLOADED // 2**20} MiB; shorten the file."
+    if not length.isdecimal() or int(length) > _MAX_REQUEST_BYTES:
+        return 413, f"More than {_MAX_REQUEST_BYTES // 2**20} MiB; shorten the file."
     return None
 
 
@@ -234,8 +235,10 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]
     elif is_peft_model(model):
         name = _shown_name(model.get_base_model().config._name_or_path)
         answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
-    takes = input_modalities(model.get_base_model() if is_peft_model(model) else model)
-    return answerers, tuple(kind for kind in MODALITIES if kind in takes and isinstance(processor, ProcessorMixin))
+    model_modalities = input_modalities(model.get_base_model() if is_peft_model(model) else model)
+    return answerers, tuple(
+        modality for modality in MODALITIES if modality in model_modalities and isinstance(processor, ProcessorMixin)
+    )
 
 
 def _shown_name(name: str) -> str:
@@ -249,7 +252,7 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
         server_name=args.host,
         server_port=args.port,
         share=False,
-        max_file_size=_MOST_UPLOADED,
+        max_file_size=_MAX_REQUEST_BYTES,
         css=_STYLE,
         app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
         prevent_thread_lock=True,

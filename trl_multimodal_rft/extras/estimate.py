@@ -48,24 +48,26 @@ BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass
 class Measured:
+    """Sizes of a model, and memory and operations of a micro-batch of one GPU, as [`measure`] returns them."""
+
     trained: int  # number of trained weights
     frozen: int  # number of frozen weights
-    in_4_bits: int  # frozen weights of linear layers
-    tensors: int  # trained tensors
-    modules: dict[str, tuple[int, int]]  # by part, such as the vision tower: all weights and trained weights
-    critic: int  # trained weights of a separate critic
-    frozen_critic: int  # frozen weights of a separate critic
-    layer: int  # weights of the largest layer
-    ends: int  # weights of embeddings and LM head
+    in_4_bits: int  # number of frozen weights of linear layers, stored in 4 bits
+    tensors: int  # number of trained tensors
+    modules: dict[str, tuple[int, int]]  # numbers of all and of trained weights, by part such as the vision tower
+    critic: int  # number of trained weights of a separate critic
+    frozen_critic: int  # number of frozen weights of a separate critic
+    layer: int  # number of weights of the largest layer
+    ends: int  # number of weights of embeddings and LM head
     held: int  # bytes in use at the start of the backward pass, without weights and gradients
     peak: int  # maximum bytes in use, without weights and gradients
-    cache: list[tuple[float, int | None]]  # by layer, bytes of a token's keys and values, and the window
+    cache: list[tuple[float, int | None]]  # per layer: bytes of keys and values per token, sliding window
     sharing: int  # number of completions that share the keys and values of a prompt
-    decoder: int  # weights of the decoder and of the LM head
-    vocabulary: int  # tokens of the LM head
+    decoder: int  # number of weights of the decoder and of the LM head
+    vocabulary: int  # vocabulary size of the LM head
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
-    parts: int  # forwards of a micro-batch
+    parts: int  # number of forwards of a micro-batch
     operations: float  # floating-point operations of an update, reference included
 
 
@@ -76,7 +78,7 @@ def target_modules(args: argparse.Namespace) -> str | list[str]:
 
 
 def _is_sharded(args: argparse.Namespace) -> bool:
-    """Returns whether DeepSpeed or FSDP holds the weights; they compute in bfloat16 for any dtype of a checkpoint."""
+    """Returns whether the run uses DeepSpeed or FSDP, which compute in bfloat16 whatever dtype the weights load in."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
@@ -93,7 +95,7 @@ def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Measures scores, loss and backward pass of a micro-batch on fake tensors."""
+    """Measures the memory and operations of a micro-batch's forward and backward pass on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
     mode = FakeFloats()
     with mode:
@@ -114,7 +116,7 @@ def measure(args: argparse.Namespace) -> Measured:
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
-        # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
+        # PEFT casts adapters to the model's dtype, for which torch calls `swap_tensors`, which rejects fake tensors
         swapping = replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new))
         with mode, swapping, warnings.catch_warnings():
             # Copies of whole layers look for data, but don't need any
@@ -140,16 +142,18 @@ def measure(args: argparse.Namespace) -> Measured:
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
-    part = max(range(len(parts)), key=lambda i: len(parts[i]))
-    largest = [prompts[i] for i in parts[part]]
-    keeps = packed and not _is_sharded(args) and keeps_states(base) and part in chunk_ends(prompts, parts)
-    held, peak, forward, update, of_prompt = _watch(
-        args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoders, keeps
+    largest_index = max(range(len(parts)), key=lambda i: len(parts[i]))
+    largest = [prompts[i] for i in parts[largest_index]]
+    prompt_first = (
+        packed and not _is_sharded(args) and keeps_states(base) and largest_index in chunk_ends(prompts, parts)
     )
-    # The prompt of a group that is split into chunks counts once
-    scale = of_prompt / forward * len(unique) + (1 - of_prompt / forward) * len(prompts) / len(largest)
-    n_repeats = (len(parts) > 1) + (args.beta > 0)
-    unique_of_part = group_by_prompt(largest) if packed else largest
+    held, peak, forward_ops, update_ops, prompt_ops = _measure_micro_batch(
+        args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoders, prompt_first
+    )
+    # If a group is split into chunks, the operations on its prompt count once
+    scale = prompt_ops / forward_ops * len(unique) + (1 - prompt_ops / forward_ops) * len(prompts) / len(largest)
+    n_extra_forwards = (len(parts) > 1) + (args.beta > 0)
+    prompts_of_largest = group_by_prompt(largest) if packed else largest
     return Measured(
         trained=_count(model, trained=True),
         frozen=_count(model, trained=False),
@@ -169,9 +173,9 @@ def measure(args: argparse.Namespace) -> Measured:
         ),
         vocabulary=0 if lm_head is None else len(lm_head.weight),
         prompt_tokens=len(prompt),
-        tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
+        tokens=sum(map(len, prompts_of_largest)) + len(largest) * args.completion_tokens,
         parts=len(parts),
-        operations=scale * (update + n_repeats * forward),
+        operations=scale * (update_ops + n_extra_forwards * forward_ops),
     )
 
 
@@ -180,42 +184,45 @@ def _count(model: nn.Module | None, trained: bool) -> int:
     return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
 
 
-def _watch(
+def _measure_micro_batch(
     args: argparse.Namespace,
     mode: FakeFloats,
-    parts: tuple[nn.Module, Critic | None, ValueHead | None],
+    modules: tuple[nn.Module, Critic | None, ValueHead | None],
     base: PreTrainedModel,
     prompts: list[EncodedPrompt],
     packed: bool,
     logits_from_model: bool,
     encoders: EncoderInputs,
-    keeps: bool,
+    prompt_first: bool,
 ) -> tuple[int, int, int, int, int]:
     """
-    Returns bytes at the start of the backward pass and at the peak, and operations of the forward pass, of forward and
-    backward pass, and of the forward pass of a prompt whose states chunks of completions share (`keeps`).
+    Measures a micro-batch. Returns the bytes in use at the start of the backward pass and at the peak, and the
+    operations of the forward pass, of forward and backward pass, and of the prompt alone. The last is 0 unless the
+    prompt is forwarded first (`prompt_first`), so that all chunks of its completions share its states.
     """
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
-    model, critic, head = parts
-    casts = args.bf16 and not _is_sharded(args)
+    model, critic, head = modules
+    autocasts = args.bf16 and not _is_sharded(args)
     with mode, kernels_of_gpus() if args.device == "cuda" else nullcontext():
         baseline: list[torch.Tensor] = []
-        for module in [part for part in parts if part is not None]:
+        for module in [module for module in modules if module is not None]:
             for parameter in module.parameters():
                 if parameter.requires_grad:  # the gradient exists from the second micro-batch on
                     parameter.grad = torch.empty_like(parameter)
                     baseline.append(parameter.grad)
             baseline += [*module.parameters(), *module.buffers()]
         with Watch(baseline) as watch:
-            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                states, sums = None, []
-                if keeps:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                states, state_gradients = None, []
+                if prompt_first:
                     models = [base] if critic is None else [base, critic.model]
                     states = prompt_states(models, prompts[0], ids.device)
-                    # Memory for the summed gradients of earlier chunks
-                    sums = [torch.empty_like(part, dtype=torch.float32) for pair in states.values() for part in pair]
-                of_prompt = watch.operations
+                    # The gradients of these states, summed over earlier chunks, take memory, too
+                    state_gradients = [
+                        torch.empty_like(state, dtype=torch.float32) for pair in states.values() for state in pair
+                    ]
+                prompt_ops = watch.operations
                 temperature = 1.0 if logits_from_model else None
                 request = ScoreRequest(prompts, ids, mask, packed, states=states)
                 scored = replace(request, critic=head, logits_temperature=temperature)
@@ -227,10 +234,10 @@ def _watch(
                     loss = loss + completion_values(critic, critic.model, request).mean()
                 if scores.values is not None:
                     loss = loss + scores.values.mean()
-            held, forward = watch.now, watch.operations
+            held, forward_ops = watch.now, watch.operations
             loss.backward()
-            del sums
-        return held, watch.peak, forward, watch.operations, of_prompt
+            del state_gradients
+        return held, watch.peak, forward_ops, watch.operations, prompt_ops
 
 
 def _cache_of_layers(
@@ -248,7 +255,7 @@ def _cache_of_layers(
 
 
 def _cache(measured: Measured, tokens: int) -> float:
-    """Returns the bytes of keys and values of a number of tokens."""
+    """Returns the bytes of the KV cache of one sequence."""
     return sum(size * min(tokens, window or tokens) for size, window in measured.cache)
 
 
@@ -258,20 +265,23 @@ def _completions(args: argparse.Namespace) -> int:
 
 
 def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
-    loaded = 4 if args.dtype == "float32" else 2
-    adapter = 2 if args.load_in_4bit else 4
+    """Returns the bytes of a run on each GPU by purpose, the peaks of an update and of generation, and host memory."""
+    loaded_width = 4 if args.dtype == "float32" else 2
+    adapter_width = 2 if args.load_in_4bit else 4
     trained, frozen = measured.trained, measured.frozen
-    weights, gradients, optimizer = _states(args, trained, frozen, adapter if args.use_peft else loaded, loaded)
-    weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
+    weights, gradients, optimizer = _states(
+        args, trained, frozen, adapter_width if args.use_peft else loaded_width, loaded_width
+    )
+    weights -= measured.in_4_bits * (loaded_width - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
         optimizer += 4 * measured.tensors  # AdamW has a step counter for each tensor
-    of_critic = _states(args, measured.critic, measured.frozen_critic, loaded, loaded)
-    critic = sum(of_critic)
+    critic_states = _states(args, measured.critic, measured.frozen_critic, loaded_width, loaded_width)
+    critic = sum(critic_states)
     shards_weights = SHARDS[args.strategy][0]
     reference = 0.0
     if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
-        number = 2 if args.strategy.startswith("zero") else loaded
-        reference = (trained + frozen) * number / (args.gpus if shards_weights else 1)
+        width = 2 if args.strategy.startswith("zero") else loaded_width
+        reference = (trained + frozen) * width / (args.gpus if shards_weights else 1)
     buffers = gathered = gathered_to_sample = 0.0
     if args.strategy == "ddp":
         buffers = gradients
@@ -297,26 +307,29 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         cache = graph = casts = gathered_to_sample = 0.0
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
     states = weights + gradients + optimizer + critic + reference + buffers
-    update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
-    if reference and args.strategy == "fsdp2":  # TRL shards the reference as one unit, which scoring gathers
-        update = max(update, states + 2 * (trained + frozen))
+    vllm_awake = 0.0 if args.vllm_enable_sleep_mode else vllm
+    update = states + gathered + measured.peak + vllm_awake
+    if reference and args.strategy == "fsdp2":  # the reference is one FSDP unit, gathered as a whole
+        update = max(update, states + 2 * (trained + frozen) + vllm_awake)
     if args.trainer == "sft":
         cache = graph = casts = gathered_to_sample = generation = 0.0
     else:
         generation = states + gathered_to_sample + cache + graph + vllm
-        if casts > (args.gpu_memory * GIB - generation) / 2:  # larger casts aren't kept
+        if casts > (args.gpu_memory * GIB - generation) / 2:  # sampling keeps no larger casts
             casts = 0.0
         generation += casts
     host = 0.0
     if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
-        host = gradients + optimizer + reference + sum(of_critic[1:])
+        host = gradients + optimizer + reference + sum(critic_states[1:])
         if vllm:
-            # The engine receives the weights before they leave the GPU
-            synced = 2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
-            host += weights + of_critic[0]
-            generation = max(states - host + vllm, states - host + weights + synced)
+            # vLLM receives the weights before the trainer's copy leaves the GPU
+            vllm_at_sync = (
+                2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
+            )
+            host += weights + critic_states[0]
+            generation = max(states - host + vllm, states - host + weights + vllm_at_sync)
         else:
-            host += of_critic[0] if args.strategy in ("single", "ddp") else 0.0
+            host += critic_states[0] if args.strategy in ("single", "ddp") else 0.0
             generation -= host
     return {
         "weights": weights,
@@ -340,45 +353,47 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     }
 
 
-def _states(args: argparse.Namespace, trained: int, frozen: int, width: int, loaded: int) -> tuple[float, ...]:
-    """Returns bytes of weights, gradients and optimizer; a trained weight has `width` bytes, a frozen one `loaded`."""
+def _states(
+    args: argparse.Namespace, trained: int, frozen: int, trained_width: int, frozen_width: int
+) -> tuple[float, ...]:
+    """Returns the bytes of weights, gradients and optimizer. A width is the number of bytes of one weight."""
     factor, in_bytes = OPTIMIZERS[args.optim]
     if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
-        width = 4
-    state = factor * (width if in_bytes else 1)
-    sizes = width * trained + loaded * frozen, width * trained, state * trained
+        trained_width = 4
+    state_width = factor * (trained_width if in_bytes else 1)
+    sizes = trained_width * trained + frozen_width * frozen, trained_width * trained, state_width * trained
     if args.strategy.startswith("zero"):  # DeepSpeed's optimizer has a float32 copy of the trained weights
         sizes = 2 * (trained + frozen), 2 * trained, (4 + factor * (4 if in_bytes else 1)) * trained
     shards = SHARDS[args.strategy]
     return tuple(size / (args.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
 
 
-def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
+def advice(args: argparse.Namespace, measured: Measured, sizes: dict[str, float]) -> str:
     """Returns the change to try first for a run that doesn't fit."""
-    states = sum(parts[name] for name in ("weights", "gradients", "optimizer", "reference", "critic", "buckets"))
-    samples = parts["generation"] > parts["update"]
+    states = sum(sizes[name] for name in ("weights", "gradients", "optimizer", "reference", "critic", "buckets"))
+    peaks_in_generation = sizes["generation"] > sizes["update"]
     offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
-    if samples and memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
+    if peaks_in_generation and memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
         return "`--offload_during_generation`"
-    if samples and parts["vLLM"]:
+    if peaks_in_generation and sizes["vLLM"]:
         return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
-    if samples and max(parts["KV cache"], parts["gathered to sample"]) > states:
-        if parts["KV cache"] > parts["gathered to sample"]:
+    if peaks_in_generation and max(sizes["KV cache"], sizes["gathered to sample"]) > states:
+        if sizes["KV cache"] > sizes["gathered to sample"]:
             return "fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
         return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
-    if not samples and measured.peak > states:
+    if not peaks_in_generation and measured.peak > states:
         if not args.gradient_checkpointing:
             return "`--gradient_checkpointing`"
         if args.packing == "padded":
             return "`--packing prefix`, which forwards each prompt once"
         n_completions = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
         if n_completions > 1:
-            part = measured.prompt_tokens + n_completions // 2 * args.completion_tokens
-            return f"`--max_tokens_per_microbatch {part}`"
+            budget = measured.prompt_tokens + n_completions // 2 * args.completion_tokens
+            return f"`--max_tokens_per_microbatch {budget}`"
         return "a smaller `--per_device_train_batch_size`, or shorter completions"
-    if not samples and parts["vLLM"] and not args.vllm_enable_sleep_mode:
+    if not peaks_in_generation and sizes["vLLM"] and not args.vllm_enable_sleep_mode:
         return "`--vllm_enable_sleep_mode`"
-    if parts["critic"] > parts["weights"]:
+    if sizes["critic"] > sizes["weights"]:
         return "`--shared_trunk`, which makes the critic a head on the policy"
     if args.gpus > 1 and args.strategy in ("single", "ddp", "zero1"):
         return "`--strategy fsdp2`, which shards weights, gradients and optimizer"
@@ -398,14 +413,14 @@ def estimate(args: argparse.Namespace) -> dict:
 
 
 def verdict(args: argparse.Namespace, measured: Measured) -> dict:
-    parts = memory(args, measured)
-    result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
+    sizes = memory(args, measured)
+    result = {"fits": sizes["peak"] <= USABLE * args.gpu_memory * GIB, "memory": sizes, "measured": vars(measured)}
     if not result["fits"]:
-        result["advice"] = advice(args, measured, parts)
-    if parts["vLLM"]:
+        result["advice"] = advice(args, measured, sizes)
+    if sizes["vLLM"]:
         weights = 2 * (measured.trained + measured.frozen) / args.vllm_tensor_parallel_size
         per_completion = _cache(measured, measured.prompt_tokens + args.completion_tokens)
-        result["vllm_completions"] = int((parts["vLLM"] - weights) * args.vllm_tensor_parallel_size / per_completion)
+        result["vllm_completions"] = int((sizes["vLLM"] - weights) * args.vllm_tensor_parallel_size / per_completion)
         if result["vllm_completions"] < 1:
             result["fits"] = False
             result["advice"] = (
@@ -434,9 +449,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(result))
         return
-    measured, parts = result["measured"], result["memory"]
+    measured, sizes = result["measured"], result["memory"]
     print(f"{args.model_name_or_path}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
-    for name, size in parts.items():
+    for name, size in sizes.items():
         if name != "host" and size > 0 or name in ("update", "generation"):
             print(f"  {name:20} {size / GIB:8.1f}")
     print(
@@ -446,8 +461,8 @@ def run(args: argparse.Namespace) -> None:
         f"forward(s) of up to {measured['tokens']:,} tokens; {measured['operations'] / 1e15:.2f} PFLOP an update."
     )
     print(*parts_lines(measured["modules"]), sep="\n")
-    if parts["host"]:
-        print(f"While a GPU samples, {parts['host'] / GIB:.1f} GiB of the above wait in the host's memory.")
+    if sizes["host"]:
+        print(f"While a GPU samples, {sizes['host'] / GIB:.1f} GiB of the above wait in the host's memory.")
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
     if "note" in result:

@@ -22,14 +22,14 @@ _ATEN = torch.ops.aten
 
 class FakeFloats(TorchDispatchMode):
     """
-    Mode that makes new floating-point tensors, and what is computed from them, fake. Integers, real floats such as
-    pixels, and small floats that are computed from integers stay real.
+    Mode in which new floating-point tensors, and tensors computed from them, are fake. Integers, real floats such as
+    pixels, and small float tensors computed from integers stay real.
 
-    Models read ids, grids and masks to count the features of an image, and read floats that they compute from lengths.
-    Under `FakeTensorMode` alone, such models don't run.
+    Models read values of ids, grids and masks to count an image's features, and of floats computed from lengths.
+    `FakeTensorMode` alone hides these values.
     """
 
-    LENGTHS = 1024  # floats computed from integers, such as lengths of media, stay real up to this size
+    LENGTHS = 1024  # maximum size of a float tensor, computed from integers such as media lengths, that stays real
 
     def __init__(self):
         super().__init__()
@@ -49,18 +49,18 @@ class FakeFloats(TorchDispatchMode):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
                 return func(*args, **kwargs)
-        if not tensors and func is not _ATEN.linspace.default:  # models read its values, as rates of layers
-            with self.fake:  # allocates nothing; results that aren't floats are small, and made again for real
+        if not tensors and func is not _ATEN.linspace.default:  # models read its values, such as drop rates
+            with self.fake:  # allocates nothing; small or integer results are computed again below, as real tensors
                 result = func(*args, **kwargs)
-            if _is_hidden(result):
+            if _can_be_fake(result):
                 return result
-        if not tensors or any(_is_hidden(tensor) for tensor in tensors):  # real floats, such as pixels, stay real
+        if not tensors or any(_can_be_fake(tensor) for tensor in tensors):  # real floats, such as pixels, stay real
             return func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
+        return tree_map_only(torch.Tensor, self._as_fake, func(*args, **kwargs))
 
-    def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake tensor in place of a large one of floats."""
-        return self.fake.from_tensor(tensor) if _is_hidden(tensor) and tensor.numel() > self.LENGTHS else tensor
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor in place of a large float tensor, and other tensors unchanged."""
+        return self.fake.from_tensor(tensor) if _can_be_fake(tensor) and tensor.numel() > self.LENGTHS else tensor
 
     @staticmethod
     def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -79,32 +79,32 @@ def _tensors(*values: PyTree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_hidden(result: PyTree) -> bool:
-    """Returns whether a result, real or fake, is a tensor of several floats, which may become fake."""
+def _can_be_fake(result: PyTree) -> bool:
+    """Returns whether a result, real or fake, is a tensor of several floats. Other results always stay real."""
     return isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 1
 
 
 class Watch(TorchDispatchMode):
     """
-    Mode that counts bytes of the live storages that were created within the context, `now` and at the `peak`, and
-    floating-point `operations`.
+    Mode that counts floating-point `operations`, and the bytes of live storages created within the context: `now`, and
+    at their `peak`.
 
     On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
-    `MemTracker` and `FlopCounterMode` agree; the time of the first is quadratic in the number of layers.
+    `FlopCounterMode` and `MemTracker` count the same; `MemTracker` takes time quadratic in the number of layers.
     """
 
     def __init__(self, baseline: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.now = self.peak = self.operations = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}
-        # Counters that torch lacks, such as those of the CPU's operators. Torch's are looked up when an operator runs,
-        # as torch registers some of them on first use.
+        # FLOP counters that torch lacks, such as for CPU operators. Torch's own are looked up when an operator runs,
+        # because torch registers some on first use.
         self._counters = {
             _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val, **__: sdpa_flop_count(
-                q.shape, *_of_all_heads(q, k, v)
+                q.shape, *_with_query_heads(q, k, v)
             ),
             _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, q, k, v, *_, out_val, **__: (
-                sdpa_backward_flop_count(gradient.shape, q.shape, *_of_all_heads(q, k, v))
+                sdpa_backward_flop_count(gradient.shape, q.shape, *_with_query_heads(q, k, v))
             ),
             _ATEN.addmm_: flop_registry[_ATEN.addmm],
         }
@@ -128,15 +128,15 @@ class Watch(TorchDispatchMode):
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._freed, storage._cdata)
+                weakref.finalize(storage, self._count_freed, storage._cdata)
         return result
 
-    def _freed(self, key: int) -> None:
+    def _count_freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
 
-def _of_all_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns shapes of keys and values with as many heads as the query; torch before 2.13 takes no fewer heads."""
+def _with_query_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
+    """Returns shapes of keys and values with the query's heads; torch before 2.13 supports no smaller number."""
     return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
 
 
@@ -148,7 +148,7 @@ def kernels_of_gpus() -> Iterator[None]:
     """
 
     def add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        # A GPU needs no temporary tensor for the product, either
+        # As on a GPU, no temporary tensor holds the product
         torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
 
     tiles = {**dict.fromkeys(("_forward_tile", "_backward_tile"), lambda *_, **__: None), "_addmm_fp32": add_product}

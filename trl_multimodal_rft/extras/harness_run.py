@@ -24,20 +24,20 @@ from .harnesses import PACKAGES, PLUGIN, harness_command, harness_result, read_e
 
 # The model's name on its server; lmms-eval takes a model with `o1` in its name, such as `grpo1`, for one of OpenAI
 _NAME = "checkpoint"
-_APPLICABLE = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
+_OPTIONS = {"benchmark", "model_name_or_path", "max_rows", "output_dir", "confidence", "compare_with"}
 
 
-def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> EvaluationResult:
-    """Evaluates a model on `--benchmark <harness>:<task>`; `parts` are the other arguments of `evaluate`."""
-    options = {name: value for part in parts for name, value in vars(part).items()}
-    defaults = {name: value for part in parts for name, value in vars(type(part)()).items()}
+def evaluate_with_harness(harness_args: HarnessArguments, *arguments: object) -> EvaluationResult:
+    """Evaluates a model on `--benchmark <harness>:<task>`; `arguments` are the other argument dataclasses."""
+    options = {name: value for argument in arguments for name, value in vars(argument).items()}
+    defaults = {name: value for argument in arguments for name, value in vars(type(argument)()).items()}
     benchmark, model, url = options["benchmark"], options["model_name_or_path"], harness_args.server_url
     name, _, task = benchmark.partition(":")
     if name not in PACKAGES:
         raise ValueError(f"`--benchmark` is {benchmark!r}; before the colon, write one of {', '.join(PACKAGES)}.")
     if model is None:
         raise ValueError("Set `--model_name_or_path`: the model to serve, or the name of the one at `--server_url`.")
-    for option in options.keys() - _APPLICABLE:
+    for option in options.keys() - _OPTIONS:
         if options[option] != defaults[option]:
             raise ValueError(f"`--{option}` doesn't apply to `--benchmark {benchmark}`; see `--harness_args`.")
     folder = Path(options["output_dir"], f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
@@ -51,8 +51,8 @@ def evaluate_with_harness(harness_args: HarnessArguments, *parts: object) -> Eva
             command = ["uvx", "--from", *PACKAGES[name].split(), *command]
         with _program(command, log, "`pip install uv`, or install the harness.") as harness:
             code = harness.wait()
-    read = read_lmms if name == "lmms" else read_evalscope
-    rows, figures = ([], {}) if code else read(folder)
+    read_results = read_lmms if name == "lmms" else read_evalscope
+    rows, figures = ([], {}) if code else read_results(folder)
     if not figures:
         raise ValueError(f"`--benchmark {benchmark}` has no results: {_last_error(log)}")
     settings = {"model": model, "benchmark": benchmark, "confidence": options["confidence"]}
@@ -71,7 +71,7 @@ def flags(options: dict) -> list[str]:
 
 @contextmanager
 def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
-    """Runs `vllm serve` within the context, which yields its address."""
+    """Context manager that runs `vllm serve` and yields its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -89,6 +89,7 @@ def _serve(model: str, words: list[str], folder: Path) -> Iterator[str]:
             yield url
         finally:
             server.terminate()
+            server.wait()  # until its GPU memory is free
 
 
 def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
@@ -96,7 +97,7 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
     if shutil.which(command[0]) is None:
         raise ValueError(f"There is no program `{command[0]}`. {remedy}")
     key = os.environ.get("OPENAI_API_KEY", "none")
-    # The program has another environment, so it gets the plugin in place of this process's path
+    # The program runs in its own Python environment: it needs the plugin's path, but not this process's
     environment = {**os.environ, "OPENAI_API_KEY": key, "EVALSCOPE_API_KEY": key, "PYTHONPATH": str(PLUGIN)}
     sys.stderr.write(f"`{' '.join(masked_words(command))}` runs, and prints to {log}\n")
     with log.open("wb") as output:
@@ -104,7 +105,7 @@ def _program(command: list[str], log: Path, remedy: str) -> subprocess.Popen:
 
 
 def _last_error(log: Path) -> str:
-    """Returns the last line of a log with an error of Python, or else the last line."""
+    """Returns a log's last line with a Python error, or else its last line."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
     errors = [match[0] for line in lines if (match := re.search(r"[\w.]*(?:Error|Exception): .*", line))]
     return f"{masked([*lines[-1:], *errors][-1]).rstrip('.')} (see {log})."

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Evaluation harnesses that ask a server of the model: their command lines, and the scores in their files."""
+"""Evaluation harnesses that send requests to a model's server: their command lines, and the scores in their files."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from ..data.rows.columns import as_text, strip_media
 from ..evaluation.result import SCORE, EvaluationResult, estimate
 
 
-# Packages for `uvx`. Versions are exact, since formats of results change. lmms-eval imports what filelock 4.3 lacks.
+# Packages for `uvx`. Versions are exact, since result formats change. lmms-eval uses names that filelock 4.3 lacks.
 PACKAGES = {"lmms": "lmms-eval[audio,video]==0.7.3 --with filelock<4.3", "evalscope": "evalscope==1.14.1"}
 PLUGIN = Path(__file__).with_name("lmms_plugin")  # a folder on the Python path of lmms-eval
-_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # begins what lmms-eval scores as the completion of a failed request
-# Entries with the score of a row, where a task of lmms-eval stores a dictionary
-_ENTRIES = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
+_FAILED = "[LMMS_EVAL_REQUEST_FAILED"  # start of the text that lmms-eval scores as completion of a failed request
+# Keys of a row's score, for tasks of lmms-eval that store a dictionary
+_SCORE_KEYS = ("score", "overall", "correct", "is_correct", "accuracy", "acc", "exact_match", "true_false", "hit")
 
 Rows = list[dict[str, Any]]
 
@@ -28,7 +28,7 @@ def harness_command(name: str, task: str, model: str, url: str, folder: Path) ->
     """Returns the words of the command that runs a task against a server, with results in a folder."""
     if name == "lmms":
         words = ["lmms-eval", "eval", "--model", "openai", "--model_args", f"model={model},base_url={url}/v1"]
-        # Lower levels of lmms-eval's log contain the token of the Hub
+        # At lower levels, lmms-eval logs the Hub token
         return [*words, "--tasks", task, "--output_path", str(folder), "--log_samples", "--verbosity", "WARNING"]
     words = ["evalscope", "eval", "--eval-type", "openai_api", "--model", model, "--api-url", f"{url}/v1"]
     return [*words, "--datasets", task, "--work-dir", str(folder), "--no-timestamp"]
@@ -56,7 +56,7 @@ def read_lmms(folder: Path) -> tuple[Rows, dict[str, float]]:
             for metric in results["higher_is_better"][task]:
                 value = sample.get(metric)
                 if isinstance(value, dict):
-                    value = next((value[entry] for entry in _ENTRIES if entry in value), None)
+                    value = next((value[key] for key in _SCORE_KEYS if key in value), None)
                 if isinstance(value, (int, float)):  # including `bool`
                     row[SCORE + (metric if len(counts) == 1 else f"{metric}/{task}")] = float(value)
             rows.append(row)
@@ -111,9 +111,9 @@ def harness_result(rows: Rows, figures: Mapping[str, float], settings: dict[str,
         if not math.isfinite(figure):
             raise ValueError(f"The harness gives {figure} as {name!r}, which is no figure; its log says why.")
         values = np.array([row[SCORE + name] for row in rows if SCORE + name in row])
-        fits = len(values) > 0 and bool(((values >= 0) & (values <= 1)).all())
-        # The tolerance is for harnesses that round
-        if fits and np.isclose(values.mean(), (figure, figure / 100), rtol=0, atol=5e-4).any():
+        is_share = len(values) > 0 and bool(((values >= 0) & (values <= 1)).all())
+        # Harnesses round figures, hence the tolerance
+        if is_share and np.isclose(values.mean(), (figure, figure / 100), rtol=0, atol=5e-4).any():
             metrics |= estimate(name, values, bool(np.isin(values, (0, 1)).all()), settings["confidence"])
         else:
             metrics[name] = figure

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Environments on servers of [OpenEnv](https://huggingface.co/docs/openenv), which speak its WebSocket protocol."""
+"""Environments on servers of [OpenEnv](https://huggingface.co/docs/openenv), over its WebSocket protocol."""
 
 import base64
 import json
@@ -24,43 +24,46 @@ Json = dict[str, Any]  # a JSON object
 Value = str | float | list | Json | None
 Observation = str | list[Json]
 
-_MOST_BYTES = 100 * 2**20  # limit of an observation, the same as that of OpenEnv's client
-TIMEOUT = 60  # seconds of a call of a server
-_TO_ARRIVE = 0.01  # seconds in which the second part of a split answer arrives
-_ERRORS_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # a session goes on after them
-_NOT_FOR_TOOLS = {"url", "media", "rewards", "get_context", "get_reward", "reset"}
+_MAX_BYTES = 100 * 2**20  # limit of an observation, as in OpenEnv's client
+TIMEOUT = 60  # seconds until a call to a server fails
+_PENDING_SECONDS = 0.01  # time for a pending answer, which may arrive in two parts
+_ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors after which a session goes on
+_RESERVED_NAMES = {"url", "media", "rewards", "get_context", "get_reward", "reset"}
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _DATA_URI = re.compile(r"data:(image|audio|video)/[^,]*;base64,")
 
 
 class Session:
-    """Session of a server, which keeps an environment for this session alone."""
+    """Session on a server, which runs one environment per session."""
 
     def __init__(self, url: str):
-        self.url, self._opened = url, ExitStack()
+        self.url, self._exit_stack = url, ExitStack()
         self._socket: Any = None
 
     def ask(self, kind: str, data: Json, opens: bool = False) -> Json:
-        """Returns the server's answer. Unless a request `opens` a session, the one of the last answer must be open."""
+        """
+        Returns the data of the server's answer. If no session is open, a request that `opens` starts one, and others
+        fail. Raises `ValueError` if an action fails, and `EnvironmentFailure` if the session does.
+        """
         client = require_module("websockets.sync.client", "environments")
         errors = require_module("websockets.exceptions", "environments")
         try:
             if self._socket is None:
                 if not opens:
                     raise ConnectionError("the session is over")
-                socket = client.connect(f"ws{self.url.removeprefix('http')}/ws", max_size=_MOST_BYTES)
-                self._socket = self._opened.enter_context(socket)
-            waiting = self._waiting_answer(errors.ConnectionClosed)
+                socket = client.connect(f"ws{self.url.removeprefix('http')}/ws", max_size=_MAX_BYTES)
+                self._socket = self._exit_stack.enter_context(socket)
+            pending = self._pending_error(errors.ConnectionClosed)
             with suppress(errors.ConnectionClosed):  # the reason of the server can still be read
                 self._socket.send(json.dumps({"type": kind, "data": data}, default=lambda medium: None))
-            answer = json.loads(waiting or self._socket.recv(timeout=TIMEOUT))
+            answer = json.loads(pending or self._socket.recv(timeout=TIMEOUT))
             data = answer["data"]
             if not isinstance(data, dict) or answer["type"] not in ("observation", "error"):
                 raise TypeError(f"it answered {shortened(answer)}")
         except (OSError, errors.WebSocketException, ValueError, KeyError, TypeError) as error:
             self.close()
             raise EnvironmentFailure(without_credentials(f"{self.url}: {type(error).__name__}: {error}")) from error
-        if answer["type"] == "error" and data["code"] in _ERRORS_OF_ACTIONS:
+        if answer["type"] == "error" and data["code"] in _ACTION_ERRORS:
             details = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in data.get("errors", ())]
             raise ValueError("; ".join([data["message"], *details]))
         if answer["type"] == "error":
@@ -68,13 +71,13 @@ class Session:
             raise EnvironmentFailure(without_credentials(f"{self.url}: {data['code']}: {data['message']}"))
         return data
 
-    def _waiting_answer(self, closed: type[Exception]) -> str | bytes | None:
+    def _pending_error(self, closed: type[Exception]) -> str | bytes | None:
         """
-        Returns an error that the server sent before the next request, or `None`. Raises `ConnectionError` for another
-        answer, as every later request would get the answer to the one before.
+        Returns an error that the server sent after its last answer, or `None`. Raises `ConnectionError` for any other
+        answer, because later requests would then get the answers to earlier ones.
         """
         with suppress(TimeoutError, closed):
-            answer = self._socket.recv(timeout=_TO_ARRIVE)
+            answer = self._socket.recv(timeout=_PENDING_SECONDS)
             if json.loads(answer)["type"] != "error":
                 raise ConnectionError("it answered one request twice")
             return answer
@@ -82,15 +85,15 @@ class Session:
 
     def close(self) -> None:
         self._socket = None
-        self._opened.close()
+        self._exit_stack.close()
 
-    __del__ = close  # frees a session of the server, which may have few
+    __del__ = close  # frees the session, as servers may limit their number
 
 
 class ServedEnvironment:
     """Environment with the tools of a server."""
 
-    _act: Callable[..., Observation]  # gets the server's name of a tool, and the arguments
+    _act: Callable[..., Observation]  # called with a tool's name on the server, and its arguments
 
 
 class OpenEnvironment(ServedEnvironment):
@@ -104,11 +107,11 @@ class OpenEnvironment(ServedEnvironment):
         self.rewards: list[float] = []  # one per step of the episode
 
     def reset(self, **row: Value) -> Observation:
-        """Starts an episode with a row, `null` in place of media; the server takes the columns that it knows."""
+        """Starts an episode with a row's columns, of which a server reads those it knows. Media are sent as `null`."""
         self.rewards = []
-        with suppress(EnvironmentFailure):  # the server may have closed the session, and opens another
-            return self._shown(self._session.ask("reset", row, opens=True))
-        return self._shown(self._session.ask("reset", row, opens=True))
+        with suppress(EnvironmentFailure):  # the server may have closed the session; the next request opens another
+            return self._observation(self._session.ask("reset", row, opens=True))
+        return self._observation(self._session.ask("reset", row, opens=True))
 
     def get_reward(self) -> float:
         """Returns the sum of the rewards of the episode's steps."""
@@ -123,9 +126,9 @@ class OpenEnvironment(ServedEnvironment):
         if isinstance(reward, bool) or not isinstance(reward, int | float | None) or not math.isfinite(reward or 0.0):
             raise EnvironmentFailure(f"the server gave the reward {reward!r}, which is no finite number")
         self.rewards.append(float(reward or 0.0))
-        return self._shown(answer)
+        return self._observation(answer)
 
-    def _shown(self, answer: Json) -> Observation:
+    def _observation(self, answer: Json) -> Observation:
         try:
             content, self._is_done = answer["observation"], bool(answer["done"])
         except (KeyError, TypeError):
@@ -144,8 +147,8 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
     Returns a class of environments that a server of [OpenEnv](https://huggingface.co/docs/openenv) runs, for
     `environment_factory`. Each environment has a session; a lost session fails its trajectory.
 
-    The class has a tool `step` with the fields of an action, or the MCP tools of a server that has some. In
-    observations, `data:` URIs and content blocks are shown as media, all else as text.
+    The tools are the server's MCP tools, or else one tool, `step`, with the fields of an action as arguments.
+    Observations show `data:` URIs and content blocks as media, all else as text.
 
     Args:
         url (`str`):
@@ -156,7 +159,7 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
 
     Raises:
         `ImportError`: Without the extra `environments`.
-        `ValueError`: If the address isn't that of a server of OpenEnv.
+        `ValueError`: If there is no OpenEnv server at the address.
     """
     require_module("websockets", "environments")
     url, description = url.rstrip("/"), {}
@@ -172,18 +175,18 @@ def openenv(url: str, *, media: Mapping[str, str] | None = None) -> type[OpenEnv
         tools["step"] = tool_of("step", action.get("description", "Acts."), action, None)
     else:
         with closing(Session(url)) as session:
-            listed = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
-        for remote in listed:
-            name = tool_name(remote["name"], tools)
-            tools[name] = tool_of(name, remote["description"], remote["input_schema"], remote["name"])
-    parts: Json = {"url": url, "media": media or {}, "__doc__": description["description"], **tools}
-    return type(re.sub(r"\W", "_", description["name"]), (OpenEnvironment,), parts)
+            remote_tools = session.ask("step", {"type": "list_tools"}, opens=True)["observation"]["tools"]
+        for remote_tool in remote_tools:
+            name = tool_name(remote_tool["name"], tools)
+            tools[name] = tool_of(name, remote_tool["description"], remote_tool["input_schema"], remote_tool["name"])
+    attributes: Json = {"url": url, "media": media or {}, "__doc__": description["description"], **tools}
+    return type(re.sub(r"\W", "_", description["name"]), (OpenEnvironment,), attributes)
 
 
 def tool_name(remote: str, tools: Collection[str]) -> str:
-    """Returns a name for a server's tool that is valid in Python and that no method and no other tool has."""
+    """Returns a valid Python name for a server's tool, distinct from other tools' and methods' names."""
     name = re.sub(r"\W", "_", remote).lstrip("_")
-    if not name.isidentifier() or iskeyword(name) or hasattr(OpenEnvironment, name) or name in _NOT_FOR_TOOLS:
+    if not name.isidentifier() or iskeyword(name) or hasattr(OpenEnvironment, name) or name in _RESERVED_NAMES:
         name = f"tool_{name}"
     while name in tools:
         name += "_"
@@ -191,7 +194,7 @@ def tool_name(remote: str, tools: Collection[str]) -> str:
 
 
 def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | None) -> Callable:
-    """Returns a tool with the signature and docstring of a JSON schema, which calls `_act` with its `remote` name."""
+    """Returns a method that calls `_act` with the `remote` name. A JSON schema gives its signature and docstring."""
 
     def tool(self: ServedEnvironment, **arguments: Value) -> Observation:
         return self._act(remote, {fields.get(key, key): value for key, value in arguments.items()})
@@ -216,22 +219,22 @@ def tool_of(name: str, text: str, schema: Json, remote: str | tuple[str, str] | 
         annotation = _TYPES.get(spec.get("type"), str)
         parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     tool.__name__, tool.__doc__ = name, "\n".join(lines)
-    tool.__annotations__ = {field_schema.name: field_schema.annotation for field_schema in parameters}
+    tool.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(tool)["__signature__"] = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])
     return tool
 
 
-def observation_of(value: Value, media: Mapping[str, str], last: str = "") -> Observation:
-    """Returns the content blocks of a value, and its other parts as text; a text alone if there are no media."""
+def observation_of(value: Value, media: Mapping[str, str], note: str = "") -> Observation:
+    """Returns a value's media and texts, and `note`, as content blocks, or as one text if there are no media."""
     blocks: list[Json] = []
-    remaining = [part for part in _take_blocks(value, blocks, media) if part not in (None, {})]
+    remaining = [part for part in _move_blocks(value, blocks, media) if part not in (None, {})]
     texts = [part if isinstance(part, str) else json.dumps(part) for part in remaining]
-    blocks += [{"type": "text", "text": part} for part in (*texts, last) if part]
+    blocks += [{"type": "text", "text": part} for part in (*texts, note) if part]
     return blocks if any(block["type"] != "text" for block in blocks) else "\n".join(block["text"] for block in blocks)
 
 
 def _pixels(value: Value) -> np.ndarray:
-    """Returns an image of nested lists of pixels, from 0 to 255."""
+    """Returns an image from nested lists of pixel values. Raises `EnvironmentFailure` for values beyond 0 to 255."""
     with suppress(ValueError, TypeError, OverflowError):  # lists may differ in length, or hold texts
         pixels = np.asarray(value)
         has_shape = pixels.ndim in (2, 3) and pixels.size and (pixels.ndim == 2 or pixels.shape[2] in (1, 3, 4))
@@ -242,32 +245,32 @@ def _pixels(value: Value) -> np.ndarray:
     )
 
 
-def _take_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], kind: str | None = None) -> list[Any]:
+def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modality: str | None = None) -> list[Any]:
     """
-    Appends the content blocks of a value to `blocks`, and returns the value without them, in a list that is empty if
-    nothing remains. Blocks never read a file or URL, as a server might name any.
+    Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, which is empty if
+    nothing remains. Blocks hold data, never paths or URLs, which a server could choose at will.
     """
     n, name = len(blocks), value.get("type") if isinstance(value, dict) else None
     if name == "text" and isinstance(value.get("text"), str):
         blocks.append({"type": "text", "text": value["text"]})
         return []
     if name in ("image", "audio") and isinstance(value.get("data"), str):
-        kind, value = name, value["data"]
+        modality, value = name, value["data"]
     uri = _DATA_URI.match(value) if isinstance(value, str) else None
-    if (kind := uri.group(1) if uri else kind) is not None and value is not None:
+    if (modality := uri.group(1) if uri else modality) is not None and value is not None:
         is_text = isinstance(value, str)
         medium = base64.b64decode(value.rpartition(",")[2], validate=True) if is_text else _pixels(value)
-        blocks.append({"type": kind, kind: medium})
+        blocks.append({"type": modality, modality: medium})
         return []
     if isinstance(value, list):
-        remaining = [remainder for item in value for remainder in _take_blocks(item, blocks, media)]
+        remaining = [remainder for item in value for remainder in _move_blocks(item, blocks, media)]
         return [remaining] if remaining or len(blocks) == n else []
     if not isinstance(value, dict):
         return [value]
     fields = {
         key: remainder
         for key, item in value.items()
-        for remainder in _take_blocks(item, blocks, media, media.get(key))
+        for remainder in _move_blocks(item, blocks, media, media.get(key))
     }
     fields = {key: item for key, item in fields.items() if item not in (None, {})}
     if len(blocks) > n and fields.keys() <= {"type"}:  # the shell of a block such as `image_url`

@@ -49,18 +49,18 @@ class Server:
         self.__name__ = self.name
 
     @property
-    def _shown(self) -> str:
+    def _public_url(self) -> str:
         return without_credentials(self.url)
 
-    def _ask_all(self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None) -> list[T]:
-        """Returns the results of `ask` for all parts, called in threads that share a session."""
+    def _ask_all(self, ask: Callable[[requests.Session, P], T], items: Iterable[P], key: str | None = None) -> list[T]:
+        """Returns the results of `ask` for all items, called in threads that share an HTTP session."""
         with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
             for scheme in ("http://", "https://"):
                 session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
             if key is not None:
                 session.headers["Authorization"] = f"Bearer {key}"
             try:
-                return list(pool.map(partial(ask, session), parts))
+                return list(pool.map(partial(ask, session), items))
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # the remaining calls would wait for the same server
                 raise
@@ -73,7 +73,7 @@ class Server:
         too_large: str,
         is_usable: Callable[[Answer], bool],
     ) -> Answer:
-        """Sends a request until the server answers. Raises `RuntimeError` without an answer, or for a larger one."""
+        """Sends a request until the server answers. Raises `RuntimeError` if it doesn't, or sends over `max_bytes`."""
         try:
             return ask(
                 "POST",
@@ -91,13 +91,13 @@ class Server:
             raise RuntimeError(too_large) from None
         except (NoAnswer, requests.RequestException) as error:
             reason = error if isinstance(error, NoAnswer) else type(error).__name__
-            raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
+            raise RuntimeError(f"The request to the reward server {self._public_url} failed: {reason}.") from error
 
 
 @dataclass(eq=False, repr=False)
 class RemoteReward(Server):
     """
-    A reward function that requests scores from a server, with the signature of TRL's.
+    A reward function, with TRL's signature, that requests scores from a server.
 
     Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
     concatenated), and, if the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
@@ -143,30 +143,30 @@ class RemoteReward(Server):
     ) -> list[float | None]:
         """Requests the rewards of completions, with labels and media. Trainers pass the `media_rules` of the run."""
         payload = self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
-        parts = [
+        batches = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        return [reward for part in self._ask_all(self._ask, parts) for reward in part]
+        return [reward for batch in self._ask_all(self._ask, batches) for reward in batch]
 
-    def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
-        n = len(part["completions"])
+    def _ask(self, session: requests.Session, batch: dict[str, list]) -> list[float | None]:
+        n = len(batch["completions"])
         answer = self._post(
-            part,
+            batch,
             session,
             max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
-            too_large=f"The response of the reward server {self._shown} is too large for {n} rewards; it must return "
-            "one number for each completion.",
+            too_large=f"The response of the reward server {self._public_url} is too large for {n} rewards; it must "
+            "return one number for each completion.",
             is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
         )
         text = answer.body[:200].decode(errors="replace")
         if answer.status != 200:
-            raise RuntimeError(f"The reward server {self._shown} answered {answer.status}: {text!r}.")
+            raise RuntimeError(f"The reward server {self._public_url} answered {answer.status}: {text!r}.")
         try:
             return check_rewards(json.loads(answer.body)["rewards"], n, self.name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RuntimeError(
-                f"The reward server {self._shown} answered {text!r} for {n} completions; it must return "
+                f"The reward server {self._public_url} answered {text!r} for {n} completions; it must return "
                 "{'rewards': [...]} with one finite number, or null, for each."
             ) from error
 

@@ -14,35 +14,35 @@ from .estimate import GIB, USABLE, Measured, measured_with_note, target_modules,
 _PER_UPDATE = {"grpo": 64, "ppo": 64, "sft": 32}
 _ACCELERATE = {"single": "single_gpu", "ddp": "multi_gpu", "fsdp2": "fsdp2"}
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
-# Keys of the config, and further keys by the switch that they need
+# Keys of the suggested config, and further keys by the switch that enables them
 _KEYS = ("model_name_or_path", "accelerate_config", "num_processes", "bf16", "dtype", "gradient_checkpointing")
 _KEYS += ("optim", "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch")
-_KEYS_OF_SAMPLING = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
+_SAMPLING_KEYS = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
 _SWITCHES = {
     "shared_trunk": (),
     "use_peft": ("lora_r", "lora_alpha", "lora_target_modules", "lora_modules_to_save", "learning_rate"),
     "load_in_4bit": (),
 }
-_VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode")
-_OF_SAMPLING = {"use_vllm": _VLLM, "offload_during_generation": ()}
+_VLLM_KEYS = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode")
+_SAMPLING_SWITCHES = {"use_vllm": _VLLM_KEYS, "offload_during_generation": ()}
 
 
 def run(args: argparse.Namespace) -> None:
     """
-    Prints the first config that fits, from full training over LoRA to QLoRA, with the largest micro-batches that fit.
+    Prints the first config that fits, from full training via LoRA to QLoRA, with the largest micro-batches that fit.
     """
-    smallest = float("inf")
-    for way in _ways(args):
+    min_peak = float("inf")
+    for method in _methods(args):
         fit = None
         for size in _sizes(args):
-            step_counts = _numbers_at_once(args, size)
-            options = {**way, "per_device_train_batch_size": size, "gradient_accumulation_steps": step_counts[0]}
+            step_counts = _step_counts(args, size)
+            options = {**method, "per_device_train_batch_size": size, "gradient_accumulation_steps": step_counts[0]}
             measured, _ = measured_with_note(argparse.Namespace(**{**vars(args), **options}))
             for steps in step_counts:  # the first that fits is the largest
                 options = {**options, "steps_per_generation": steps}
                 result = verdict(argparse.Namespace(**{**vars(args), **options}), measured)
                 peak = result["memory"]["peak"]
-                smallest = min(smallest, peak)
+                min_peak = min(min_peak, peak)
                 if result["fits"]:
                     fit = options, peak, measured
                     break
@@ -52,18 +52,18 @@ def run(args: argparse.Namespace) -> None:
             print(_text(args, *fit), end="")
             return
     raise ValueError(
-        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes at least {smallest / GIB:.3g} GiB. "
+        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes at least {min_peak / GIB:.3g} GiB. "
         "Take a smaller model, shorter completions (`--completion_tokens`), more GPUs (`--gpus`), or GPUs with more "
         "memory."
     )
 
 
-def _ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields options for trained weights and strategies, from full training to the smallest memory."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
-    trained: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
-    for options in [{}, *trained] if trunk else trained:
+    variants: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
+    for options in [{}, *variants] if trunk else variants:
         if all(options.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
             for strategy in strategies if not options.get("load_in_4bit") else strategies[:1]:
                 yield {"strategy": strategy, **options}
@@ -75,16 +75,16 @@ def _sizes(args: argparse.Namespace) -> list[int]:
     return [size for size in range(1, largest + 1) if largest % size == 0]
 
 
-def _numbers_at_once(args: argparse.Namespace, size: int) -> list[int]:
-    """Returns values of `steps_per_generation` that sample whole groups, from all micro-batches of an update down."""
-    completions, group = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
+def _step_counts(args: argparse.Namespace, size: int) -> list[int]:
+    """Returns values of `steps_per_generation` that sample whole groups, down from the micro-batches of an update."""
+    completions, group_size = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
     steps = max(1, -(-_PER_UPDATE[args.trainer] // completions))
-    steps = -(-steps * completions // group) * group // completions
-    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * completions % group == 0]
+    steps = -(-steps * completions // group_size) * group_size // completions
+    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * completions % group_size == 0]
 
 
 def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:
-    samples = args.trainer != "sft"
+    has_sampling = args.trainer != "sft"
     values = {
         **vars(args),
         **options,
@@ -97,8 +97,8 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
         "learning_rate": 1e-5,
     }
     values["shared_trunk"] &= args.trainer == "ppo"
-    switches = {**_SWITCHES, **(_OF_SAMPLING if samples else {})}
-    names = [*_KEYS, *(_KEYS_OF_SAMPLING if samples else ())]
+    switches = {**_SWITCHES, **(_SAMPLING_SWITCHES if has_sampling else {})}
+    names = [*_KEYS, *(_SAMPLING_KEYS if has_sampling else ())]
     names += [key for switch, more_keys in switches.items() if values[switch] for key in (switch, *more_keys)]
     if args.gpus == 1:
         names.remove("num_processes")
@@ -106,6 +106,6 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
     return (
         f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "
         f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with\n"
-        f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{' --reward_funcs ...' * samples} "
+        f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{' --reward_funcs ...' * has_sampling} "
         f"--output_dir ...\n{yaml.safe_dump(keys, sort_keys=False)}"
     )

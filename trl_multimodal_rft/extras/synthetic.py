@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A prompt with media and a number of tokens for any model, made by its processor or by its config alone."""
+"""Synthetic prompts of a given length with media, built with a model's processor or from its config alone."""
 
 import argparse
 import inspect
@@ -24,16 +24,16 @@ from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import family_of
 
 
-# Inputs of the image encoder for a model without a processor. The prompt's length includes their features.
+# Image encoder inputs for a model without a processor. Their features count towards the length of the prompt.
 EncoderInputs = dict[str, torch.Tensor]
 
 
-def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, prompts: int) -> Iterator[torch.Tensor]:
-    """Yields the outputs of the image encoder for a number of prompts."""
+def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, n_prompts: int) -> Iterator[torch.Tensor]:
+    """Yields the image encoder's outputs for `n_prompts` copies of the inputs."""
     if inputs:
         encode: Any = getattr(model, "get_image_features", None)
         batch = {
-            name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
+            name: torch.cat([value] * n_prompts).to(model.dtype if value.is_floating_point() else value.dtype)
             for name, value in inputs.items()
         }
         yield from _tensors(encode(**batch))
@@ -47,8 +47,8 @@ def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> lis
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """Returns a prompt with the media and length of the arguments, and inputs of an encoder without processor."""
-    has_vision, has_audio = (kind in model.input_modalities for kind in ("image", "audio"))
+    """Returns a prompt with the length and media that `args` set, and encoder inputs of a model without processor."""
+    has_vision, has_audio = (modality in model.input_modalities for modality in ("image", "audio"))
     images = int(has_vision) if args.images is None else args.images
     seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
     if images and not has_vision or seconds and not has_audio:
@@ -60,20 +60,20 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
         with suppress(OSError, ValueError):
             processor = None if Path(args.model_name_or_path).is_file() else load_processor(args.model_name_or_path)
         if processor is None:
-            bounds = {name: limit for name, limit in limits.items() if limit is not None}
-            side, _ = budgeted_size(args.image_size, args.image_size, bounds)
-            encoders = _from_config(model, 0 if seconds else images, side)
+            pixel_limits = {name: limit for name, limit in limits.items() if limit is not None}
+            side, _ = budgeted_size(args.image_size, args.image_size, pixel_limits)
+            encoders = _inputs_from_config(model, 0 if seconds else images, side)
         else:
-            prompt = _encoded(model, processor, images, args.image_size, seconds, MediaRules(**limits))
-    return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
+            prompt = _encode_media(model, processor, images, args.image_size, seconds, MediaRules(**limits))
+    return _pad_to_length(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
 
 
-def _encoded(
+def _encode_media(
     model: PreTrainedModel, processor: Processor, images: int, size: int, seconds: float, rules: MediaRules
 ) -> EncodedPrompt:
     blocks = []
     for i in range(images):
-        # Some models need fewer tokens for uniform images
+        # Random pixels, because some models need fewer tokens for uniform images
         pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
         ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, rules)
         blocks.append({"type": "image", "image": ref})
@@ -84,7 +84,7 @@ def _encoded(
     return encode_prompt([{"role": "user", "content": [*blocks, {"type": "text", "text": "?"}]}], processor, model)
 
 
-def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
+def _pad_to_length(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
     """Returns the prompt with text appended up to a minimum length."""
     n_added = max(length - len(prompt), 0)
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
@@ -99,8 +99,8 @@ def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> 
     )
 
 
-def _from_config(model: PreTrainedModel, images: int, size: int) -> EncoderInputs:
-    """Returns inputs of an image encoder by its config. Raises unless images are rows of patches, as in Qwen-VL."""
+def _inputs_from_config(model: PreTrainedModel, images: int, size: int) -> EncoderInputs:
+    """Builds image encoder inputs from a config. Raises `RuntimeError` unless images are rows of patches (Qwen-VL)."""
     encode: Any = getattr(model, "get_image_features", None)
     if not images or "image_grid_thw" not in inspect.signature(encode).parameters:
         raise RuntimeError("its config doesn't say what its encoders take, and there is no processor")

@@ -26,7 +26,7 @@ class VerifiersEnvironment(ServedEnvironment):
     rows: list[Json]
     tasks: list["Task"]
     agent: "Agent"  # agent with the harness of `verifiers_environment`
-    shared: Json  # servers of all tasks
+    shared: Json  # tool servers that all tasks share
     _run: Callable[[Any], Any]  # runs a coroutine in the event loop of all rollouts
 
     def reset(self, task: int, **row: Value) -> None:
@@ -56,12 +56,12 @@ class VerifiersEnvironment(ServedEnvironment):
     async def _play(self, task: int) -> AsyncGenerator[Any, list[Json]]:
         """Yields the addresses of a task's servers, receives the completion, and yields its reward."""
         vf = require_module("verifiers.v1", "verifiers")
-        asked = self.rows[task]["prompt"]
+        prompt = self.rows[task]["prompt"]
         async with self.agent.interaction(self.tasks[task], tools=self.shared) as interaction:
             completion = yield interaction.trace.info["urls"]
-            for i, entry in enumerate([*asked, *_with_ids(completion)]):
+            for i, entry in enumerate([*prompt, *_with_call_ids(completion)]):
                 is_sampled, message = (
-                    entry["role"] == "assistant" and i >= len(asked),
+                    entry["role"] == "assistant" and i >= len(prompt),
                     vf.dialects.parse_message(entry),
                 )
                 node = vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=is_sampled)
@@ -82,17 +82,17 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
         taskset (`str`):
             Name of an installed taskset.
         options:
-            Fields of its configuration.
+            Fields of the taskset's configuration.
 
     Raises:
         `ImportError`: Without the extra `verifiers`.
-        `ValueError`: If the tasks never end, or need more than one agent with tools.
+        `ValueError`: If the tasks never end, or need a user, other agents, or hooks of requests.
     """
     vf = require_module("verifiers.v1", "verifiers")
     program = require_module("verifiers.v1.harnesses.null", "verifiers").NullHarness
 
     class Policy(program):
-        """Harness without a program, as the trainer samples, which records the addresses of a rollout's servers."""
+        """Harness that records the URLs of a rollout's servers. It runs no program, because the trainer samples."""
 
         async def setup(self, runtime):
             pass
@@ -104,11 +104,11 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
     config = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"}, model="policy")
     env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset={"id": taskset, **options}, agent=config))
-    tasks, kind = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
-    hooks = [name for name in dir(kind) if hasattr(getattr(kind, name), "intercept")]
+    tasks, task_class = [*env.taskset] if env.taskset.bounded else [], env.taskset.task_type()
+    hooks = [name for name in dir(task_class) if hasattr(getattr(task_class, name), "intercept")]
     hooks += [item for task in tasks[:1] for item in task.hooks("stop")]
-    is_alone = vf.environment_class(taskset) is vf.SingleAgentEnv and all(item.data.prompt for item in tasks)
-    if not tasks or hooks or not is_alone:
+    is_single_agent = vf.environment_class(taskset) is vf.SingleAgentEnv and all(item.data.prompt for item in tasks)
+    if not tasks or hooks or not is_single_agent:
         raise ValueError(f"The tasks of {taskset!r} never end, or need a user, other agents, or hooks of requests.")
     agent, serving, loop = vf.Agent(config), env.shared_tools(), asyncio.new_event_loop()
     agent.harness = Policy(agent.harness.config)
@@ -124,12 +124,12 @@ def verifiers_environment(taskset: str, **options: Value) -> type[VerifiersEnvir
 
     shared, tool_lists = run(start()).result()
     rows = [{"prompt": _prompt_of(task.data), "task": i} for i, task in enumerate(tasks)]
-    parts: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
-    parts["_serving"] = serving  # the servers end when this object does
+    attributes: Json = {"rows": rows, "tasks": tasks, "agent": agent, "shared": shared, "_run": staticmethod(run)}
+    attributes["_serving"] = serving  # the servers end when this object does
     for server, tool in ((server, tool) for server, answer in tool_lists for tool in answer.tools):
         name = f"{server}_{tool.name}".removeprefix("_")
-        parts[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
-    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), parts)
+        attributes[name] = tool_of(name, tool.description or name, tool.input_schema, (server, tool.name))
+    return type(re.sub(r"\W", "_", taskset), (VerifiersEnvironment,), attributes)
 
 
 async def _ask(url: str, method: str, *arguments: str | Json) -> "ListToolsResult | CallToolResult":
@@ -144,8 +144,8 @@ def _prompt_of(data: "TaskData") -> list[Json]:
     return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
 
 
-def _with_ids(completion: list[Json]) -> Iterator[Json]:
-    """Yields messages in OpenAI's format, in which results name their calls."""
+def _with_call_ids(completion: list[Json]) -> Iterator[Json]:
+    """Yields messages in OpenAI's format, where tool results refer to their calls by id."""
     call_numbers, result_numbers = itertools.count(), itertools.count()
     for message in completion:
         functions = [function["function"] for function in message.get("tool_calls") or ()]

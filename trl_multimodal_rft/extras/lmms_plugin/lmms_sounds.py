@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A plugin of lmms-eval that sends sounds to servers, since lmms-eval's `openai` model takes sounds for videos."""
+"""A plugin of lmms-eval that sends sounds to servers, since lmms-eval's `openai` model mistakes sounds for videos."""
 
 import base64
 import io
@@ -21,7 +21,7 @@ def register() -> list:
 
 
 def media(task: ConfigurableTask, row: dict) -> list:
-    """Returns the media of a row. A decoded sound, samples or a decoder, becomes a dictionary with its type."""
+    """Returns the media of a row. A sound, as samples or a decoder, becomes a dictionary with its type."""
     items = list(ConfigurableTask.doc_to_visual(task, row) or [])
     for i, item in enumerate(items):
         if hasattr(item, "get_all_samples") or (isinstance(item, dict) and "array" in item):
@@ -30,13 +30,13 @@ def media(task: ConfigurableTask, row: dict) -> list:
 
 
 def messages(chat: ChatMessages, **options: dict[str, float] | bool) -> list[dict]:
-    """Returns the messages of a request. Sounds are in Base64: the file at a path, or a WAV file of samples."""
-    sent = _messages(chat, **options)
-    for part in (part for message in sent for part in message["content"] if part["type"] == "audio_url"):
+    """Returns the messages of a request. Sounds are in Base64, as the file at their path or a WAV file of samples."""
+    request = _messages(chat, **options)
+    for part in (part for message in request for part in message["content"] if part["type"] == "audio_url"):
         if isinstance(sound := part.pop("audio_url")["url"], str):
             data, suffix = Path(sound).read_bytes(), Path(sound).suffix.removeprefix(".")
         else:
             wavfile.write(file := io.BytesIO(), sound["sampling_rate"], np.asarray(sound["array"]).T)
             data, suffix = file.getvalue(), "wav"
         part |= {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": suffix}}
-    return sent
+    return request
