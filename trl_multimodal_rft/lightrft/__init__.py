@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The interface of LightRFT, with its module paths, on this package's core. Nothing outside this folder imports it."""
+"""LightRFT's names and module paths, implemented by this package's core, which never imports this folder."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .models import Actor, ActorAL, ActorOmni, ActorVL, Critic
     from .trainer import PPOTrainerAL, PPOTrainerVL, ReplayBuffer
 
-# Modules of LightRFT whose names are those of their package here
+# LightRFT's modules without a file here: the packages `models` and `trainer` hold their names
 ALIASES = {
     "models.actor_language": ["ActorLanguage"],
     "trainer.experience_maker_vl": ["ExperienceVL", "NaiveExperienceMakerVL", "SamplesVL"],

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tokenizers and processors with the signatures of `lightrft.utils`. No code of a repository runs."""
+"""Loading of tokenizers and processors as in `lightrft.utils`, but without running code of model repositories."""
 
 from typing import cast
 
@@ -10,39 +10,39 @@ def get_tokenizer(
     pretrain: str, model: PreTrainedModel, padding_side: str = "left", use_fast: bool = True
 ) -> PreTrainedTokenizerBase:
     """
-    Loads a tokenizer that pads.
+    Loads a tokenizer, which gets a padding token if it has none.
 
     Args:
         pretrain (`str`):
             Folder or name of the model.
         model ([`~transformers.PreTrainedModel`]):
-            Model whose config gets the padding token if the tokenizer has none and pads with the end token.
+            Model whose config gets the padding token, too, if the EOS token has to serve as one.
         padding_side (`str`, *optional*, defaults to `"left"`):
             Side of the padding.
         use_fast (`bool`, *optional*, defaults to `True`):
-            Whether to take the fast tokenizer.
+            Whether to load the fast tokenizer.
 
     Returns:
         [`~transformers.PreTrainedTokenizerBase`]: The tokenizer.
     """
     tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(pretrain, use_fast=use_fast))
-    return _padded(tokenizer, model, padding_side)
+    return _set_pad(tokenizer, model, padding_side)
 
 
 def get_tokenizer_processor_vl(
     pretrain: str, model: PreTrainedModel, padding_side: str = "left", use_fast: bool = True
 ) -> tuple[PreTrainedTokenizerBase, ProcessorMixin]:
     """
-    Loads a processor and its tokenizer, which pads. Arguments are those of [`get_tokenizer`].
+    Loads a processor, whose tokenizer gets a padding token if it has none. Arguments are those of [`get_tokenizer`].
 
     Returns:
         `tuple`: The tokenizer, and the processor that holds it.
     """
     processor = AutoProcessor.from_pretrained(pretrain, use_fast=use_fast)
-    return _padded(processor.tokenizer, model, padding_side), processor
+    return _set_pad(processor.tokenizer, model, padding_side), processor
 
 
-def _padded(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, padding_side: str) -> PreTrainedTokenizerBase:
+def _set_pad(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, padding_side: str) -> PreTrainedTokenizerBase:
     tokenizer.padding_side = padding_side
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

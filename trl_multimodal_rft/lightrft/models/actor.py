@@ -55,22 +55,23 @@ _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 class Actor(nn.Module):
     """
-    A policy that computes log-probabilities of its actions, the tokens of completions, and samples them.
+    A policy that samples completions and computes log-probabilities of their tokens, its actions.
 
-    The policy takes media of any model by the argument names of the model's forward. [`ActorVL`] is LightRFT's name
-    for this class; [`ActorAL`] and [`ActorOmni`] sample with names for audio, too.
+    The policy takes media of any model, by the argument names of the model's forward. [`ActorVL`] is LightRFT's name
+    for this class; [`ActorAL`] and [`ActorOmni`] also take LightRFT's names of audio when they sample.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Name or path of a model, or a model.
+            Name or path of a model, or the model itself.
         use_flash_attention_2 (`bool`, *optional*, defaults to `False`):
-            Whether to load with FlashAttention 2 instead of transformers' choice.
+            Whether to load with FlashAttention 2 instead of transformers' default attention.
         bf16 (`bool`, *optional*, defaults to `True`):
             Whether the weights are bfloat16. `False` keeps the dtype of the checkpoint, or of the instance.
         lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
             Rank (0 trains all weights), scale and dropout of a LoRA adapter.
         target_modules (`list[str]`, *optional*):
-            Ends of the names of the linear layers to adapt, outside of frozen encoders; all of them by default.
+            Suffixes of the names of linear layers that LoRA adapts, outside of frozen encoders; by default all but the
+            LM head.
         ds_config (`dict`, *optional*):
             DeepSpeed configuration. ZeRO-3 shards the weights while loading.
         device_map (`dict`, *optional*):
@@ -78,22 +79,23 @@ class Actor(nn.Module):
         packing_samples (`bool`, *optional*, defaults to `False`):
             Whether `forward` takes samples one after the other in one row, with `packed_seq_lens`.
         high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
-            Above 0, outputs hold `action_entropy`, from which
-            [`~algorithms.entropy.high_entropy_mask`] keeps this share of tokens.
+            Share of tokens that [`~algorithms.entropy.high_entropy_mask`] keeps by their entropy. Above 0, outputs
+            hold `action_entropy`.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Whether to load with 4-bit weights (NF4), for LoRA.
         freeze_vision_tower, freeze_audio_tower (`bool`, *optional*, default to `False`):
             Whether to freeze the encoder of images and videos, and the encoder of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of the policy; sample with the same one.
+            Temperature of the log-probabilities; sample at the same one.
 
     Raises:
-        `ValueError`: If an argument of loading is passed with an instance, if there is no encoder to freeze or no
-            layer for LoRA, or if the model doesn't support packing, or has media tensors that index each other.
+        `ValueError`: If a number is out of range, if an argument of loading is passed with an instance, if there is no
+            encoder to freeze or no layer for LoRA, if an instance for LoRA has an adapter, or if the model doesn't
+            support packing, or has media tensors that index each other.
     """
 
     modality = "text"
-    _sees = True  # else images and videos are ignored
+    _uses_vision = True  # otherwise `forward` ignores images and videos
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Actor(nn.Module):
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
-            # The attribute keeps the object alive, to which transformers has a weak reference
+            # transformers has only a weak reference to this object, which the attribute keeps alive
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
@@ -214,23 +216,23 @@ class Actor(nn.Module):
             sequences (`torch.LongTensor`):
                 Prompts and completions, shape `(B, S)`; packed, one after the other without padding, `(1, sum of S)`.
             num_actions (`int` or `list[int]`, *optional*):
-                Number of action tokens `A`, at most `S - 1`; packed, one number per sample. `None` gives the model's
-                output with its logits, and needs `return_output=True`.
+                Number of action tokens `A`, at most `S - 1`; packed, one number per sample. `None` returns only the
+                model's output, with its logits, and needs `return_output=True`.
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default. Ignored for packed sequences.
             pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
                 Images and videos of all sequences, in the shape of the family: for Qwen, patches of shape
                 `(sum of patches, D)`.
             image_grid_thw, video_grid_thw (`torch.Tensor`, *optional*):
-                Patches of each image or video in time, height and width, shape `(number, 3)`.
+                Numbers of patches of each image or video along time, height and width, shape `(number, 3)`.
             return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output, too: the logits of all tokens; packed, only `aux_loss`.
+                Whether to return the model's output, too: with the logits of all tokens; packed, only `aux_loss`.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
             audio_values, audio_attention_mask (`torch.Tensor`, *optional*):
-                Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order, and 1 on
-                the frames of a clip, shape `(number of clips, frames)`, as the processor returns it: all ones by
-                default, for clips that fill the frames.
+                Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order, and their
+                mask, 0 on padding, shape `(number of clips, frames)`, both as the processor returns them. Without a
+                mask, all frames count.
             media (`torch.Tensor`):
                 Further media, and per-token fields, by the names of the model's forward, such as `image_sizes`;
                 `None` is ignored.
@@ -243,17 +245,18 @@ class Actor(nn.Module):
         Raises:
             [`MediaError`]: If placeholders and media don't match.
             `TypeError`: If the model has no argument of the name of a tensor, or takes no audio.
-            `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
+            `ValueError`: If the number of actions is missing or doesn't match the sequences, or if sequences are
+                packed without `packing_samples`.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        vision_media = dict(zip(_VISION, vision, strict=True)) if self._sees else {}
+        vision_media = dict(zip(_VISION, vision, strict=True)) if self._uses_vision else {}
         audio_media = audio_inputs(self.base_model, audio_values, audio_attention_mask)
         accepted = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
         is_packed = packed_seq_lens is not None
         if is_packed:
             if not self.packing_samples:
                 raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-            rows = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted)
+            batch = packed_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted)
         else:
             if num_actions is None and not return_output:
                 raise ValueError(
@@ -263,19 +266,19 @@ class Actor(nn.Module):
                 raise ValueError(
                     "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
                 )
-            rows = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted)
+            batch = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted)
             if return_output:
-                return self._with_output(sequences, attention_mask, num_actions, accepted, rows.is_action)
+                return self._with_output(sequences, attention_mask, num_actions, accepted, batch.is_action)
         has_router = is_packed and _has_router(self.base_model)
         options = {"packed": self.packing_samples, "compute_aux_loss": has_router}
-        request = ScoreRequest(rows.prompts, rows.ids, rows.mask.long(), **options)
+        request = ScoreRequest(batch.prompts, batch.ids, batch.mask.long(), **options)
         scores = self.policy_forward.score(self.model, request)
-        logps = rows.placed(scores.logps.float())
+        logps = batch.scatter(scores.logps.float())
         if not return_output:
             return logps
         output = ModelOutput(aux_loss=scores.aux_loss) if scores.aux_loss is not None else ModelOutput()
         if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = rows.placed(scores.entropies.detach())
+            output["action_entropy"] = batch.scatter(scores.entropies.detach())
         return logps, output
 
     def _with_output(
@@ -286,7 +289,7 @@ class Actor(nn.Module):
         media: dict[str, torch.Tensor],
         is_action: torch.Tensor,
     ) -> ModelOutput | tuple[torch.Tensor, ModelOutput]:
-        """Returns log-probabilities and the output of the model itself, whose logits are of all columns."""
+        """Returns log-probabilities and the output of the model's own forward, with the logits of all columns."""
         base, (n, length) = self.base_model, (num_actions or 0, sequences.size(1))
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         fields = {name: value for name, value in media.items() if name in TOKEN_FIELDS}
@@ -296,7 +299,7 @@ class Actor(nn.Module):
                 fields[name] = fields[name].masked_fill(F.pad(is_action, (length - n, 0)), fill)
         inputs: dict[str, Any] = {**to_model(media, base, sequences.device), **fields, "attention_mask": mask}
         if self.config.get_text_config() is self.config:
-            # Language models number their positions from the left edge, padding included
+            # By default, language models count padding on the left in their positions
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
         if _has_router(base):
             inputs["output_router_logits"] = True
@@ -323,17 +326,17 @@ class Actor(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Samples completions, never with placeholders of media.
+        Samples completions, which never contain media placeholders.
 
         Args:
             input_ids, attention_mask (`torch.Tensor`):
-                Prompts, padded on the left, and 1 on their tokens (all by default), shape `(B, P)`.
+                Prompts, padded on the left, and their mask, all ones by default, shape `(B, P)`.
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
                 Images and videos, see [`Actor.forward`].
             kwargs:
                 Further media by the names of the model's forward, and options of
-                [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. The policy's temperature, and no
-                `top_k` or `top_p`, are defaults where the model's generation config has none.
+                [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. Options that are neither passed
+                nor in the model's generation config default to the policy's temperature, and no `top_k` or `top_p`.
 
         Returns:
             `tuple`: Sequences `(B, P + N)`, their attention mask, and the action mask `(B, N)`, see
@@ -341,8 +344,8 @@ class Actor(nn.Module):
 
         Raises:
             [`MediaError`]: If placeholders and media don't match.
-            `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with
-                audio.
+            `ValueError`: If prompts are padded on the right, if an option is unknown, or for several sequences per
+                prompt, or beam search with audio.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -352,9 +355,9 @@ class Actor(nn.Module):
         kwargs |= dict(zip(_VISION, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         base, names = self.base_model, _media_names(self.base_model) | _GRIDS
-        tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
-        media = _accepted_media(base, {name: kwargs.pop(name) for name in tensors})
-        # Options of this call prevail over its generation config, which prevails over the model's
+        tensor_names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name in names]
+        media = _accepted_media(base, {name: kwargs.pop(name) for name in tensor_names})
+        # In order of precedence: options of this call, its generation config, the model's generation config
         config = kwargs.pop("generation_config", GenerationConfig()).to_dict()
         config = {name: value for name, value in config.items() if value is not None}
         effective = GenerationConfig(**{**base.generation_config.to_dict(), **config})
@@ -386,14 +389,14 @@ class Actor(nn.Module):
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Returns temperature, `top_k` and `top_p`; warns if they make another policy than the one that is scored.
+        Returns temperature, `top_k` and `top_p`; warns if sampling with them differs from the scored distribution.
 
         Args:
             options (`dict`):
-                The three options; `None` means the value of the policy.
+                The three options; `None` means the actor's temperature, or no `top_k` or `top_p`.
 
         Returns:
-            `dict`: The three options.
+            `dict`: The three options, without `None`.
         """
         defaults = dict(zip(_SAMPLING, (self.temperature, 0, 1.0), strict=True))
         chosen = {name: value if options[name] is None else options[name] for name, value in defaults.items()}
@@ -417,8 +420,8 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks sampled sequences, see [`~algorithms.completions.mask_completions`]. Tokens after the first end of a
-        completion become padding; all other tokens stay.
+        Masks sampled sequences `(B, S)`, see [`~algorithms.completions.mask_completions`]. Tokens after the first EOS
+        token of a completion become padding; all other tokens stay.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
@@ -429,19 +432,19 @@ class Actor(nn.Module):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
         """
-        Recomputes activations in the backward pass, also in the encoders.
+        Makes the backward pass recompute activations, also in the encoders.
 
         Args:
             gradient_checkpointing_kwargs (`dict`, *optional*):
                 Arguments of `torch.utils.checkpoint.checkpoint`, by default `{"use_reentrant": False}`.
         """
         kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        # Enabling makes inputs require gradients, for reentrant checkpointing; a second call must not do so twice
+        # Enabling registers hooks that make inputs require gradients; a second call must not register them twice
         self.base_model.disable_input_require_grads()
         checkpoint_activations(self.base_model, kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Stores activations for the backward pass again."""
+        """Makes forwards store activations for the backward pass again."""
         checkpoint_activations(self.base_model, enable=False)
         self.base_model.disable_input_require_grads()
 
@@ -453,7 +456,7 @@ class Actor(nn.Module):
 
     def model_for(self, args: "MultimodalGRPOConfig | MultimodalRLOOConfig") -> nn.Module:
         """
-        Returns the model, for a trainer of this package.
+        Returns the model for a trainer of this package, after checks of the trainer's config.
 
         Args:
             args ([`MultimodalGRPOConfig`] or [`MultimodalRLOOConfig`]):
@@ -463,7 +466,7 @@ class Actor(nn.Module):
             `torch.nn.Module`: The model.
 
         Raises:
-            `ValueError`: If the config has another temperature or token filter.
+            `ValueError`: If the config has another temperature or `top_entropy_quantile` than the actor.
         """
         if self.temperature != args.temperature:
             raise ValueError(
@@ -479,7 +482,7 @@ class Actor(nn.Module):
 
     def save_pretrained(self, folder: str, **kwargs) -> None:
         """
-        Saves the model, or its adapter, with the arguments of its `save_pretrained`.
+        Saves the model, or only its adapter. Other arguments are those of the model's `save_pretrained`.
 
         Args:
             folder (`str`):
@@ -494,7 +497,7 @@ def _four_bits(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does, without buffers, whose rounding would change rotary positions."""
+    """Casts parameters as `from_pretrained` does, but no buffers: rounding would change rotary frequencies."""
     fp32_modules = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name.split(".") for part in fp32_modules):
@@ -510,13 +513,13 @@ def _add_lora(
     frozen: list[str],
 ) -> nn.Module:
     """
-    Adds a LoRA adapter to a model, which stays in its mode. The adapter is for layers whose names end in one of
-    `target_modules`, or for all linear layers but the LM head, outside of the modules `frozen`.
+    Adds a LoRA adapter without changing the model's training mode. It adapts layers whose names end in one of
+    `target_modules`, or else all linear layers but the LM head; modules in `frozen` get no adapter.
     """
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
-        # PEFT would shorten the names that it finds: "0" of a merger would match whole blocks of Qwen3-Omni
+        # PEFT would shorten names of layers to suffixes: "0" of a merger would match whole blocks of Qwen3-Omni
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]
@@ -525,11 +528,11 @@ def _add_lora(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=target_modules,
-        # A pattern of whole names: layers of an encoder often end like those of the language model
+        # Whole names, since names of layers in encoders often end like names in the language model
         exclude_modules=rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
         bias="none",
     )
-    before = set(model.modules())
+    base_modules = set(model.modules())
     try:
         adapted = peft.get_peft_model(model, config)
     except peft.utils.error.NoMatchingPeftModuleError as error:
@@ -538,8 +541,8 @@ def _add_lora(
             "`target_modules=None` takes all."
         ) from error
     for module in adapted.modules():
-        if module not in before:
-            module.training = model.training  # a loaded model has no dropout
+        if module not in base_modules:
+            module.training = model.training  # loaded models are in evaluation mode, without dropout
     return adapted
 
 
@@ -552,7 +555,7 @@ def _media_names(model: PreTrainedModel) -> set[str]:
 
 
 def _accepted_media(model: PreTrainedModel, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Returns the media that a model takes, without grids it doesn't take. Raises a `TypeError` for other media."""
+    """Drops `None`, and grids that the model doesn't take. Raises a `TypeError` for other media it doesn't take."""
     names = _media_names(model)
     accepted = {n: value for n, value in media.items() if value is not None and (n in names or n not in _GRIDS)}
     for name, value in accepted.items():

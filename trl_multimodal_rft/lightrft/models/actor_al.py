@@ -9,10 +9,10 @@ from .bare_inputs import audio_inputs
 
 class ActorAL(Actor):
     """
-    A policy that answers prompts with audio.
+    A policy for prompts with audio.
 
-    Arguments are those of [`Actor`]. The policy ignores images and videos, so that all actors have the same call;
-    [`ActorOmni`] uses images and videos.
+    Arguments are those of [`Actor`]. The `forward` of all actors takes images and videos, but this one ignores them;
+    [`ActorOmni`] uses them.
 
     Example:
 
@@ -29,7 +29,7 @@ class ActorAL(Actor):
     """
 
     modality = "audio"
-    _sees = False
+    _uses_vision = False
 
     def generate(
         self,
@@ -39,7 +39,7 @@ class ActorAL(Actor):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Samples completions to prompts with audio, see [`Actor.generate`]; for the media see [`Actor.forward`].
+        Samples completions of prompts with audio, see [`Actor.generate`]; audio is passed as in [`Actor.forward`].
         """
         audio = audio_inputs(self.base_model, audio_values, audio_attention_mask)
         return super().generate(input_ids, **audio, **kwargs)
@@ -47,10 +47,10 @@ class ActorAL(Actor):
 
 class ActorOmni(ActorAL):
     """
-    A policy that answers prompts with images, videos and audio.
+    A policy for prompts with images, videos and audio.
 
     Arguments are those of [`Actor`]; media are those of [`ActorVL`] and [`ActorAL`].
     """
 
     modality = "multimodal"
-    _sees = True
+    _uses_vision = True

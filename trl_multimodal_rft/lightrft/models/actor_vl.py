@@ -6,9 +6,9 @@ from .actor import Actor
 
 class ActorVL(Actor):
     """
-    A policy that answers prompts with images and videos.
+    A policy for prompts with images and videos.
 
-    Arguments are those of [`Actor`], and so are those of its methods.
+    The class and its methods take the arguments of [`Actor`].
 
     Example:
 

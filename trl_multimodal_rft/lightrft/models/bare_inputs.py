@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts and completions from bare tensors: ids and media without their processor."""
+"""Conversion of bare tensors, token ids and media, to prompts and completions, without a processor."""
 
 import inspect
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ from ...families import (
 
 Rows = torch.Tensor | Sequence[torch.Tensor]
 
-# Numbers of the modalities in per-token fields, as processors write them
+# Codes of the modalities in per-token fields such as `mm_token_type_ids`, as processors write them
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass
 class BareCompletions:
-    """Prompts and completions of `B` rows of ids, and the columns of the caller's actions."""
+    """Prompts and completions of `B` sequences, and the action columns of the caller's batch."""
 
-    prompts: list[EncodedPrompt]  # equal neighbors are one object
+    prompts: list[EncodedPrompt]  # one per sequence; equal neighbors are one object
     ids: torch.Tensor  # (B, C), padded on the right
     mask: torch.Tensor  # (B, C)
-    is_action: torch.Tensor  # columns with a score: (B, A), or (1, sum of A) if samples are packed
+    is_action: torch.Tensor  # 1 on columns with a score: (B, A), or (1, sum of A) if samples are packed
 
-    def placed(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values `(B, C)` of completions in the caller's columns, 0 elsewhere."""
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """Moves values of completion tokens `(B, C)` to the caller's action columns; other columns are 0."""
         return values.new_zeros(self.is_action.shape).masked_scatter(self.is_action, values[self.mask])
 
 
@@ -52,18 +52,18 @@ def padded_completions(
     media: dict[str, torch.Tensor],
 ) -> BareCompletions:
     """
-    Splits padded rows `(B, S)`. A row's actions are its last `num_actions` columns without padding, without the first
-    token, which no token predicts, and without tokens up to the one after the last placeholder of media.
+    Splits padded sequences `(B, S)` into prompts and completions. Actions are the last `num_actions` columns, but not
+    padding, the first token, which no token predicts, or tokens up to the one after the last media placeholder.
     """
     width = sequences.size(1)
     _check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    up_to_media = _mask(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
+    up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
     after_media = ~F.pad(up_to_media, (1, 0))[:, :-1]  # packed rows repeat a prompt's last token, which must be text
     is_action = (mask & after_media & (mask.cumsum(1) > 1))[:, width - num_actions :]
     packed = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
-    numbers, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
-    completions = packed_completions(model, sequences[mask][None], numbers, lengths, packed)
+    n_actions, lengths = is_action.sum(1).tolist(), mask.sum(1).tolist()
+    completions = packed_completions(model, sequences[mask][None], n_actions, lengths, packed)
     completions.is_action = is_action
     return completions
 
@@ -75,7 +75,7 @@ def packed_completions(
     lengths: Sequence[int],
     media: dict[str, torch.Tensor],
 ) -> BareCompletions:
-    """Splits samples packed into one row; the last tokens of each sample are its actions."""
+    """Splits packed samples `(1, sum of S)` into prompts and completions, each sample's last `num_actions` tokens."""
     lengths = list(map(int, lengths))
     if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
         raise ValueError(
@@ -83,32 +83,34 @@ def packed_completions(
         )
     if num_actions is None:
         raise ValueError("Packed sequences need `num_actions`, one number per sample.")
-    numbers = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
-    if len(numbers) != len(lengths):
-        raise ValueError(f"There are {len(numbers)} `num_actions` for {len(lengths)} packed samples.")
-    for index, (n, length) in enumerate(zip(numbers, lengths, strict=True)):
+    n_actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
+    if len(n_actions) != len(lengths):
+        raise ValueError(f"There are {len(n_actions)} `num_actions` for {len(lengths)} packed samples.")
+    for index, (n, length) in enumerate(zip(n_actions, lengths, strict=True)):
         _check_num_actions(n, length, f" of sample {index}")
     rows = sequences[0].split(lengths)
-    stops = [length - n for length, n in zip(lengths, numbers, strict=True)]
-    completions = [row[stop:] for row, stop in zip(rows, stops, strict=True)]
-    for index, (row, stop) in enumerate(zip(rows, stops, strict=True)):
-        if stop < len(row) and _mask(row[stop - 1 :], all_placeholder_ids(model, model)).any():
+    starts = [length - n for length, n in zip(lengths, n_actions, strict=True)]
+    completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if start < len(row) and _isin(row[start - 1 :], all_placeholder_ids(model, model)).any():
             raise MediaError(
                 f"the actions of sample {index} hold media, or follow them directly; pack prompts with all of their "
                 "media, and text behind."
             )
     fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
-    parts = split_media(model, rows, {name: value for name, value in media.items() if name not in fields})
-    _check_clips(model, parts)
+    media_by_row = split_media(model, rows, {name: value for name, value in media.items() if name not in fields})
+    _check_clips(model, media_by_row)
     prompts: list[EncodedPrompt] = []
-    for index, (row, stop, part) in enumerate(zip(rows, stops, parts, strict=True)):
-        own_fields = {name: values[index][:stop] for name, values in fields.items()}
-        prompt = bare_prompt(model, row[:stop], part, own_fields)
+    for index, (row, start, row_media) in enumerate(zip(rows, starts, media_by_row, strict=True)):
+        prompt_fields = {name: values[index][:start] for name, values in fields.items()}
+        prompt = bare_prompt(model, row[:start], row_media, prompt_fields)
         last = prompts[-1] if prompts else prompt
         is_same = same_prompt([last.input_ids, last.media], [prompt.input_ids, prompt.media])
         prompts.append(last if is_same else prompt)
     mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in completions], batch_first=True)
-    return BareCompletions(prompts, pad_sequence(completions, batch_first=True), mask, mask.new_ones(1, sum(numbers)))
+    return BareCompletions(
+        prompts, pad_sequence(completions, batch_first=True), mask, mask.new_ones(1, sum(n_actions))
+    )
 
 
 def bare_prompt(
@@ -118,8 +120,8 @@ def bare_prompt(
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
     """
-    Returns a prompt from bare tensors, on the CPU; without `fields`, per-token fields follow from the ids. Raises a
-    [`MediaError`] if placeholders and media don't match, or if videos lack placeholders of their own.
+    Returns a prompt on the CPU from token ids and media; without `fields`, per-token fields are derived from the ids.
+    Raises a [`MediaError`] if placeholders and media don't match, or if ids don't distinguish videos from images.
     """
     ids, media = input_ids.cpu(), {name: value.cpu() for name, value in media.items()}
     split_media(model, [ids], media)
@@ -137,14 +139,14 @@ def bare_prompt(
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Returns a model's per-token fields, from its placeholders; videos with the image token count as images. Without
-    these fields, models of the Qwen family silently give media the positions of text.
+    Derives the model's per-token fields from placeholders in the ids; videos written with the image token count as
+    images. Without these fields, models of the Qwen family give media the positions of text, without an error.
     """
     accepted = inspect.signature(type(model).forward).parameters
     types = torch.zeros_like(input_ids)
     if family_of(model).token_fields_mark_media:
         for modality, ids in placeholder_token_ids(model, model).items():
-            types[_mask(input_ids, ids)] = _TOKEN_TYPES[modality]
+            types[_isin(input_ids, ids)] = _TOKEN_TYPES[modality]
     with_ends = types.clone()
     for modality in MODALITIES:
         for end in ("start", "end"):
@@ -165,7 +167,7 @@ def audio_inputs(
     if mask is not None and mask_name is None:
         raise TypeError(f"{type(model).__name__} takes no mask of audio.")
     if values is not None and mask is None and mask_name is not None and family_of(model).has_frame_mask:
-        # Bands come before frames for Whisper's features, after them for others
+        # Features of Whisper have the shape (clips, mel bands, frames), other features (clips, frames, bands)
         bands_first = hasattr(model.get_encoder(modality="audio").config, "num_mel_bins")
         mask = values.new_ones(len(values), values.size(2 if bands_first else 1), dtype=torch.bool)
     return {name: value for name, value in ((features, values), (mask_name, mask)) if name and value is not None}
@@ -176,39 +178,39 @@ def audio_inputs(
 
 def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """
-    Returns the media of each row, as slices of the media of all rows, by the rows' placeholders.
+    Splits the media tensors of a batch among its rows, by the placeholders of each row.
 
-    Raises a [`MediaError`] if the placeholders don't match the media: models don't check this, and some silently run
-    with too many or too few.
+    Raises a [`MediaError`] if the placeholders don't match the media: models don't check this, and some run without an
+    error on too many or too few placeholders.
     """
     masks = {
-        modality: [_mask(row.cpu(), ids) for row in rows]
+        modality: [_isin(row.cpu(), ids) for row in rows]
         for modality, ids in placeholder_token_ids(model, model).items()
     }
     tensors = {
         modality: {name: value for name, value in media.items() if modality_of(name) == modality}
         for modality in MODALITIES
     }
-    as_images = _check_present(model, masks, tensors)
+    videos_as_images = _check_present(model, masks, tensors)
     if not any(mask.any() for mask in masks["video"]):
         masks["video"] = masks["image"]  # some families write videos with the image token
     result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-    for modality, of_modality in tensors.items():
-        if not of_modality:
+    for modality, features in tensors.items():
+        if not features:
             continue
         if len(rows) == 1:
-            is_counted = modality == "audio" or not as_images
-            if is_counted and _token_counts(model, modality, of_modality) is not None:
-                _count_media(model, modality, masks[modality], of_modality)
-            result[0] |= of_modality
+            is_counted = modality == "audio" or not videos_as_images
+            if is_counted and _token_counts(model, modality, features) is not None:
+                _count_media(model, modality, masks[modality], features)
+            result[0] |= features
             continue
-        counts = _count_media(model, modality, masks[modality], of_modality)
-        grid = of_modality.get(f"{modality}_grid_thw")
+        counts = _count_media(model, modality, masks[modality], features)
+        grid = features.get(f"{modality}_grid_thw")
         patches = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
         # Tensors have one entry per image, video or clip, per patch, or per row with media
-        for name, value in of_modality.items():
-            options = (counts, patches, [min(count, 1) for count in counts])
-            sizes = next((sizes for sizes in options if sum(sizes) == len(value)), None)
+        for name, value in features.items():
+            candidates = (counts, patches, [min(count, 1) for count in counts])
+            sizes = next((sizes for sizes in candidates if sum(sizes) == len(value)), None)
             if sizes is None:
                 raise MediaError(
                     f"`{name}` has {len(value)} entries for {sum(counts)} {modality}s, so that it isn't clear which "
@@ -223,42 +225,42 @@ def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
 def _check_present(
     model: PreTrainedModel, masks: dict[str, list[torch.Tensor]], tensors: dict[str, dict[str, torch.Tensor]]
 ) -> bool:
-    """Checks that media have placeholders and placeholders media. Returns whether videos have those of images."""
-    first = {
+    """Raises a [`MediaError`] unless media and placeholders match; returns whether videos have image placeholders."""
+    first_rows = {
         name: next((i for i, mask in enumerate(row_masks) if mask.any()), None) for name, row_masks in masks.items()
     }
     # Grids, sizes and masks alone don't make a modality present
     present = {
         modality
-        for modality, of_modality in tensors.items()
-        if any(value.is_floating_point() and value.dim() > 1 for value in of_modality.values())
+        for modality, features in tensors.items()
+        if any(value.is_floating_point() and value.dim() > 1 for value in features.values())
     }
-    as_images = "video" in present and first["video"] is None
+    videos_as_images = "video" in present and first_rows["video"] is None
     accepted = inspect.signature(type(model).forward).parameters
     audio_masks = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
-    for modality, of_modality in tensors.items():
-        row, grid = first[modality], f"{modality}_grid_thw"
-        if row is not None and modality not in present and not (modality == "image" and as_images):
+    for modality, features in tensors.items():
+        row, grid = first_rows[modality], f"{modality}_grid_thw"
+        if row is not None and modality not in present and not (modality == "image" and videos_as_images):
             raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
         if modality not in present:
             continue
-        if row is None and not (modality == "video" and first["image"] is not None):
+        if row is None and not (modality == "video" and first_rows["image"] is not None):
             raise MediaError(
                 f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
                 "make the ids with the model's processor."
             )
-        if grid in accepted and grid not in of_modality:
+        if grid in accepted and grid not in features:
             raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
-        if modality == "audio" and audio_masks and not audio_masks & of_modality.keys():
+        if modality == "audio" and audio_masks and not audio_masks & features.keys():
             raise MediaError(f"there is audio but no `{min(audio_masks)}`; pass what the processor returns.")
-    return as_images
+    return videos_as_images
 
 
-def _check_clips(model: PreTrainedModel, parts: Sequence[dict[str, torch.Tensor]]) -> None:
-    """Raises a [`MediaError`] if rows have padded clips of different lengths, and their encoder has no mask for it."""
-    names = {name for part in parts for name in part if modality_of(name) == "audio" and name.endswith("mask")}
+def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Raises a [`MediaError`] if clips of different lengths are padded, and the encoder doesn't mask their padding."""
+    names = {name for row in rows for name in row if modality_of(name) == "audio" and name.endswith("mask")}
     for name in names if family_of(model).isolate is not None else ():
-        if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
+        if len({int(row[name].flatten(1).sum(1).max()) for row in rows if name in row}) > 1:
             raise MediaError(
                 f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
                 "pass rows with clips of one length at a time."
@@ -266,7 +268,7 @@ def _check_clips(model: PreTrainedModel, parts: Sequence[dict[str, torch.Tensor]
 
 
 def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
-    """Raises a `ValueError` unless each action has a token before it, which predicts the action."""
+    """Raises a `ValueError` unless a token precedes the first action, to predict it."""
     if not 0 <= num_actions < length:
         raise ValueError(
             f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
@@ -274,13 +276,13 @@ def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
         )
 
 
-def _mask(ids: torch.Tensor, tokens: set[int]) -> torch.Tensor:
-    """Returns the mask of ids that are one of the tokens."""
+def _isin(ids: torch.Tensor, tokens: set[int]) -> torch.Tensor:
+    """Returns a mask, 1 on ids that are in `tokens`."""
     return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=ids.device))
 
 
 def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torch.Tensor]) -> list[int] | None:
-    """Returns the number of tokens of each image, video or clip, or `None` if the tensors don't give it."""
+    """Returns the number of tokens of each image, video or clip, or `None` if the tensors don't determine it."""
     grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
     if grid is not None:
         return (grid.prod(1) // model.config.vision_config.spatial_merge_size**2).tolist()
@@ -299,34 +301,35 @@ def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torc
 def _count_media(
     model: PreTrainedModel, modality: str, masks: list[torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> list[int]:
-    sizes = _token_counts(model, modality, tensors)
-    if sizes is not None:
+    """Returns the number of images, videos or clips of each row, from the masks of the rows' placeholders."""
+    token_counts = _token_counts(model, modality, tensors)
+    if token_counts is not None:
         counts, used = [], 0
         for row, mask in enumerate(masks):
-            missing, count = int(mask.sum()), 0
-            while missing > 0 and used + count < len(sizes):
-                missing -= sizes[used + count]
+            remaining, count = int(mask.sum()), 0
+            while remaining > 0 and used + count < len(token_counts):
+                remaining -= token_counts[used + count]
                 count += 1
-            if missing != 0:
-                whole = ", and pass its mask of frames as `audio_attention_mask`" if modality == "audio" else ""
+            if remaining != 0:
+                hint = ", and pass its mask of frames as `audio_attention_mask`" if modality == "audio" else ""
                 raise MediaError(
                     f"row {row} holds {int(mask.sum())} placeholders for {modality}, which its {modality}s don't add "
-                    f"up to ({sizes[used : used + count]} tokens); make ids and {modality}s with the same processor "
-                    f"call{whole}."
+                    f"up to ({token_counts[used : used + count]} tokens); make ids and {modality}s with the same "
+                    f"processor call{hint}."
                 )
             counts.append(count)
             used += count
-        if used < len(sizes):
-            raise MediaError(f"{len(sizes) - used} {modality}s have no placeholder in any row.")
+        if used < len(token_counts):
+            raise MediaError(f"{len(token_counts) - used} {modality}s have no placeholder in any row.")
         return counts
-    # Without numbers of tokens, a run of adjacent placeholders is one image, video or clip, or each row with
-    # placeholders has one, or all take equally many tokens
+    # Token counts are unknown: either each run of adjacent placeholders is one image, video or clip, or each row with
+    # placeholders has one, or all of them have equally many tokens
     n_media = max(len(value) for value in tensors.values())
     runs = [int((mask[1:] & ~mask[:-1]).sum() + mask[0]) for mask in masks]
-    with_some = [int(mask.any()) for mask in masks]
+    has_any = [int(mask.any()) for mask in masks]
     tokens = [int(mask.sum()) for mask in masks]
     size = max(sum(tokens) // n_media, 1)
-    for counts in (runs, with_some, [n // size for n in tokens] if not any(n % size for n in tokens) else []):
+    for counts in (runs, has_any, [n // size for n in tokens] if not any(n % size for n in tokens) else []):
         if sum(counts) == n_media:
             return counts
     raise MediaError(

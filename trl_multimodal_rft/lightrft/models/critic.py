@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A critic with the call of an actor, which takes sequences and their number of actions."""
+"""A critic with the `forward` of an actor, which takes sequences and the number of their actions."""
 
 import torch
 from transformers import PreTrainedModel
@@ -15,11 +15,11 @@ from .bare_inputs import padded_completions
 
 class Critic(critic_module.Critic):
     """
-    A [`~models.Critic`] with LightRFT's call.
+    A [`~models.Critic`] with the arguments of LightRFT's `forward`.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model of the policy's class. Its LM head gives way to a [`~models.ValueHead`].
+            Model of the policy's class. A [`~models.ValueHead`] replaces its LM head.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -41,7 +41,7 @@ class Critic(critic_module.Critic):
             sequences (`torch.LongTensor`):
                 Prompts and completions, shape `(B, S)`.
             num_actions (`int`, *optional*):
-                Number of action tokens `A` at the end of sequences. `None` gives the value after every token.
+                Number of action tokens `A` at the end of each sequence. `None` gives the value after every token.
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default.
             inputs (`torch.Tensor`):
@@ -56,7 +56,7 @@ class Critic(critic_module.Critic):
         """
         if num_actions is None:
             return super().forward(sequences, attention_mask, **inputs)
-        rows = padded_completions(self.model, sequences, attention_mask, num_actions, inputs)
+        batch = padded_completions(self.model, sequences, attention_mask, num_actions, inputs)
         isolate = family_of(self.model).isolate
-        request = ScoreRequest(rows.prompts, rows.ids, rows.mask.long(), packed=False, isolate=isolate)
-        return rows.placed(completion_values(super().forward, self.model, request))
+        request = ScoreRequest(batch.prompts, batch.ids, batch.mask.long(), packed=False, isolate=isolate)
+        return batch.scatter(completion_values(super().forward, self.model, request))

@@ -28,7 +28,7 @@ def compute_approx_kl(
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             `"k1"`, `"k2"` or `"k3"`.
         use_kl_estimator_k3 (`bool`, *optional*, defaults to `False`):
-            Another name of `kl_estimator="k3"`.
+            The same as `kl_estimator="k3"`.
 
     Returns:
         `torch.Tensor`: The estimate, float32, shape `(B, A)`, 0 outside the mask.
@@ -53,8 +53,8 @@ def compute_reward(
         r (`torch.Tensor` or `float`):
             Rewards of the completions, shape `(B,)`, or one reward for all.
         kl_coef, kl (`float`, and `torch.Tensor` or `list[torch.Tensor]`):
-            Coefficient of the penalty, at least 0, and KL divergence of the tokens, `(B, A)`, or `(A,)` for each
-            completion.
+            Coefficient of the penalty, 0 if it is negative, and KL divergence of each token: shape `(B, A)`, or a list
+            with `(A,)` for each completion.
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`.
         num_actions (`int` or `list[int]`, *optional*):
@@ -63,8 +63,8 @@ def compute_reward(
             Range to clip `r` to.
 
     Returns:
-        `torch.Tensor` or `list[torch.Tensor]`: Rewards in the shape of `kl`, 0 outside the mask; without a mask one
-        tensor for each completion.
+        `torch.Tensor` or `list[torch.Tensor]`: Rewards in the shape of `kl`, 0 outside the mask; without a mask, a
+        list with one tensor per completion.
     """
     r = torch.as_tensor(r, dtype=kl[0].dtype, device=kl[0].device).expand(len(kl))
     if reward_clip_range is not None:
@@ -82,11 +82,11 @@ def compute_reward(
 
 def masked_mean(tensor: torch.Tensor, mask: torch.Tensor | None, dim: int | None = None) -> torch.Tensor:
     """
-    Returns the mean over a mask.
+    Returns the mean of the values where a mask is 1.
 
     Args:
         tensor, mask (`torch.Tensor`):
-            Values and their mask, of the same shape; `None` counts all.
+            Values, and their mask of the same shape; without a mask, all values count.
         dim (`int`, *optional*):
             Dimension to reduce; all by default.
 

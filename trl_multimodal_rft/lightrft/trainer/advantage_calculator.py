@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Whitening over several batches, by the name of `lightrft.trainer.advantage_calculator`."""
+"""Whitening of advantages over several batches, as in `lightrft.trainer.advantage_calculator`."""
 
 from argparse import Namespace
 
@@ -15,15 +15,15 @@ def normalize_advantages_cross_batch(
     """
     Shifts and scales advantages to mean 0 and population variance 1 over the actions of all batches.
 
-    The estimators of the experience maker do so themselves; this function is for other experience.
+    The experience maker has whitened its advantages already; this function is for experience from elsewhere.
 
     Args:
         experiences (`list[Experience]`):
-            Batches, padded or packed, which get the advantages.
+            Batches, padded or packed, whose advantages are replaced in place.
         advantage_estimator (`str`):
             `"gae"`, `"reinforce"` or `"reinforce_baseline"`; advantages of other estimators stay unchanged.
         args (`argparse.Namespace`):
-            If `no_advantage_std_norm` is true, advantages are shifted only.
+            If `no_advantage_std_norm` is true, advantages are shifted, but not scaled.
 
     Returns:
         `list[Experience]`: The batches, with advantages of 0 outside the mask.
@@ -44,8 +44,8 @@ def normalize_advantages_cross_batch(
         values = torch.where(mask, values - values[mask].mean(), 0)
     else:
         values = whiten(values, mask)
-    parts = iter(values.split([len(row) for row in rows]))
+    new_rows = iter(values.split([len(row) for row in rows]))
     for experience, (advantages, _) in zip(experiences, columns, strict=True):
-        whitened = [next(parts) for _ in advantages]
+        whitened = [next(new_rows) for _ in advantages]
         experience.advantages = whitened if isinstance(experience.advantages, list) else torch.stack(whitened)
     return experiences

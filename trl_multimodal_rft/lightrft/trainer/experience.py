@@ -4,8 +4,8 @@ Records of completions: [`Samples`], as they were sampled, and [`Experience`], w
 
 An experience is padded or packed. Padded, `sequences` is `(B, S)` and fields of actions are `(B, A)`: the last `A`
 columns of `sequences` are the action columns of every row, and where a row has fewer actions the mask is 0. Packed,
-each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media have the same form in both: tensors with the
-rows of one sample after the rows of another.
+each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media have the same form in both: tensors that
+join the rows of all samples, in order.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from ...encoding.prompts import EncodedPrompt
 
 Tokens = torch.Tensor | list[torch.Tensor]  # padded, or one tensor per row
 Fields = TypeVar("Fields", bound=Tokens)  # type of the token fields of a batch or of a sample
-Moved = TypeVar("Moved")
+Nested = TypeVar("Nested")
 
 
-def to(tensor: Moved, device: torch.device | str) -> Moved:
+def to(tensor: Nested, device: torch.device | str) -> Nested:
     """
-    Moves tensors to a device, however deeply nested.
+    Moves a tensor, or all tensors in nested containers, to a device.
 
     Args:
         tensor (`torch.Tensor`):
@@ -34,17 +34,17 @@ def to(tensor: Moved, device: torch.device | str) -> Moved:
             Target device.
 
     Returns:
-        `torch.Tensor`: A moved tensor, or new containers of moved tensors. Everything else stays as it is.
+        `torch.Tensor`: The tensor on the device, or new containers of such tensors, with all other values unchanged.
     """
     return recursively_apply(lambda value: value.to(device), tensor)
 
 
-def pin_memory(tensor: Moved) -> Moved:
+def pin_memory(tensor: Nested) -> Nested:
     """
-    Pins CPU tensors, however deeply nested, so that they move to a GPU faster, see [`to`].
+    Pins CPU tensors, also in nested containers, so that they move to a GPU faster, see [`to`].
 
     Returns:
-        `torch.Tensor`: New containers of pinned tensors; the argument itself without CUDA.
+        `torch.Tensor`: The pinned tensor, or new containers; without CUDA, the argument itself.
     """
     if not torch.cuda.is_available():
         return tensor
@@ -55,7 +55,7 @@ def clip_filter_like_weight_func(
     rewards: torch.Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights of samples by which groups with signal make up for others, see [`clip_filter_like_weights`].
+    Returns weights by which groups with signal make up for groups without, see [`clip_filter_like_weights`].
 
     Args:
         rewards (`torch.Tensor`):
@@ -79,7 +79,7 @@ def clip_filter_like_weight_func(
 @dataclass(eq=False)
 class Record(Generic[Fields]):
     """
-    Record of sequences, whose tensors all move together.
+    A dataclass of sequences and further tensors, which move between devices together.
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
@@ -108,19 +108,19 @@ class Record(Generic[Fields]):
 @dataclass(eq=False)
 class ActionRecord(Record[Fields]):
     """
-    Completions with the fields that an update needs. Shapes are those of a padded batch; packed, fields are lists.
+    Completions with the fields that an update needs. Shapes are for a padded batch; packed, fields are lists of rows.
 
     Args:
         action_log_probs, base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
             Log-probabilities of the actions under the policy that sampled and under the reference, shape `(B, A)`;
             the latter `None` without a reference.
         values, returns, advantages (`torch.Tensor` or `list[torch.Tensor]`):
-            Shape `(B, A)`; `values` are `None` without a critic.
+            Values, returns and advantages of the actions, shape `(B, A)`; `values` are `None` without a critic.
         attention_mask, action_mask (`torch.Tensor` or `list[torch.Tensor]`):
             1 on tokens, shape `(B, S)`, and on actions, shape `(B, A)`.
         info (`dict`):
             Everything else, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
-            dicts hold further such values, any other value is about the whole batch.
+            dicts hold further values by the same rules, and any other value belongs to the whole batch.
     """
 
     action_log_probs: Fields | None
@@ -134,7 +134,7 @@ class ActionRecord(Record[Fields]):
 
 
 def info_of(record: ActionRecord) -> dict[str, Any]:
-    """Returns the `info` of a batch or of a sample, which gets an empty `info` if it has none."""
+    """Returns the `info` of a batch or of a sample, and sets it to an empty dict if it is `None`."""
     if record.info is None:
         record.info = {}
     return record.info
@@ -157,7 +157,7 @@ class Experience(ActionRecord[Tokens]):
     action_entropy: Tokens | None = None
 
 
-# Media. A dataclass takes the fields of its last base first: sequences, images and videos, then all other fields
+# Media. Fields of a dataclass come in reverse order of its bases: sequences, images and videos, then all other fields
 
 
 @dataclass(eq=False)
@@ -171,8 +171,7 @@ class VisionRecord(Record[Fields]):
         image_grid_thws, video_grid_thws (`torch.Tensor`, *optional*):
             If the pixels are patches, the number of patches along time, height and width, shape `(N, 3)`.
         raw_images (`list`, *optional*):
-            Images before processing: a list of images for one sample, and for a batch such a list, or `None`, per
-            sample.
+            Images before processing: a list of images for a sample; for a batch, one such list or `None` per sample.
     """
 
     pixel_values: torch.Tensor | None = None
@@ -185,7 +184,7 @@ class VisionRecord(Record[Fields]):
 @dataclass(eq=False)
 class MediaFields(Generic[Fields]):
     """
-    Fields after images and videos: the fields of [`ActionRecord`], all of them optional, and other media.
+    Fields that follow images and videos: the fields of [`ActionRecord`], all of them optional, and other media.
 
     Args:
         audio_values (`torch.Tensor`, *optional*):
@@ -225,7 +224,7 @@ class ExperienceVL(MediaFields[Tokens], Experience, VisionRecord[Tokens]):
 @dataclass(eq=False)
 class Samples:
     """
-    Completions as they were sampled.
+    Sampled completions, before scoring.
 
     Args:
         sequences, attention_mask (`torch.Tensor`):
@@ -233,17 +232,17 @@ class Samples:
         action_mask (`torch.Tensor`):
             1 on actions, shape `(B, A)`.
         num_actions (`int`):
-            Columns of the actions, `A`.
+            Number of action columns, `A`.
         packed_seq_lens, pad_len (*optional*):
             Always `None`: samples are padded, and only updates pack them.
         response_length, total_length (`torch.Tensor`):
-            Actions and tokens of each sample, shape `(B,)`.
+            Numbers of actions and of tokens of each sample, shape `(B,)`.
         prompts, labels (`list`):
             Prompt and ground truth of each sample.
         encoded_prompts (`list[EncodedPrompt]`, *optional*):
             Encoded prompt of each sample; samples of a group hold the same object.
         truncated (`torch.Tensor`, *optional*):
-            Whether each completion was cut off, shape `(B,)`.
+            Whether each completion was cut off before its end, shape `(B,)`.
         rows (`list[dict]`, *optional*):
             Dataset row of each sample, for reward functions.
     """

@@ -27,9 +27,9 @@ class ExperienceConfig:
             `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or
             `"gae"`, with settings as in [`MultimodalGRPOConfig`].
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
-            Completions of each prompt.
+            Number of completions per prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
-            Samples generated and scored at once.
+            Number of samples that are generated and scored at once.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             Estimator of the KL divergence in experiences.
         kl_in_reward (`bool`, *optional*):
@@ -40,7 +40,7 @@ class ExperienceConfig:
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            Accelerator. Statistics are over all its ranks. Policies and critics score in its mixed precision.
+            Accelerator. Statistics cover all its ranks, and models score in its mixed precision.
         media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
 
@@ -95,14 +95,14 @@ class ExperienceConfig:
 
 def check_options(options: dict[str, Any]) -> None:
     """
-    Raises an error for options of generation without effect.
+    Raises an error for options of generation that sampling here doesn't support.
 
     Args:
         options (`dict`):
             The options by name.
 
     Raises:
-        `ValueError`: If an option is unknown, or isn't supported here.
+        `ValueError`: If an option is unknown, `num_beams`, or `num_return_sequences`.
     """
     unknown = options.keys() - (vars(GenerationConfig()).keys() - {"num_return_sequences", "num_beams"})
     if unknown:

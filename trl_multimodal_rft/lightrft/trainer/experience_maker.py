@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The experience maker: sampling, scoring and rewarding of completions of prompts, and advantages."""
+"""The experience maker, which samples, scores and rewards completions, and computes their advantages."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -70,24 +70,24 @@ class NaiveExperienceMaker(RolloutAdvantages):
         reward_model (`torch.nn.Module` or `list`, *optional*):
             Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return `(B,)`.
         initial_model ([`Actor`], *optional*):
-            Reference. The policy itself means the policy without its adapter.
+            Reference. If it is `actor` itself, the reference is the policy without its adapter.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The policy's tokenizer.
         prompt_max_len (`int`):
             Largest number of tokens of a prompt. Longer text loses its beginning; longer messages raise an error.
         kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
-            Its `value` is the coefficient of the KL divergence. 0 by default.
+            Controller whose `value` is the coefficient of the KL divergence; without one, the coefficient is 0.
         strategy ([`ExperienceConfig`]):
             Options.
         remote_rm_url (`str` or `list[str]`, *optional*):
             URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
             loaded and run.
         reward_fn (`Callable`, *optional*):
-            With other sources of reward, which are summed by default, a function that combines them: it takes any of
+            Function that combines the rewards of the other sources, which are summed by default. It takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
-            `(B,)`, or rewards and a dictionary of metrics. Alone, a reward function with TRL's signature.
+            `(B,)`, or rewards and a dictionary of metrics. Without other sources, a reward function as in TRL.
         reward_fn_label_map (`dict[str, int]`, *optional*):
-            Index of each source of reward, by name: models first, then servers.
+            Index of each source of reward by its name; models come before servers.
         reward_recipe (`dict`, *optional*):
             Without `reward_fn`, the sources that count for each label, see [`~rewards.recipe.combine_rewards`].
         processor ([`~transformers.ProcessorMixin`], *optional*):
@@ -249,7 +249,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 Each prompt is text with its template applied, or messages, or a row: a dictionary with a `prompt`
                 (text or messages), media columns as in the trainers' datasets, and columns for reward functions.
             generate_kwargs:
-                Options of generation, such as `max_new_tokens`; sampling from the whole policy by default.
+                Options of generation, such as `max_new_tokens`; by default without `top_k` and `top_p`.
 
         Returns:
             `list[Samples]`: `micro_rollout_batch_size` samples each; the last one may have fewer.
@@ -279,7 +279,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
         prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without a number)
         encoded = self._encode(prompts, encoder)
-        # For reward functions, which get prompts of the same form in all micro-batches
+        # Reward functions get prompts of the same form in all micro-batches
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
         n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
         repeated = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
@@ -305,8 +305,9 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 )
         return encoded
 
-    def _sample(self, part: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
-        rows, prompts = zip(*part, strict=True)
+    def _sample(self, micro_batch: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
+        """Samples one completion for each row and its prompt in a micro-batch."""
+        rows, prompts = zip(*micro_batch, strict=True)
         model = self.actor.base_model
         eos_ids = options.get("eos_token_id", model.generation_config.eos_token_id)
         eos_ids = self.tokenizer.eos_token_id if eos_ids is None else eos_ids
@@ -354,7 +355,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
         """
-        Scores and rewards samples.
+        Scores and rewards samples. Models stay in their training or evaluation mode.
 
         Args:
             samples ([`Samples`]):
@@ -362,8 +363,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Returns:
             [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a
-            completion), `response_length`, `total_length`, `num_actions` and `truncated`, all `(B,)` except the
-            number of actions, and metrics of `reward_fn` as `reward_metrics`. The models' modes stay unchanged.
+            completion), `response_length`, `total_length`, `num_actions`, `truncated`, and for `bootstrap_truncated`
+            `bootstrap`, all `(B,)` except the number of actions, and metrics of `reward_fn` as `reward_metrics`.
         """
         mask, rollout, critic = samples.action_mask, self._rollout(samples), self.critic
         base_logps = None
@@ -405,7 +406,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities of the actions and, if the forward gives them, entropies, `(B, A)`, 0 outside the mask."""
+        """Returns log-probabilities of actions and, if the forward gives them, entropies, `(B, A)`, 0 where masked."""
         rollout = replace(rollout, packed=actor.packing_samples)
         with self._autocast(), evaluation_mode(actor):
             scores = score_in_batches(actor.policy_forward, actor.model, rollout, len(rollout))
@@ -421,7 +422,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             prompts = [bare_prompt(self.actor.base_model, ids[keep], {}) for ids, keep in rows]
         return Rollout(
             prompts,
-            torch.arange(len(prompts)),  # scoring compares no groups
+            torch.arange(len(prompts)),  # scoring doesn't compare groups
             self.tokenizer.pad_token_id,
             completion_ids=samples.sequences[:, -n_actions:],
             completion_mask=samples.action_mask.long(),
@@ -435,20 +436,23 @@ class NaiveExperienceMaker(RolloutAdvantages):
         Returns values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` values of the states
         after truncated completions, `(B,)`, 0 after other completions.
         """
-        mask, cut = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
+        mask, truncated = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
             if isinstance(critic, Critic):
-                values, after = score_values(self.actor.policy_forward, critic, critic, rollout, len(rollout), cut)
-                return values, None if cut is None else after
+                values, bootstrap = score_values(
+                    self.actor.policy_forward, critic, critic, rollout, len(rollout), truncated
+                )
+                return values, None if truncated is None else bootstrap
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
-            if cut is not None:
-                # A further token, of any id, gives the state before it; truncated completions fill all columns
+            if truncated is not None:
+                # One more token, of any id, adds the value of the state before it: after a truncated completion, which
+                # fills all columns
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
-                    torch.cat([tensor, cut[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)
+                    torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)
                 )
             values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(samples)), 0)
-        return (values, None) if cut is None else (values[:, :-1], values[:, -1])
+        return (values, None) if truncated is None else (values[:, :-1], values[:, -1])
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Returns the media of all rows, by the argument names of the model's forward."""
@@ -460,7 +464,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def rewards(self, samples: Samples) -> tuple[torch.Tensor, dict[str, Any]]:
         """
-        Rewards samples.
+        Computes the rewards of samples.
 
         Args:
             samples ([`Samples`]):
@@ -475,10 +479,10 @@ class NaiveExperienceMaker(RolloutAdvantages):
     def _length_penalty(self, options: dict[str, Any]) -> Callable | None:
         if self.strategy.soft_overlong_cache is None:
             return None
-        most = options.get("max_new_tokens", self.actor.base_model.generation_config.max_new_tokens)
-        if most is None:
+        max_new_tokens = options.get("max_new_tokens", self.actor.base_model.generation_config.max_new_tokens)
+        if max_new_tokens is None:
             raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass it.")
-        return get_soft_overlong_punishment(most, self.strategy.soft_overlong_cache)
+        return get_soft_overlong_punishment(max_new_tokens, self.strategy.soft_overlong_cache)
 
     @property
     def _is_main(self) -> bool:
@@ -486,7 +490,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return accelerator is None or accelerator.is_main_process
 
     def _autocast(self):
-        """Returns the context of the precision of the accelerator's updates."""
+        """Returns the autocast context of the accelerator's mixed precision."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The PPO trainer on experience, one micro-batch at a time."""
+"""A PPO trainer that trains on experience, one micro-batch at a time."""
 
 import inspect
 import math
@@ -50,11 +50,11 @@ _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "t
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    A [`MultimodalPPOTrainer`] on experience. The caller runs the loop, since a step may be a single micro-batch's.
+    A [`MultimodalPPOTrainer`] that trains on experience. The caller runs the loop, and may pass single micro-batches.
     """
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
-        rows = Dataset.from_list([{"prompt": ""}])  # only the constructor reads them
+        rows = Dataset.from_list([{"prompt": ""}])  # the constructor needs a dataset, which nothing reads later
         super().__init__(
             model=actor,  # pyrefly: ignore[bad-argument-type]  see `Actor.model_for`
             reward_funcs=_no_rewards,
@@ -67,10 +67,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.actor = actor
         self.replay_buffer = replay_buffer
         self.is_prepared = False  # whether the engine has models and optimizer
-        self.is_first_epoch = True  # whether an epoch is the first one on its samples
+        self.is_first_epoch = True  # whether samples are in their first epoch
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
-        self._half_done: set[str] = set()  # parts that an unfinished update trains
+        self._update_parts: set[str] = set()  # policy, critic or both, as the unfinished update trains them
         self._n_micro_batches = 0
         accepted = inspect.signature(type(actor.base_model).forward).parameters
         self._media_names = {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
@@ -94,7 +94,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Before the first step
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
-        """Sets the supervised rows, if their loss has a weight."""
+        """Takes the rows of the supervised loss from a dataloader, if `ptx_coef` is above 0."""
         args = self.args
         if args.ptx.coef == 0:
             return
@@ -102,7 +102,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             raise ValueError(
                 f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`."
             )
-        # A subset can read several rows at once from any dataset
+        # `Subset` reads several rows at once, which not every dataset can
         dataset: Any = undecoded(dataloader.dataset)
         rows = Subset(dataset, range(len(dataset)))
         self._supervised = EndlessRows(rows, args.seed)
@@ -123,7 +123,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_for(args, args.max_steps, None)
 
     def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
-        """Hands models and optimizer to the engine, once, with the state of a checkpoint."""
+        """Prepares models and optimizer with the engine, once, and loads the state of a checkpoint, if any."""
         self.state.compute_steps(args, max_steps)
         if checkpoint is not None and is_unsharded(self.accelerator):
             self._load_from_checkpoint(checkpoint)
@@ -152,14 +152,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         rollout = self._rollout_of(items)
         self._mean_metrics()
         statistics = self._buffer_statistics(items, rollout)
-        # Actions weigh the same in all micro-batches
+        # The mean over micro-batches, so that all actions of the buffer have the same weight
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
             order = self._order(n)
             for start in range(0, n, size * window):
-                part = rollout.select(order[start : start + size * window])
-                micro_batches = part.micro_batches(window)
+                batch = rollout.select(order[start : start + size * window])
+                micro_batches = batch.micro_batches(window)
                 self._on_rollout(micro_batches)  # weighs tokens by entropies, if the token filter is on
                 for micro_batch in micro_batches:
                     self._train_micro_batch(micro_batch)
@@ -177,16 +177,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # The field of entropies carries the mask, since its padding is removed, too
+            # As the field of entropies, the mask loses its padding along with the other fields
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
         rollout = self._rollout_of(items)
-        if self._half_done != trained:
-            self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
+        if self._update_parts != trained:
+            self._check_update_begins(f"An update of {' and '.join(sorted(self._update_parts))}")
         self._mean_metrics()
         self.state.global_step = rollout.step = global_steps
-        self._trained = self._half_done = trained
+        self._trained = self._update_parts = trained
         if entropy_mask is not None:
             rollout.tokens.weights = rollout.tokens.entropies
         else:
@@ -198,6 +198,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._mean_metrics()
 
     def _check_update_begins(self, name: str) -> None:
+        """Raises a `RuntimeError` if the last update still lacks micro-batches."""
         window = self.args.gradient_accumulation_steps
         if n := self._n_micro_batches % window:
             raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
@@ -206,15 +207,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Trains on a micro-batch as a step of `Trainer`'s loop does."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
         self._n_micro_batches += 1
-        ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
-        self.accelerator.gradient_state._set_sync_gradients(ends)
+        ends_update = self._n_micro_batches % args.gradient_accumulation_steps == 0
+        self.accelerator.gradient_state._set_sync_gradients(ends_update)
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
             metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
-        with nullcontext() if ends or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
+        with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
             self.training_step(model, micro_batch, None)
         micro_batch.release()
-        if not ends:
+        if not ends_update:
             return
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         metrics["grad_norm"].append(float(self._get_grad_norm(model, norm)))
@@ -227,7 +228,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.callback_handler.on_step_end(args, self.state, self.control)
 
     def _order(self, n: int) -> list[int]:
-        """Returns indices of samples in a random order, of whole groups if these stay together, by the step."""
+        """Shuffles indices of samples, or of whole groups if these stay together, with a seed from the step."""
         size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
@@ -236,11 +237,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Batches
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
-        """Returns samples, after checks, as a rollout: prompts, and completions padded on the right."""
+        """Checks samples and joins them to a rollout on the policy's device, with completions padded on the right."""
         args, device = self.args, self.actor.device
         pins = args.dataloader_pin_memory and device.type == "cuda"
 
-        def placed(rows: list[torch.Tensor], padding: float = 0) -> torch.Tensor:
+        def pad_on_device(rows: list[torch.Tensor], padding: float = 0) -> torch.Tensor:
             values = pad_sequence(rows, batch_first=True, padding_value=padding)
             return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
@@ -251,7 +252,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for name, is_needed in needs.items():
             rows = [row.float() for item in items if (row := getattr(item, name)) is not None]
             if len(rows) == len(items):
-                columns[name] = placed(rows)
+                columns[name] = pad_on_device(rows)
             elif is_needed:
                 raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
         for index, item in enumerate(items):
@@ -264,10 +265,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         mask = columns["action_mask"].long()
         return Rollout(
             prompts,
-            torch.arange(len(prompts), device=device),  # a loss compares no groups
+            torch.arange(len(prompts), device=device),  # losses don't compare groups
             self._tokenizer.pad_token_id,
-            completion_ids=placed(actions, self._tokenizer.pad_token_id),
-            completion_mask=placed([torch.ones_like(ids) for ids in actions]),
+            completion_ids=pad_on_device(actions, self._tokenizer.pad_token_id),
+            completion_mask=pad_on_device([torch.ones_like(ids) for ids in actions]),
             tool_mask=mask,  # masked actions stay in the context
             old_per_token_logps=columns["action_log_probs"],
             ref_per_token_logps=columns.get("base_action_log_probs"),
@@ -275,23 +276,23 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             values=Values(old=columns.get("values"), returns=columns.get("returns")),
             # The number of actions of a generation batch, as in the trainer
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
-            packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
+            packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as when experience was scored
             rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
             tokens=TokenChoice(columns.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,
         )
 
-    def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
+    def _prompt_of(self, item: BufferItem, candidates: list[EncodedPrompt]) -> EncodedPrompt:
         """
-        Returns the prompt of a sample. Among `others`, the prompts with the same ids, which it joins, equal prompts
-        are the same object, so that a forward shares them.
+        Returns the prompt of a sample: the object in `candidates`, prompts with the same ids, that has equal media, so
+        that a forward shares it, or else a new prompt, which joins `candidates`.
         """
         media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
-        for other in others:
-            if same_prompt(other.media, media):
-                return other
-        others.append(bare_prompt(self.actor.base_model, item.prompt_ids, media))
-        return others[-1]
+        for candidate in candidates:
+            if same_prompt(candidate.media, media):
+                return candidate
+        candidates.append(bare_prompt(self.actor.base_model, item.prompt_ids, media))
+        return candidates[-1]
 
     # Metrics
 
@@ -313,16 +314,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         mask = rollout.loss_mask.bool()
         rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
 
-        def of_ranks(values: torch.Tensor) -> torch.Tensor:
+        def gather_numbers(values: torch.Tensor) -> torch.Tensor:
             local = values.float().to(self.actor.device)
             gathered = self.accelerator.gather(self.accelerator.pad_across_processes(local, pad_index=math.nan))
             return gathered[~gathered.isnan()]
 
         columns = {
-            "step_reward": of_ranks(torch.tensor([item.reward for item in items])),
-            "response_length": of_ranks(mask.sum(1)),
-            "advantages": of_ranks(require(rollout.advantages)[rewarded]),
-            "returns": of_ranks(require(rollout.values.returns)[rewarded]),
+            "step_reward": gather_numbers(torch.tensor([item.reward for item in items])),
+            "response_length": gather_numbers(mask.sum(1)),
+            "advantages": gather_numbers(require(rollout.advantages)[rewarded]),
+            "returns": gather_numbers(require(rollout.values.returns)[rewarded]),
         }
         statistics = {}
         for name, values in columns.items():
@@ -332,9 +333,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 statistics |= {f"{name}_{key}": number.item() for key, number in numbers.items()}
         divergences = [item.kl for item in items if item.kl is not None]
         if divergences:
-            statistics["kl"] = of_ranks(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
+            statistics["kl"] = gather_numbers(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
         if self.critic is not None:
-            values, returns = of_ranks(require(rollout.values.old)[rewarded]), columns["returns"]
+            values, returns = gather_numbers(require(rollout.values.old)[rewarded]), columns["returns"]
             statistics["values"] = values.mean().item()
             statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
         return statistics
@@ -347,7 +348,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.pending_logs.clear()
 
     def save_checkpoint(self, client_states: dict[str, Any], with_models: bool) -> None:
-        """Saves a checkpoint, and if `with_models`, models in a folder that isn't rotated away."""
+        """Saves a checkpoint, and if `with_models`, models in a folder that `save_total_limit` doesn't delete."""
         self.client_states = dict(client_states)
         self._save_checkpoint(self.model, trial=None)
         if with_models:
@@ -368,8 +369,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
                 "or a divisor of it."
             )
-        shared = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
-        options = {name: getattr(args, name) for name in shared} | {
+        common_fields = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
+        options = {name: getattr(args, name) for name in common_fields} | {
             "n_samples_per_prompt": args.num_generations,
             "micro_rollout_batch_size": size,
             "kl_estimator": "k1",
@@ -402,7 +403,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
 
 def _no_rewards(**kwargs):
-    """Raises an error, as the trainer's constructor alone needs a reward function."""
+    """Raises an error; the trainer's constructor demands a reward function, but training calls none."""
     raise RuntimeError("Rewards come from the experience maker; call `fit`.")
 
 
@@ -414,40 +415,40 @@ def mean(numbers: Iterable[float]) -> float:
     return torch.tensor(list(numbers), dtype=torch.float64).nanmean().item()
 
 
-def statistics_of_ranks(parts: Iterable[dict[str, torch.Tensor]]) -> tuple[dict[str, float], float, int]:
+def statistics_of_ranks(batches: Iterable[dict[str, torch.Tensor]]) -> tuple[dict[str, float], float, int]:
     """
-    Returns means by name of numbers and tensors in the parts of all ranks, which may have different names, and the
-    standard deviation of the known rewards and the number of all rewards.
+    Returns means of metrics over the batches of all ranks, which may hold different metrics, the standard deviation of
+    the known rewards, and the number of all rewards.
     """
     values: dict[str, list[float]] = {}
-    for part in parts:
-        for name, numbers in part.items():
+    for batch in batches:
+        for name, numbers in batch.items():
             values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
     gathered = gather_object([values])
-    names = {name for of_rank in gathered for name in of_rank}
-    joined = {name: sum((of_rank.get(name, []) for of_rank in gathered), []) for name in names}
+    names = {name for rank_values in gathered for name in rank_values}
+    joined = {name: sum((rank_values.get(name, []) for rank_values in gathered), []) for name in names}
     means, rewards = {name: mean(joined[name]) for name in sorted(joined)}, joined.get("reward", [])
     return means, math.sqrt(mean((reward - means["reward"]) ** 2 for reward in rewards)), len(rewards)
 
 
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
-    """Returns means over the samples of all ranks."""
-    parts = []
+    """Returns means of the logged metrics over the samples of all ranks, and the standard deviation of rewards."""
+    metrics = []
     for info in map(info_of, experiences):
-        parts.append({name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {}))
+        metrics.append({name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {}))
         if "raw_reward" in info:
-            parts[-1] |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
-    means, std, _ = statistics_of_ranks(parts)
+            metrics[-1] |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
+    means, std, _ = statistics_of_ranks(metrics)
     return {**means, "reward_std": std}
 
 
 def evaluation_logs(
     maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
 ) -> dict[str, float]:
-    """Returns means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
-    parts = []
+    """Samples and rewards completions of batches of rows, and returns means, see [`PPOTrainerVL.evaluate`]."""
+    values = []
     for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
         rewards, metrics = maker.rewards(samples)
-        parts.append({"reward": rewards, "response_length": samples.response_length, **metrics})
-    means, std, n = statistics_of_ranks(parts)
+        values.append({"reward": rewards, "response_length": samples.response_length, **metrics})
+    means, std, n = statistics_of_ranks(values)
     return {f"{name}_mean": value for name, value in means.items()} | {"reward_std": std, "num_samples": n}

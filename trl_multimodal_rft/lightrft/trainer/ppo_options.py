@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversion and checks of arguments and batches of prompts of [`PPOTrainerVL`]."""
+"""Checks and conversion of the arguments of [`PPOTrainerVL`] and of its batches of prompts."""
 
 import copy
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from .experience_config import check_options
 from .experience_trainer import WHOLE_WEIGHTS
 
 
-# Options of the config that only the rollouts and the loop of `MultimodalPPOTrainer` have
-_OF_ROLLOUTS = """
+# Options of the config that affect only the rollouts and the loop of `MultimodalPPOTrainer`
+_ROLLOUT_OPTIONS = """
 cache_implementation chat_template_kwargs dynamic_sampling eval_delay eval_on_start generation_kwargs
 load_best_model_at_end log_completions mask_truncated_completions min_p multi_objective_aggregation
 repetition_penalty replay_buffer_size reward_weights scale_rewards shared_trunk sync_ref_model top_k top_p
 use_transformers_continuous_batching use_vllm
 """.split()
 
-# Options of generation without effect on greedy decoding
+# Options of generation that greedy decoding ignores
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -45,7 +45,7 @@ def config_of(
             "one of them."
         )
     defaults = {field.name: field.default for field in fields(strategy)}
-    for name in _OF_ROLLOUTS:
+    for name in _ROLLOUT_OPTIONS:
         if getattr(strategy, name) != defaults[name]:
             hint = f"; pass `{name}` to the trainer itself" if name in OF_SAMPLING else ""
             raise ValueError(
@@ -78,7 +78,7 @@ def config_of(
         settings = {name: generate_kwargs[option] for name, option in discounts.items() if option in generate_kwargs}
         options["advantage_estimator"] = spelled("gae", {**strategy.estimator.settings, **settings})
     check_options({name: value for name, value in generate_kwargs.items() if name not in discounts.values()})
-    # Unlike `dataclasses.replace`, this doesn't set up devices and processes again
+    # A copy, as `dataclasses.replace` would set up devices and processes again
     config = copy.copy(strategy)
     vars(config).update(
         options,
@@ -88,7 +88,7 @@ def config_of(
         # Other names of the same options
         num_iterations=options["num_ppo_epochs"],
         activation_checkpointing=options["gradient_checkpointing"],
-        # Whole groups for any size of a micro-batch, as the trainer needs them; experience comes in other batches
+        # The trainer demands whole groups at any micro-batch size; batches of experience don't depend on it
         steps_per_generation=strategy.num_generations * strategy.gradient_accumulation_steps,
         generation_batch_size=None,  # follows from the other options
         eval_strategy="no",  # the trainer has no rows to evaluate on
@@ -103,11 +103,11 @@ def config_of(
 
 
 def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Returns rows of a batch of prompts, see [`PPOTrainerVL.fit`]; a tuple has one of these sets of media columns."""
+    """Converts a batch of prompts to rows, see [`PPOTrainerVL.fit`]; `columns` has the media columns of tuples."""
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
-    media = next((names for names in columns if len(names) + 3 == len(batch)), None)
-    if media is None or any(isinstance(column, (str, dict)) for column in batch):
+    media_columns = next((names for names in columns if len(names) + 3 == len(batch)), None)
+    if media_columns is None or any(isinstance(column, (str, dict)) for column in batch):
         lengths = " or ".join(str(len(names) + 3) for names in columns)
         raise ValueError(
             f"A batch of prompts is a list of rows, which are dictionaries, or a tuple of {lengths} lists, got "
@@ -116,7 +116,7 @@ def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> li
     rows = []
     for prompt, *values, reference, label in zip(*batch, strict=True):
         row = {"prompt": prompt, "references": reference, "labels": label}
-        for name, value in zip(media, values, strict=True):
+        for name, value in zip(media_columns, values, strict=True):
             if value is not None:
                 row[name] = value if isinstance(value, list) else [value]
         rows.append(row)
@@ -127,8 +127,8 @@ def check_rollout(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
 ) -> tuple[int, int]:
     """
-    Checks that batches of prompts make whole optimizer steps. Returns the number of steps on the experience of a
-    batch, and the number of its prompts over all ranks.
+    Raises a `ValueError` unless the experience of a batch of prompts fills whole optimizer steps. Returns the number
+    of these steps, and the number of prompts in the batches of all ranks.
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")
@@ -141,10 +141,10 @@ def check_rollout(
     n_samples = dataloader.batch_size * args.num_generations
     if buffer_limit > 0:
         n_samples = min(n_samples, buffer_limit)
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if n_samples % step != 0:
+    samples_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if n_samples % samples_per_step != 0:
         raise ValueError(
             f"A batch of {dataloader.batch_size} prompts leaves {n_samples} samples in the buffer, which don't fill "
-            f"whole optimizer steps of {step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
+            f"whole optimizer steps of {samples_per_step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
         )
-    return n_samples // step * args.num_ppo_epochs, per_rollout
+    return n_samples // samples_per_step * args.num_ppo_epochs, per_rollout

@@ -49,26 +49,26 @@ class PPOTrainerVL:
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
-            Value model; `None` for estimators without a critic, or with `"gae"` for a copy of the policy.
+            Value model. `None` with `"gae"` makes one from a copy of the policy; other estimators have none.
         initial_model ([`~lightrft.ActorVL`], *optional*):
-            Reference of the KL divergence. `None` means the policy without its adapter, or without an adapter no KL
-            divergence.
+            Reference of the KL divergence. `None` means the policy without its adapter, or, if the policy has no
+            adapter, no KL divergence.
         ema_model ([`~lightrft.ActorVL`], *optional*):
             A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. `None` keeps no
             average.
         actor_optim, critic_optim, actor_scheduler, critic_scheduler (*optional*):
-            Always `None`: the options of `strategy` make one optimizer, with rates and schedules of both parts.
+            Always `None`: one optimizer has learning rates and schedules for policy and critic, see `strategy`.
         ema_beta (`float`, *optional*, defaults to `0.992`):
             Decay of the moving average.
         init_kl_coef (`float`, *optional*, defaults to `0.001`):
             Coefficient of the KL divergence.
         kl_target, kl_horizon (`float` and `int`, *optional*, default to `None` and `10000`):
-            KL divergence per token, in nats, that an adaptive coefficient holds, and number of completions over which
-            the coefficient adapts.
+            Target of an adaptive coefficient, the KL divergence per token in nats, and number of completions over
+            which the coefficient adapts.
         ptx_coef (`float`, *optional*, defaults to `0`):
             Weight of the supervised loss; 0 ignores the supervised rows.
         micro_train_batch_size, micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
-            Samples of a forward in training, and samples generated and scored at once, per device.
+            Numbers of samples per device: of a forward in training, and of those that are sampled and scored at once.
         buffer_limit, buffer_cpu_offload (*optional*, default to `0` and `True`):
             See [`ReplayBuffer`].
         eps_clip, value_clip (`float`, *optional*, defaults to `0.2`):
@@ -95,7 +95,7 @@ class PPOTrainerVL:
             parameters.
     """
 
-    # Media columns of a batch of tuples, without and with videos
+    # Possible media columns of a batch that is a tuple: without and with videos
     _columns = (("images",), ("images", "videos"))
 
     def __init__(
@@ -183,7 +183,7 @@ class PPOTrainerVL:
         if ema_model is not None:
             self.trainer.copy_average_to(ema_model)
         if gradient_checkpointing:
-            options: Any = config.gradient_checkpointing_kwargs  # a string only before the config has read it
+            options: Any = config.gradient_checkpointing_kwargs  # the config has parsed a string
             actor.gradient_checkpointing_enable(options)
         self.experience_maker = self.trainer.make_experience_maker(
             micro_rollout_batch_size,
@@ -223,21 +223,21 @@ class PPOTrainerVL:
                 Batches of prompts for each rank. A batch is a list of rows (`prompt`, media columns, `references`,
                 `labels` and others for reward functions), or a tuple of lists: prompts, images, references and labels,
                 or prompts, images, videos, references and labels. In a tuple, the media of a prompt are a list, a
-                single one, or `None`.
+                single item, or `None`.
             pretrain_dataloader (`DataLoader`, *optional*):
                 Supervised rows for `ptx_coef` above 0: only its dataset, see `ptx_dataset` of
                 [`MultimodalPPOTrainer`], and its batch size are used.
             eval_dataloader (`DataLoader`, *optional*):
                 Batches like those of `prompts_dataloader`, for [`evaluate`].
             consumed_samples (`int`, *optional*, defaults to `0`):
-                Prompts, over all ranks, to skip at the start. A checkpoint has its own number.
+                Number of prompts, over all ranks, to skip at the start. A resumed run takes it from the checkpoint.
             num_update_steps_per_episodes (`int`, *optional*, defaults to `1`):
-                Least number of optimizer steps of an episode, which repeats the prompts to reach it.
+                Smallest number of optimizer steps per episode; an episode repeats the prompts to reach it.
 
         Raises:
             `ValueError`: If the samples of a rollout don't fill whole optimizer steps, if the prompts don't fill whole
                 batches, or if rows are missing for evaluation or `ptx_coef`.
-            `RuntimeError`: If there have been updates before, outside of the schedules.
+            `RuntimeError`: If there were updates before, for which the schedules don't account.
         """
         trainer = self.trainer
         if trainer.is_prepared:
@@ -253,24 +253,24 @@ class PPOTrainerVL:
         )
         prompts = trainer.accelerator.prepare_data_loader(prompts_dataloader, device_placement=False)
         passes = max(math.ceil(num_update_steps_per_episodes / (updates * len(prompts))), 1)
-        rollouts = passes * len(prompts)  # per episode
+        rollouts_per_episode = passes * len(prompts)
         checkpoint = args.resume_from_checkpoint
         if args.max_steps > 0:
             max_steps = math.ceil(args.max_steps / updates) * updates
         else:
             skipped = 0 if checkpoint else consumed_samples // per_rollout
-            max_steps = (math.ceil(args.num_train_epochs * rollouts) - skipped) * updates
+            max_steps = (math.ceil(args.num_train_epochs * rollouts_per_episode) - skipped) * updates
         trainer.prepare_for(args, max_steps, checkpoint)
         self._reported_step = trainer.state.global_step
         rollout = trainer.client_states.get("consumed_samples", consumed_samples) // per_rollout
 
         trainer.control = trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-        hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
-        bar = tqdm(total=max_steps, initial=trainer.state.global_step, disable=hidden)
+        hide_bar = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+        bar = tqdm(total=max_steps, initial=trainer.state.global_step, disable=hide_bar)
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
             batch_index = rollout % len(prompts)
             prompts.set_epoch(rollout // len(prompts))
-            # A pass draws random numbers for its order when it begins, not when a run resumes within it
+            # The order of a pass is drawn as it begins; a run that resumes within it restores the state afterwards
             if batch_index == 0:
                 trainer._load_rng_state(checkpoint)
             for batch in skip_first_batches(prompts, batch_index) if batch_index else prompts:
@@ -286,8 +286,8 @@ class PPOTrainerVL:
                 rollout += 1
                 bar.update(trainer.state.global_step - bar.n)
                 consumed, step = {"consumed_samples": rollout * per_rollout}, trainer.state.global_step
-                self.save_logs_and_checkpoints(args, step, bar, logs, consumed, rollout / rollouts)
-                if rollout % rollouts == 0:
+                self.save_logs_and_checkpoints(args, step, bar, logs, consumed, rollout / rollouts_per_episode)
+                if rollout % rollouts_per_episode == 0:
                     self._report(args, "epoch", consumed)
                 if step >= max_steps or trainer.control.should_training_stop:
                     break
@@ -298,7 +298,7 @@ class PPOTrainerVL:
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """
-        Trains on the buffer for `max_epochs`, each of them in another order.
+        Trains on the buffer for `max_epochs` epochs, with a new order in each.
 
         Groups of completions of a prompt stay together, so that a forward shares the prompt, unless
         `packing="prefix(shuffle=True)"`.
@@ -331,7 +331,7 @@ class PPOTrainerVL:
             experience ([`~lightrft.trainer.experience.Experience`]):
                 Micro-batch, padded or packed.
             global_steps (`int`):
-                Optimizer steps so far: below `freezing_actor_steps` only the critic moves.
+                Optimizer steps so far: below `freezing_actor_steps`, only the critic is trained.
             entropy_mask (`torch.Tensor`, *optional*):
                 Weight of each action in the policy loss, `(B, A)`, or a list of `(A,)` for packed experience. By
                 default 1, or the weight by the strategy's `top_entropy_quantile` in this micro-batch.
@@ -342,18 +342,18 @@ class PPOTrainerVL:
 
         Raises:
             `ValueError`: If the experience doesn't have the fields of the update, or if there is no critic to train.
-            `RuntimeError`: If the previous micro-batch began an update of another part.
+            `RuntimeError`: If an unfinished update trains other models, such as the critic alone.
         """
         return self.trainer.train_on(experience, global_steps, {"policy", "critic"}, entropy_mask)
 
     def training_step_actor(
         self, experience: Experience, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Trains the policy alone, see [`training_step`]. The step counts and costs as much as a step of both."""
+        """Trains the policy alone, see [`training_step`]. Such a step counts, and costs, as much as a step of both."""
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"policy"}, entropy_mask)
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
-        """Trains the critic alone, see [`training_step`]. The step counts and costs as much as a step of both."""
+        """Trains the critic alone, see [`training_step`]. Such a step counts, and costs, as much as a step of both."""
         if self.critic is None:
             raise ValueError(f"`advantage_estimator={self.strategy.advantage_estimator!r}` has no critic to train.")
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"critic"})
@@ -361,19 +361,21 @@ class PPOTrainerVL:
     @torch.no_grad()
     def evaluate(self, eval_dataloader: Iterable, global_step: int) -> dict[str, float]:
         """
-        Returns rewards of greedy completions of other prompts; for batches, see [`fit`]. Ranks take turns, so that
-        each prompt counts once. Weights, running statistics and random states stay unchanged.
+        Evaluates greedy completions of held-out prompts. Ranks evaluate different batches, so that each prompt counts
+        once. Weights, running statistics and random states stay unchanged.
 
         Args:
+            eval_dataloader (`Iterable`):
+                The same batches on all ranks, see [`fit`].
             global_step (`int`):
-                Optimizer steps so far, for the log.
+                Ignored.
 
         Returns:
             `dict[str, float]`: `reward_mean`, `reward_std`, `response_length_mean`, `num_samples` and the means of the
             metrics of `reward_fn`. Unscorable completions count in `num_samples` alone.
         """
-        accelerator, unwanted = self.trainer.accelerator, ("gamma", "lambd", *OF_SAMPLING)
-        options = {name: value for name, value in self.generate_kwargs.items() if name not in unwanted}
+        accelerator, ignored = self.trainer.accelerator, ("gamma", "lambd", *OF_SAMPLING)
+        options = {name: value for name, value in self.generate_kwargs.items() if name not in ignored}
         maker = copy.copy(self.experience_maker)
         maker.strategy = replace(maker.strategy, advantage_estimator="reinforce", n_samples_per_prompt=1)
         with kept_random_state():
@@ -406,7 +408,7 @@ class PPOTrainerVL:
             episode (`float`, *optional*, defaults to `0`):
                 Episodes so far, the log's `epoch`.
         """
-        trainer, before = self.trainer, self._reported_step
+        trainer, last_step = self.trainer, self._reported_step
         trainer.prepare_without_fit()
         self._reported_step = trainer.state.global_step = global_step
         trainer.state.epoch = float(episode)
@@ -415,7 +417,7 @@ class PPOTrainerVL:
             trainer.pending_logs.setdefault(name, []).append(value)
         if step_bar is not None and logs_dict and "rollout_reward" in logs_dict:
             step_bar.set_postfix(reward=f"{logs_dict['rollout_reward']:.3f}")
-        self._report(args, "steps", client_states, before)
+        self._report(args, "steps", client_states, last_step)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """
@@ -434,16 +436,20 @@ class PPOTrainerVL:
         return rows
 
     def _report(
-        self, args: MultimodalPPOConfig, strategy: str, client_states: dict[str, Any] | None, before: int | None = None
+        self,
+        args: MultimodalPPOConfig,
+        strategy: str,
+        client_states: dict[str, Any] | None,
+        last_step: int | None = None,
     ) -> None:
-        """Logs, evaluates and saves, each if its strategy is `strategy`, and if due since step `before`, if any."""
+        """Logs, evaluates and saves, each if `args` set `strategy` for it and, with `last_step`, if due since then."""
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler
 
         def is_due(chosen: str, interval: int) -> bool:
-            return chosen == strategy and (before is None or state.global_step // interval > before // interval)
+            return chosen == strategy and (last_step is None or state.global_step // interval > last_step // interval)
 
-        if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and before == 0):
+        if is_due(args.logging_strategy, state.logging_steps) or (args.logging_first_step and last_step == 0):
             trainer.log_pending()
         if is_due(args.eval_strategy, state.eval_steps):
             if self.eval_dataloader is None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Buffer of samples of experiences, stored without padding until the update."""
+"""A buffer that stores samples of experiences without padding until the update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from .replay_buffer_utils import (
 
 class ReplayBuffer:
     """
-    The newest samples of experiences, in the order in which they were added, for all modalities.
+    A buffer of the newest samples of experiences of all modalities, in the order in which they were added.
 
     Args:
         sample_batch_size (`int`, *optional*, defaults to `8`):
@@ -62,6 +62,7 @@ class ReplayBuffer:
 
         Raises:
             `RuntimeError`: If the samples in the buffer have been normalized.
+            `ValueError`: If the experience can't be split, see [`split_experience_batch`].
         """
         if self._normalized and self._items:
             raise RuntimeError(f"{sorted(self._normalized)} have been normalized; call `clear` before `append`.")
@@ -76,7 +77,7 @@ class ReplayBuffer:
 
     def sample(self) -> Experience:
         """
-        Draws different samples at random.
+        Draws samples at random, without replacement.
 
         Returns:
             [`Experience`]: At most `sample_batch_size` samples, which stay in the buffer.
@@ -99,13 +100,13 @@ class ReplayBuffer:
 
     def normalize(self, attribute: str = "advantages", strategy: ExperienceConfig | None = None) -> None:
         """
-        Shifts and scales a field to mean 0 and population variance 1 over the actions of all samples, once.
+        Normalizes a field, once, to mean 0 and population variance 1 over the actions of all samples.
 
         Args:
             attribute (`str`, *optional*, defaults to `"advantages"`):
                 A field with one value per action.
             strategy ([`ExperienceConfig`], *optional*):
-                Mean and variance are over all ranks of its accelerator; all ranks must call this method.
+                Options. Mean and variance are over all ranks of their `accelerator`, which must all call this method.
 
         Raises:
             `RuntimeError`: If the field has been normalized before.
@@ -122,11 +123,11 @@ class ReplayBuffer:
             columns.append(column)
             masks.append(torch.ones_like(column) if item.action_mask is None else item.action_mask)
 
-        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
+        def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
             return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
 
         values, mask = (torch.cat(rows or [torch.zeros(0)]) for rows in (columns, masks))
-        whitened = whiten(values.double(), mask.bool(), reduce=over_ranks).to(values.dtype)
+        whitened = whiten(values.double(), mask.bool(), reduce=sum_over_ranks).to(values.dtype)
         parts = whitened.split([len(column) for column in columns])
         self._items = list(map(replace, self._items))
         for item, part in zip(self._items, parts, strict=True):

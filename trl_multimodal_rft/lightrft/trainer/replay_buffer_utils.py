@@ -25,8 +25,8 @@ from .experience import ActionRecord, Experience, ExperienceVL, MediaFields, Rec
 @dataclass(eq=False)
 class BufferItem(ActionRecord[torch.Tensor]):
     """
-    One sample of an experience. For its fields, see [`Experience`]: they are the sample's rows there, of the shapes
-    `(S,)` and `(A,)`. The last `A` columns of `sequences` are the action columns.
+    One sample of an experience. Its fields are rows of the batch's fields, see [`Experience`], of shape `(S,)` or
+    `(A,)`. The last `A` columns of `sequences` are the action columns.
     """
 
     action_entropy: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class BufferItem(ActionRecord[torch.Tensor]):
 
 @dataclass(eq=False)
 class BufferItemVL(MediaFields[torch.Tensor], BufferItem, VisionRecord[torch.Tensor]):
-    """One sample of an [`ExperienceVL`], see there; media may be `None`."""
+    """One sample of a batch with media, see [`ExperienceVL`]; media that the sample lacks are `None`."""
 
 
 # Fields with a column per token of the sequence, and per action
@@ -64,7 +64,7 @@ _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(spec.name for spec in fields(BufferItem) if spec.name not in (*_SEQUENCE_FIELDS, "info"))
 _VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
 
-# Tensors by modality whose rows depend on the model; a grid has one row per image or video for every model
+# Media tensors by modality. The model decides what a row is, except for grids: one row per image or video
 _MEDIA = {
     "image": ("image_grid_thws", "pixel_values"),
     "video": ("video_grid_thws", "pixel_values_videos"),
@@ -117,8 +117,8 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     """
     Splits an experience into samples.
 
-    `media_rows` gives the rows of a media tensor that belong to each sample. Without it, samples have as many images,
-    videos and clips as `image_num`, `video_num` and `audio_num` in `info`, or one each; then a grid has one row per
+    `media_rows` gives the number of rows of a media tensor for each sample. Without it, samples have as many images,
+    videos and clips as `image_num`, `video_num` and `audio_num` in `info`, or one of each; then a grid has one row per
     image or video, tensors with a grid one row per patch, and other tensors one row per image, video or clip.
 
     Args:
@@ -126,7 +126,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
             The batch, padded or packed.
 
     Returns:
-        `list[BufferItem]`: The samples, of the matching type. They share no memory with the batch, but equal media of
+        `list[BufferItem]`: The samples, or [`BufferItemVL`]s. They share no memory with the batch, but equal media of
         adjacent samples, such as those of a group, are one tensor.
 
     Raises:
@@ -140,7 +140,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         item_type, columns["raw_images"] = BufferItemVL, _raw_images(experience.raw_images, size)
     items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
     for index, item in enumerate(items):
-        _check(item, index)
+        _check_lengths(item, index)
     media = media_tensors(experience)
     for name, rows in _media_rows(experience, media).items() if items else ():
         previous: torch.Tensor | None = None
@@ -158,22 +158,22 @@ def make_experience_batch(
     items: Sequence[BufferItem], packing_samples: bool = False, pad_token_id: int = 0
 ) -> Experience:
     """
-    Batches samples.
+    Joins samples to a batch.
 
     `sequences` and fields of actions are padded on the left, so that the last columns of `sequences` are the action
-    columns of every row. Media are joined in order, trailing dimensions padded on the right.
+    columns of every row. Media are concatenated in order, after trailing dimensions are padded on the right.
 
     Args:
         items (`Sequence[BufferItem]`):
             The samples, of any mixture of types.
         packing_samples (`bool`, *optional*, defaults to `False`):
-            Whether to make lists without padding.
+            Whether to return lists of tensors without padding.
         pad_token_id (`int`, *optional*, defaults to `0`):
-            Id written on padding.
+            Id of padding in `sequences`.
 
     Returns:
-        [`Experience`]: The batch, of a type that holds the media of all items. A field that is `None` in all items is
-        `None`, except for the masks of padding. `info` has one entry per sample: a tensor if all values are tensors of
+        [`Experience`]: The batch, of a type that holds the media of all items. A field that is `None` in all items
+        stays `None`, but padding adds masks. `info` has one entry per sample: a tensor if all values are tensors of
         one shape and dtype, else a list, with `None` for samples without the key.
 
     Raises:
@@ -182,7 +182,7 @@ def make_experience_batch(
     if not items:
         raise ValueError("There are no items to batch.")
     for index, item in enumerate(items):
-        _check(item, index)
+        _check_lengths(item, index)
     columns: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     if packing_samples:
         columns = recursively_apply(torch.clone, columns)
@@ -218,9 +218,9 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
     """
     Cuts off the padding on both ends of samples.
 
-    A sequence begins and ends as its attention mask does. Action columns beyond the end of the sequence go, and action
-    columns before its first action, which stand for tokens of the prompt. Columns in between stay, masked or not, and
-    all columns stay if the action mask is 0 throughout.
+    A sequence is cut to the span from the first to the last 1 of its attention mask. Action columns after its end are
+    removed, and so are those before its first action, which belong to the prompt. Columns in between stay, masked or
+    not; if the action mask is 0 throughout, all columns within the sequence stay.
 
     Args:
         items (`Sequence[BufferItem]`):
@@ -235,41 +235,41 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
     Raises:
         `ValueError`: If a sample has no token at all, or neither an attention mask nor a `pad_token_id` is given.
     """
-    return [_without_padding(item, index, pad_token_id) for index, item in enumerate(items)]
+    return [_remove_padding(item, index, pad_token_id) for index, item in enumerate(items)]
 
 
-def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> BufferItem:
-    _check(item, index)
+def _remove_padding(item: BufferItem, index: int, pad_token_id: int | None) -> BufferItem:
+    _check_lengths(item, index)
     length, n_actions = len(item.sequences), item.n_actions
     if item.attention_mask is not None:
-        real = item.attention_mask.bool()
+        is_token = item.attention_mask.bool()
     elif pad_token_id is not None:
-        real = item.sequences != pad_token_id
+        is_token = item.sequences != pad_token_id
         if item.action_mask is not None:
-            real[length - n_actions :] |= item.action_mask.bool()
+            is_token[length - n_actions :] |= item.action_mask.bool()
     else:
         raise ValueError(f"Item {index} has no `attention_mask`, so `pad_token_id` is needed to find its padding.")
-    tokens = real.nonzero()
+    tokens = is_token.nonzero()
     if len(tokens) == 0:
         raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
     start, end = int(tokens[0]), int(tokens[-1]) + 1
 
-    # `first` and `last` are indices of action columns
+    # Action columns from `first` up to, but not including, `last` stay
     last = max(n_actions - (length - end), 0)
     first = max(last - (end - start), 0)
     if item.action_mask is not None:
         actions = item.action_mask[:last].nonzero()
         first = max(first, int(actions[0])) if len(actions) else first
     changes: dict[str, Any] = {}
-    for names, part in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(first, last))):
+    for names, span in ((_SEQUENCE_FIELDS, slice(start, end)), (_ACTION_FIELDS, slice(first, last))):
         for name in names:
             value = getattr(item, name)
-            changes[name] = None if value is None else value[part].clone()
+            changes[name] = None if value is None else value[span].clone()
     return replace(item, **changes)
 
 
-def _check(item: BufferItem, index: int) -> None:
-    """Raises if the fields of a sample have different numbers of columns."""
+def _check_lengths(item: BufferItem, index: int) -> None:
+    """Raises a `ValueError` if fields of a sample have different numbers of columns."""
     if item.sequences.dim() != 1:
         raise ValueError(f"`sequences` of item {index} has shape {tuple(item.sequences.shape)}, not (S,).")
     n_tokens, n_actions = len(item.sequences), item.n_actions
@@ -287,7 +287,7 @@ def _check(item: BufferItem, index: int) -> None:
 
 
 def _rows(experience: Experience, name: str, size: int) -> list[torch.Tensor | None]:
-    """Returns the rows of a field, one per sample."""
+    """Returns copies of the rows of a field, one per sample, or `None` for each sample if the field is `None`."""
     value = getattr(experience, name)
     if value is None:
         return [None] * size
@@ -320,9 +320,10 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
 
 
 def _split_info(value: Any, size: int) -> list:
+    """Splits `info`, or a value in it, into copies for each sample."""
     if isinstance(value, dict):
-        parts = {key: _split_info(entry, size) for key, entry in value.items()}
-        return [{key: values[i] for key, values in parts.items()} for i in range(size)]
+        columns = {key: _split_info(entry, size) for key, entry in value.items()}
+        return [{key: values[i] for key, values in columns.items()} for i in range(size)]
     if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size:
         return [row.clone() for row in value]
     value = recursively_apply(torch.clone, value)
@@ -371,10 +372,10 @@ def set_media(record: Record, name: str, tensor: torch.Tensor) -> None:
 def share_media(previous: Record, items: Sequence[Record]) -> None:
     """Replaces media tensors of samples by equal tensors of the sample before them, in place."""
     previous_media = media_tensors(previous)
-    for name, new in media_tensors(items[0]).items():
-        if name in previous_media and torch.equal(previous_media[name], new):
+    for name, tensor in media_tensors(items[0]).items():
+        if name in previous_media and torch.equal(previous_media[name], tensor):
             for item in items:
-                if media_tensors(item).get(name) is new:
+                if media_tensors(item).get(name) is tensor:
                     set_media(item, name, previous_media[name])
 
 
@@ -382,54 +383,54 @@ def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[
     """Returns the number of each media tensor's rows that belong to each sample, see [`split_experience_batch`]."""
     size, info = len(experience.sequences), experience.info or {}
     rows: dict[str, list[int]] = dict(getattr(experience, "media_rows", None) or {})
-    for name, numbers in rows.items():
+    for name, counts in rows.items():
         if name not in media:
             raise ValueError(f"`media_rows` has `{name}`, but the experience has {sorted(media)}.")
-        if len(numbers) != size or sum(numbers) != len(media[name]) or min(numbers) < 0:
+        if len(counts) != size or sum(counts) != len(media[name]) or min(counts) < 0:
             raise ValueError(
-                f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {numbers}."
+                f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {counts}."
             )
     for modality, names in _MEDIA.items():
         for name in (name for name in names if name in media and name not in rows):
             tensor, grid = media[name], f"{modality}_grid_thws"
-            numbers = _numbers(f"{modality}_num", info.get(f"{modality}_num", 1), size)
+            counts = _media_counts(f"{modality}_num", info.get(f"{modality}_num", 1), size)
             if name == grid and (tensor.dim() != 2 or tensor.size(1) != 3):
                 raise ValueError(f"`{grid}` must have shape (N, 3), but has {tuple(tensor.shape)}.")
             if name != grid and grid in media:
-                numbers = [int(part.prod(1).sum()) for part in media[grid].split(rows[grid])]
-                if sum(numbers) != len(tensor):
+                counts = [int(part.prod(1).sum()) for part in media[grid].split(rows[grid])]
+                if sum(counts) != len(tensor):
                     raise ValueError(
-                        f"`{name}` has {len(tensor)} rows, but its grid has {sum(numbers)} patches; if its rows "
+                        f"`{name}` has {len(tensor)} rows, but its grid has {sum(counts)} patches; if its rows "
                         f"aren't patches, pass how many belong to each sample in `media_rows['{name}']`."
                     )
-            # With 5 dimensions a row may be a sample's whole set of images, padded to the largest
-            padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(numbers) > 1
-            if sum(numbers) != len(tensor) or padded_sets:
-                raise _unclear(name, tensor, size)
-            rows[name] = numbers
+            # With 5 dimensions, a row may be all images of a sample, padded to the largest number of images
+            padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(counts) > 1
+            if sum(counts) != len(tensor) or padded_sets:
+                raise _ambiguity_error(name, tensor, size)
+            rows[name] = counts
     row_counts = set(map(tuple, rows.values()))
     for name, tensor in media.items():
         if name in rows:
             continue
-        possible = {numbers for numbers in row_counts if sum(numbers) == len(tensor)}
+        candidates = {counts for counts in row_counts if sum(counts) == len(tensor)}
         if len(tensor) == size:
-            possible.add((1,) * size)
-        if len(possible) != 1:
-            raise _unclear(name, tensor, size)
-        rows[name] = list(possible.pop())
+            candidates.add((1,) * size)
+        if len(candidates) != 1:
+            raise _ambiguity_error(name, tensor, size)
+        rows[name] = list(candidates.pop())
     return rows
 
 
-def _numbers(key: str, value: torch.Tensor | list | float, size: int) -> list[int]:
-    """Returns numbers of media per sample, from numbers of any type in `info`."""
-    numbers = torch.as_tensor(value, dtype=torch.float64)
-    numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()
-    if len(numbers) != size or any(n != int(n) or n < 0 for n in numbers):
+def _media_counts(key: str, value: torch.Tensor | list | float, size: int) -> list[int]:
+    """Returns the number of media of each sample, from a number, list or tensor in `info`."""
+    counts = torch.as_tensor(value, dtype=torch.float64)
+    counts = (counts if counts.dim() else counts.expand(size)).tolist()
+    if len(counts) != size or any(n != int(n) or n < 0 for n in counts):
         raise ValueError(f"`info['{key}']` must hold a whole number for each of {size} samples, but is {value}.")
-    return [int(n) for n in numbers]
+    return [int(n) for n in counts]
 
 
-def _unclear(name: str, tensor: torch.Tensor, size: int) -> ValueError:
+def _ambiguity_error(name: str, tensor: torch.Tensor, size: int) -> ValueError:
     return ValueError(
         f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; pass how many "
         f"belong to each in `media_rows['{name}']`."

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards of samples from reward models, servers and functions, and their combination."""
+"""Computation of rewards by reward models, servers and functions, and their combination."""
 
 import inspect
 import runpy
@@ -23,7 +23,7 @@ from .experience import Samples
 
 
 class RewardSources:
-    """Sources of the rewards of samples, see [`NaiveExperienceMaker`]."""
+    """Reward models, servers and functions that score samples, and their combination, see [`NaiveExperienceMaker`]."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class RewardSources:
             rewards.append(reward.float().view(n).cpu())
         rewards += [reward_tensor(_call(remote, arguments), n, get_callable_name(remote)) for remote in self.remotes]
         if self.reward_fn is not None:
-            first = "model_reward_list" if rewards else None
-            result = _call(self.reward_fn, arguments | ({} if first is None else {first: rewards}), first)
+            default = "model_reward_list" if rewards else None
+            result = _call(self.reward_fn, arguments | ({} if default is None else {default: rewards}), default)
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
@@ -86,7 +86,7 @@ class RewardSources:
 
 
 def _load_reward_func(path: str) -> Callable:
-    """Returns `reward_func` of the user's file, after running the file."""
+    """Runs the user's file and returns its function `reward_func`."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path} to load `reward_func` from.")
     names = runpy.run_path(path, run_name="reward_func")
@@ -95,13 +95,13 @@ def _load_reward_func(path: str) -> Callable:
     return names["reward_func"]
 
 
-def _call(function: Callable, arguments: dict[str, Any], first: str | None = None) -> Any:
-    """Calls a function with the arguments that its parameters name; one unknown parameter gets argument `first`."""
+def _call(function: Callable, arguments: dict[str, Any], default: str | None = None) -> Any:
+    """Calls a function with the arguments it names; a single parameter of another name gets argument `default`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return function(**arguments)
-    if first is not None and len(parameters) == 1 and not parameters.keys() & arguments.keys():
-        return function(arguments[first])
+    if default is not None and len(parameters) == 1 and not parameters.keys() & arguments.keys():
+        return function(arguments[default])
     missing = [
         name for name, p in parameters.items() if name not in arguments and p.default is inspect.Parameter.empty
     ]

@@ -32,7 +32,8 @@ class RolloutAdvantages:
         """
         Shapes the rewards of a whole rollout: running scale, clip range, and the estimator's comparison within groups.
 
-        Returns the experiences, and the shaped rewards `(B,)` of each experience.
+        Returns the experiences, and the shaped rewards `(B,)` of each experience. Raises a `ValueError` if samples
+        don't form whole groups, or if ranks have different numbers of samples.
         """
         args, infos = self.strategy, [info_of(experience) for experience in experiences]
         sizes = [len(experience.sequences) for experience in experiences]
@@ -64,7 +65,7 @@ class RolloutAdvantages:
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather(_joined(experiences, "action_mask").int()),
+                mask=self._gather(_join(experiences, "action_mask").int()),
                 kl_coef=kl_coef,
                 old_logps=old_logps,
                 ref_logps=ref_logps,
@@ -74,8 +75,8 @@ class RolloutAdvantages:
     def _set_advantages(
         self, experiences: list[Experience], shaped: list[torch.Tensor], gamma: float, lambd: float
     ) -> None:
-        """Sets advantages and returns of all experiences from the results of [`process_experiences`]."""
-        infos, rewards, mask = list(map(info_of, experiences)), torch.cat(shaped), _joined(experiences, "action_mask")
+        """Sets advantages and returns of all experiences from their shaped rewards, see [`process_experiences`]."""
+        infos, rewards, mask = list(map(info_of, experiences)), torch.cat(shaped), _join(experiences, "action_mask")
         if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
@@ -84,7 +85,7 @@ class RolloutAdvantages:
             per_token = token_rewards(rewards, mask, *logps, kl_coef=kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
             if self.strategy.estimator.name == "gae":
-                values, bootstrap = _joined(experiences, "values"), None
+                values, bootstrap = _join(experiences, "values"), None
                 if all("bootstrap" in info for info in infos):
                     bootstrap = torch.cat([info["bootstrap"] for info in infos])
                 advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
@@ -102,24 +103,24 @@ class RolloutAdvantages:
     def get_advantages_and_returns(
         self, values: Tokens, rewards: Tokens, action_mask: Tokens | None, gamma: float, lambd: float
     ) -> tuple[Tokens, ...]:
-        """Computes generalized advantage estimates, see [`~algorithms.advantages.gae`]. Shapes: `values` `(B, A)`."""
-        return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
+        """Computes advantages and returns `(B, A)`, or lists of rows, see [`~algorithms.advantages.gae`]."""
+        return _apply(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
     def get_cumulative_returns(self, rewards: Tokens, action_mask: Tokens | None, gamma: float) -> Tokens:
         """
         Computes discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
 
-        Shapes: `rewards` `(B, A)`.
+        Rewards and returns have the shape `(B, A)`, or are lists of rows.
         """
-        return _padded(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
+        return _apply(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
     def _logps(self, experiences: list[Experience]) -> tuple[list[torch.Tensor], float]:
-        """Returns log-probabilities under policy and reference, and the KL coefficient, or nothing without penalty."""
+        """Returns log-probabilities under policy and reference, and the KL coefficient: `[]` and 0 without penalty."""
         if not (self.strategy.kl_in_reward and self._has_reference and self.kl_ctl.value):
             return [], 0.0
         names = ("action_log_probs", "base_action_log_probs")
-        return [_joined(experiences, name) for name in names], self.kl_ctl.value
+        return [_join(experiences, name) for name in names], self.kl_ctl.value
 
     # Ranks
 
@@ -134,13 +135,13 @@ class RolloutAdvantages:
         return values if accelerator is None else local_rows(accelerator, values, n)
 
 
-def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
-    """Returns a field of actions of all samples, padded on the right."""
+def _join(experiences: list[Experience], field: str) -> torch.Tensor:
+    """Joins a field of actions `(B, A)` of all experiences, padded on the right."""
     return cat_padded([getattr(experience, field) for experience in experiences], 0)
 
 
-def _padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
-    """Applies a function to columns and their mask, all ones by default; pads lists of rows for the function."""
+def _apply(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
+    """Applies a function to columns `(B, A)` and their mask, by default all ones. Lists of rows are padded before."""
     first = columns[0]
     if isinstance(first, torch.Tensor):
         return function(*columns, torch.ones_like(first) if mask is None else mask)
