@@ -32,6 +32,7 @@ from datasets import Audio, Dataset, List, load_dataset
 from families_report.report import MARK
 from helpers import first_run_page
 from helpers.chats import RATE, audio
+from helpers.families import FAMILIES, MORE_FAMILIES
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
@@ -56,6 +57,7 @@ from trl_multimodal_rft.extras.prepare import LAYOUTS
 from trl_multimodal_rft.reporting.model_card import PAPERS
 from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.versions import bounds
+from trl_multimodal_rft.views.views import VIEWS
 
 
 ROOT = Path(__file__).parents[1]
@@ -370,6 +372,21 @@ def test_names_of_the_package_exist(page):
         named += [f"{module}.{name.split()[0]}" for name in names.split(",")]
     for name in named:
         assert pkgutil.resolve_name(name) is not None
+
+
+# Names that are registered, by the page with a row for each; `test_model_card.py` reads that of algorithms
+ROWS = {
+    "rewards.md": [name for name in rewards.__all__ if name.endswith("_reward")],
+    "views.md": [*VIEWS],
+    "generated/families.md": [*FAMILIES, *MORE_FAMILIES],
+}
+
+
+@pytest.mark.parametrize("page", ROWS)
+def test_names_that_are_registered_have_rows(page):
+    text = "\n".join(re.findall(r"^\| .*", (ROOT / "docs" / page).read_text(), re.MULTILINE))
+    missing = [name for name in ROWS[page] if not re.search(rf"""(^\| |[`"]){name}[ `"(]""", text, re.MULTILINE)]
+    assert not missing, f"docs/{page} has no row of {', '.join(missing)}"
 
 
 METRICS = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.M)))

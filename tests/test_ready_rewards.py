@@ -5,6 +5,7 @@ import itertools
 import math
 import sys
 import time
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -408,18 +409,21 @@ def test_bad_references_name_row_and_column(name, solution, problem):
         reward(prompts=["?", "?"], completions=["a", "b"], **columns)
 
 
-WITHOUT_REFERENCES = {"format_reward", "boxed_format_reward", "tool_curiosity_reward", "majority_reward"}
-WITHOUT_REFERENCES |= {"choice_reward"}
-WITH_REFERENCES = [name for name in rewards.__all__ if name.endswith("_reward") and name not in WITHOUT_REFERENCES]
+# Rewards that read the column `solution`, or that give it to another reward
+WITH_REFERENCES = [
+    name
+    for name in rewards.__all__
+    if name.endswith("_reward") and {"solution", "correctness"} & signature(getattr(rewards, name)).parameters.keys()
+]
 
 
 @pytest.mark.parametrize("name", WITH_REFERENCES)
 def test_rows_without_a_reference_have_no_reward(name):
     if name in ("cer_reward", "wer_reward"):
         pytest.importorskip("jiwer")
-    reward, ids = getattr(rewards, name), [[1], [1]]
+    reward, ids, choices = getattr(rewards, name), [[1], [1]], [["a", "b"]] * 4
     missing = [None, [], float("nan"), np.float32("nan")]
-    assert reward(completions=["a"] * 4, completion_ids=ids * 2, solution=missing) == [None] * 4
+    assert reward(completions=["a"] * 4, completion_ids=ids * 2, solution=missing, choices=choices) == [None] * 4
     with pytest.raises(ValueError, match=r"column `solution`, which is missing.*'question'\]"):
         reward(completions=["a", "b"], completion_ids=ids, question=["?"])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from helpers.trainer_utils import CONFIGS, PLAIN
+from trl_multimodal_rft.algorithms.advantages import ESTIMATORS, Estimator
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.data.reading.rules import OWN_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
@@ -19,10 +20,16 @@ TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}
 RUN = {name: value for name, value in PLAIN.items() if name != "learning_rate"} | {"adam_epsilon": 1e-3}
 _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
 OWN = {name for config in (*_SHARED, *CONFIGS.values()) for name in get_annotations(config)}
-OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # TRL's configs have these, too
+OWN -= {"generation_batch_size", "loss_type", "num_generations", "steps_per_generation"}  # TRL has these, too
 OWN -= {"teacher_columns"}  # an attribute of the class, no option
 # Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "entropy_source"}
+
+
+def is_drawn(estimator: Estimator) -> bool:
+    """Returns whether an estimator reads rewards alone. DPO goes with few options of the others."""
+    return estimator.needs != "critic" and estimator.reads is None and estimator.name != "online_dpo"
+
 
 # Values of drawn options, as far as a config has the options. The first value is the default.
 SWITCHES = [
@@ -59,7 +66,7 @@ VALUES = {
     "top_p": [1.0, 0.9],
     "weight_decay": [0.0, 0.1],
     "advantage_estimator": [
-        *("group_norm", "rloo", "reinforce", "reinforce_baseline", "cpgd", "dr_grpo"),
+        *("group_norm", *(name for name, own in ESTIMATORS.items() if name != "group_norm" and is_drawn(own))),
         *("reinforce_baseline(norm_level='sequence')", "cpgd(weight='none')", "cpgd(weight='std')"),
     ],
     "contrast_view": [None, "blank", "blank(fraction=1.0, reward_ratio=1.2, bonus=1.0)"],

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
-from .papers import Paper, paper_of
+from .papers import Paper, cited, paper_of
 from .returns import TOLERANCE, Steps, cumulative_returns, token_rewards, whiten
 
 
@@ -87,12 +87,8 @@ def as_estimator(text: str) -> Estimator:
 
 def described(*needs: str | None) -> str:
     """Returns names and papers of the estimators with one of these `needs`, for the help of an option."""
-    parts = []
-    for entry in ESTIMATORS.values():
-        if entry.needs in needs:
-            names = " or ".join(repr(name) for name in (entry.name, entry.alias) if name)
-            parts.append(names if entry.paper is None else f"{names} ({entry.paper.title})")
-    return ", ".join(parts)
+    entries = (entry for entry in ESTIMATORS.values() if entry.needs in needs)
+    return ", ".join(cited(entry.paper, entry.name, entry.alias) for entry in entries)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import torch
 from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
 from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, smallest, token_mean
-from .papers import Paper, paper_of
+from .papers import Paper, cited, paper_of
 
 
 # Largest log-ratio; beyond it, the exponential may overflow, and its gradient become NaN
@@ -160,6 +160,11 @@ def policy_loss(name: str, **facts) -> Callable:
         return function
 
     return register
+
+
+def described_losses() -> str:
+    """Returns names and papers of the losses, for the help of an option."""
+    return ", ".join(cited(loss.paper, name) for name, loss in LOSSES.items())
 
 
 def as_loss(text: str) -> LossType:

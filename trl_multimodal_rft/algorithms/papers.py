@@ -19,6 +19,12 @@ class Paper:
         return f"[{self.title}](https://huggingface.co/papers/{self.number})"
 
 
+def cited(paper: Paper | None, *names: str | None) -> str:
+    """Returns the names of a method with its paper, for the help of an option."""
+    text = " or ".join(repr(name) for name in names if name)
+    return text if paper is None else f"{text} ({paper.title})"
+
+
 def paper_of(function: Callable) -> Paper | None:
     """Returns the first paper that a docstring links, or `None`, as when Python strips docstrings (`-OO`)."""
     match = re.search(r"\[([^\]]+)\]\(https://huggingface\.co/papers/([\d.]+)\)", function.__doc__ or "")

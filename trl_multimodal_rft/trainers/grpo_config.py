@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
-from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
+from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss, described_losses
 from ..rollout.token_filter import EntropySource
 from ..spelling import as_number, check_choice, read_settings, split_settings
 from ..views.options import LossView, view_option
@@ -47,15 +47,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the advantages
 
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
-            How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
-            `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"`, `"dr_grpo"` or `"online_dpo"` (with
-            `loss_type="luspo"` and `beta`), or for rewards along a completion `"turn_norm"`, `"ps_grpo"` or `"gigpo"`,
-            see [`~algorithms.advantages.ESTIMATORS`], with settings after the name, such as `"cpgd(weight='std')"`.
-            Or a function, which is called on every process with the whole batch as keyword arguments, `rewards` of
-            shape `(N,)`, `rewards_per_func` `(N, F)`, `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)`
-            (the last one `None` if `beta` is 0), and returns advantages of shape `(N,)` or `(N, T)`. Rewards are `NaN`
-            where a completion can't be scored. A function can't be set on the command line; a checkpoint holds its
-            name only.
+            How rewards become advantages: an estimator of [`~algorithms.advantages.ESTIMATORS`] by its name, with
+            settings after it, such as `"cpgd(weight='std')"`. `docs/algorithms.md` has their formulas. Or a function,
+            which is called on every process with the whole batch as keyword arguments, `rewards` of shape `(N,)`,
+            `rewards_per_func` `(N, F)`, `group_ids` `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (the last one
+            `None` if `beta` is 0), and returns advantages of shape `(N,)` or `(N, T)`. Rewards are `NaN` where a
+            completion can't be scored. A function can't be set on the command line; a checkpoint holds its name only.
 
         > Parameters that control the rewards
 
@@ -81,9 +78,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the loss
 
         loss_type (`str`, *optional*, defaults to `"dapo"`):
-            Policy loss of [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"` (with settings
-            `"cpgd(drift_coef=0.01, drift_clamp=2.0)"`), `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or
-            `"dual_clip"`, whose bound is `delta` (3 by default).
+            Policy loss of [`~algorithms.losses.LOSSES`] by its name, with settings after it, such as
+            `"cpgd(drift_coef=0.01, drift_clamp=2.0)"`. For `"gmpo"`, `epsilon` is in log space (the paper's is 0.4),
+            and the bound of `"dual_clip"` is `delta` (3 by default).
 
         > Parameters that control which tokens are trained on, if `top_entropy_quantile` is below 1
 
@@ -123,6 +120,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         default="group_norm",
         metadata={"help": f"How rewards become advantages: {described(None, 'group')}, or in Python a function."},
     )
+    loss_type: str = field(default="dapo", metadata={"help": f"Policy loss: {described_losses()}."})
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
