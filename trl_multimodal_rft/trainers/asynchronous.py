@@ -121,7 +121,7 @@ class AsynchronousSampling:
         )
 
     def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
-        """Returns, by request, functions that reward its completions on arrival, if reward functions only wait."""
+        """Returns, by request, functions that reward its completions on arrival, by rewards that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]

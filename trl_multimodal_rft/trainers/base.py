@@ -396,7 +396,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._run.tool_loop(self.sampler, **{**limits, **options})
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        """Sets log-probabilities under the sampling policy and its reference that are needed before the update."""
+        """Sets log-probabilities under the sampling policy and the reference, if they are needed before the update."""
         raise NotImplementedError
 
     def _estimate(self, rollout: Rollout) -> None:

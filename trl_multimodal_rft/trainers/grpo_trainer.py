@@ -105,8 +105,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, if a model has no name by which something
-            else is to be loaded, or if groups of the prompts can't be exchanged.
+        `ValueError`: If the processing class pads audio on the wrong side, if a processor, a reference or vLLM's model
+            must be loaded by the name of a model that has none, or if groups of the prompts can't be exchanged.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -370,10 +370,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
-        compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
-        views = args.loss_view is not None and args.loss_view_settings.has_term
-        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or views
-        return terms or compete or not args.loss.needs_advantage
+        tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
+        has_view_term = args.loss_view is not None and args.loss_view_settings.has_term
+        has_terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or has_view_term
+        return has_terms or tokens_compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes

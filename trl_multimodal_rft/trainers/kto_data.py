@@ -24,7 +24,7 @@ from .sft_data import lacking
 
 logger = get_logger(__name__)
 
-# Columns of the reference's log-probabilities, and of the row whose completion is in the KL estimate of the second
+# Columns of the reference's log-probabilities, and of the row whose completion `ref_KL_logps` scores
 REFERENCE = ("ref_logps", "ref_KL_logps")
 KL_ROW = "KL_row"
 COLUMNS = ("prompt", "completion", "label", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE, KL_ROW)

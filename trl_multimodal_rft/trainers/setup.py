@@ -63,6 +63,7 @@ _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "t
 def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
+    """Returns a trainer's config, by default one that is named after the model. Raises `TypeError` for other types."""
     ignore_deprecated_names()
     check_instances(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
@@ -296,7 +297,7 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
 
 
 def check_takes_tools(processing_class) -> None:
-    """Sets TRL's schema of tool calls. Raises `ValueError` for a chat template without tools, or of unknown calls."""
+    """Sets TRL's schema of tool calls. Raises `ValueError` if the chat template has no tools or an unknown schema."""
     name = type(processing_class).__name__
     tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):
