@@ -7,7 +7,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -50,10 +50,6 @@ from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..views.options import LossView
 from .configs import SamplingConfig, TrainerConfig, mapping
-
-
-if TYPE_CHECKING:
-    pass
 from .setup import (
     LACKS,
     check_engine_format,
