@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from ..spelling import check_value, did_you_mean
 
 
-# Valid intervals of arguments of TRL and transformers; this package annotates its arguments with theirs
+# Valid intervals of arguments of TRL and transformers; annotations hold the intervals of this package's arguments
 _IN_INTERVALS = {
     "[0, inf]": (
         "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
@@ -67,6 +67,7 @@ def help_from_docstring(config_class: type) -> type:
     return config_class
 
 
+# Remedies for keyword arguments that these trainers don't have
 _INSTEAD = {
     "compute_metrics": " Measure completions by `trainer.add_callback(GenerationEvalCallback(trainer))`.",
     "data_collator": " The trainer encodes and joins the rows itself.",
@@ -74,7 +75,7 @@ _INSTEAD = {
 
 
 def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
-    """Raises a `TypeError` that names the alternative to an unknown keyword argument of a constructor."""
+    """Raises a `TypeError` for an unknown keyword argument of a constructor, with the remedy or a similar name."""
     parameters = inspect.signature(cls.__init__).parameters
     unknown = kwargs.keys() - parameters.keys()
     # A constructor with `**kwargs` may accept any keyword
@@ -141,8 +142,8 @@ class Needs:
 
 def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
     """
-    Checks the types and ranges of a config's values, or of `values` by the names of its fields, and that the options
-    that these fields need are set, see [`Needs`].
+    Checks the types and ranges of a config's values, or of `values` for some of its fields, and that the options that
+    these fields need are set, see [`Needs`].
     """
     values, annotations = vars(config) if values is None else values, _annotations(type(config))
     for option in fields(config):
@@ -160,6 +161,7 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
 
 @functools.cache
 def _annotations(config_class: type) -> dict[str, Any]:
+    """Returns the annotations of a config's fields, with the intervals of TRL's and transformers' arguments."""
     hints = typing.get_type_hints(config_class, include_extras=True)
     plain = {name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated}
     return {name: Annotated[hint, _INTERVALS[name]] if name in plain else hint for name, hint in hints.items()}
@@ -230,8 +232,8 @@ def check_instances(**arguments: Any) -> None:
 
 def check_unsplit(args: Any, model: Any) -> None:
     """
-    Raises a `ValueError` about tensor, context or sequence parallelism: their ranks share rows, while these trainers
-    draw different rows on each rank.
+    Raises a `ValueError` for tensor, context or sequence parallelism: its ranks share rows, while these trainers draw
+    different rows on each rank.
     """
     parallelism = args.parallelism_config or ParallelismConfig()  # defaults to `accelerate launch`'s settings
     sizes = {name: getattr(parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
@@ -351,7 +353,7 @@ NOT_WHEN_READING = {
 
 
 def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]], method: str) -> None:
-    """Raises a `ValueError` if an option without use in a method has another value than its neutral ones."""
+    """Raises a `ValueError` if an option that a method doesn't use has another value than its neutral ones."""
     for name, (neutral, reason) in options.items():
         if getattr(args, name, neutral[0]) not in neutral:  # not every config has all of them
             raise ValueError(f"`{name}={getattr(args, name)!r}` has no use in {method} here: {reason}.")

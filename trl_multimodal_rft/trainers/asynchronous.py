@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Asynchronous rollouts: a trainer's requests to servers, and the rollouts that it makes of their answers."""
+"""Asynchronous rollouts: a trainer's requests to servers for later batches, and rollouts of the servers' answers."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from .rollout_views import take_views, under_views
 from .run import Run
 
 
-# Number of completions that each rank samples to check the engine, and the most tokens of one
+# Number of completions that each rank samples to check the engine, and their largest number of tokens
 _PROBES, _PROBE_LENGTH = 4, 16
 
 
@@ -62,9 +62,9 @@ class AsynchronousSampling:
         with sampler.explain():
             sampler.load_weights(run.step)
         flight.version = batch_index
-        for item in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
-            if item not in flight:
-                self._ask(item)
+        for index in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
+            if index not in flight:
+                self._ask(index)
         with sampler.explain(), sampler.profile("vLLM.generate"):
             pending, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(batch_index))
             self.engine.check_starts()
@@ -100,7 +100,7 @@ class AsynchronousSampling:
         views = under_views(run, rollout, step)
         n, first = len(rollout), accelerator.process_index * len(rollout)
         origins, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-        # Seeds follow from these indices, so completions of the contrast continue after those of all ranks
+        # Seeds follow from these indices, so the contrast's indices follow those of all ranks' completions
         indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(origins)]
         rows_of_prompts = [rollout.source.row_indices[i] for i in origins]
         keys = request_keys(prompts, rows_of_prompts, indices, batch_index, run.args.seed)
@@ -114,14 +114,14 @@ class AsynchronousSampling:
         starts = dict(zip(requests, accumulate((item.count for item in requests.values()), initial=0), strict=False))
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
         # Completions of the contrast start at `n`
-        parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
-        reward = self._early_rewards(parts)
+        rollouts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}
+        reward = self._early_rewards(rollouts)
         self.flight.ask(
             batch_index, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes
         )
 
-    def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
-        """Returns the functions that reward each request's completions when they come, by rewards that only wait."""
+    def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
+        """Returns, by request, functions that reward its completions on arrival, by rewards that only wait."""
         run, flight, rewards = self.run, self.flight, self.run.rewards
         functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         triples = [triple for triple in functions if only_waits(triple[1])]
@@ -139,7 +139,7 @@ class AsynchronousSampling:
             arguments = names, funcs, processors, rewards.template_kwargs, run.args.rules
             return reward_early(part, checked_functions(part, *arguments), run.live.state, rewards.loop, flight.calls)
 
-        return {key: partial(reward, part) for key, part in parts.items()}
+        return {key: partial(reward, part) for key, part in rollouts.items()}
 
 
 def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Base of the trainers that sample completions: construction on TRL's, stages of a rollout, micro-batches."""
+"""Base of the trainers that sample completions: its constructor around TRL's, stages of a rollout, micro-batches."""
 
 import functools
 import itertools
@@ -73,7 +73,7 @@ from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
 from .rollout_logs import ReadMetrics, RolloutLog, log_contribution
 from .rollout_views import bonus_of_contrast, sample_with_views
-from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, held
+from .run import CompletionSettings, MetricLog, Notices, RewardFunctions, Run, attribute_of
 from .setup import (
     check_launch,
     has_unread_rows,
@@ -94,19 +94,19 @@ class MultimodalTrainer(CheckpointMixin):
     TRL's; rollout and loss are functions of a [`~rollout.rollout.Rollout`].
     """
 
-    _micro_batch: Rollout | None = None  # while its loss is computed
+    _micro_batch: Rollout | None = None  # set while its loss is computed
     _scores: Scores | None = None  # of that micro-batch
-    _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
+    _idle_critic: nn.Module | None = None  # critic that sampling doesn't use, so that it can be offloaded
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
-    _trains_on_reference = True  # else the reference matters for rewards alone
+    _trains_on_reference = True  # `False` if only rewards depend on the reference
     # Attributes of TRL's trainers, whose types TRL leaves open
-    model = held("_live", "model")
-    model_wrapped = held("_live", "model_wrapped")
-    ref_model = held("_live", "ref_model")
-    state = held("_live", "state")
-    reward_funcs = held("_rewards", "functions")
-    reward_func_names = held("_rewards", "names")
-    reward_processing_classes = held("_rewards", "processors")
+    model = attribute_of("_live", "model")
+    model_wrapped = attribute_of("_live", "model_wrapped")
+    ref_model = attribute_of("_live", "ref_model")
+    state = attribute_of("_live", "state")
+    reward_funcs = attribute_of("_rewards", "functions")
+    reward_func_names = attribute_of("_rewards", "names")
+    reward_processing_classes = attribute_of("_rewards", "processors")
     num_generations_eval: Any = 1
     num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
@@ -135,7 +135,7 @@ class MultimodalTrainer(CheckpointMixin):
                 logger.warning(f"`train_dataset`: {warning}")
         if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
-        # 2. Models, processors, environments and rewards are loaded, in this order, as their random numbers are TRL's
+        # 2. Models, processors, environments and rewards are loaded in TRL's order, as it fixes their random numbers
         set_seed(args.seed)  # as TRL does before it loads a model
         loaded = load_for_sampling(
             model,
@@ -221,7 +221,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._complete_parts()
         self._add_log_callbacks()
 
-    def _make_run(self, unseen: set[str]) -> Run:
+    def _make_run(self, unread_datasets: set[str]) -> Run:
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
         rewards, stops, self._live.report_to = self._rewards, stops_of(self.args), self.args.report_to
         rewards.template_kwargs, rewards.loop = self.chat_template_kwargs, getattr(self, "async_loop", None)
@@ -240,11 +240,11 @@ class MultimodalTrainer(CheckpointMixin):
             self.card_notes,
             self._live,
             CompletionSettings(ends, stops[1], sizes, encodes_text=self.rollout_func is None),
-            Notices(unseen),
+            Notices(unread_datasets),
         )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
-        """Sets the attributes of TRL's GRPO trainer for tools and environments, and adds rewards of environments."""
+        """Sets the attributes that TRL's GRPO trainer has for tools, and adds the environments' reward functions."""
         self.environment_factories, self.environments = self.toolbox.factories or None, None
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
@@ -265,9 +265,9 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
         args, run = self.args, self._run
-        parts = self.generation_config, self.generation_kwargs, DistributedBackend(self.accelerator)
+        settings = self.generation_config, self.generation_kwargs, DistributedBackend(self.accelerator)
         batching = getattr(self, "continuous_batching_config", None)
-        self._transformers_sampler = transformers_sampler(run, *parts, batching, placeholders)
+        self._transformers_sampler = transformers_sampler(run, *settings, batching, placeholders)
         self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
         if not args.use_vllm:
             self.sampler = self._transformers_sampler if sampler is None else sampler
@@ -318,7 +318,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     @property
     def _steps_per_rollout(self) -> int:
-        """Micro-batches between one generation batch and the next."""
+        """Number of micro-batches that are trained on between two generation batches, over all iterations."""
         return self.args.steps_per_generation * self.num_iterations
 
     # Rollout
@@ -357,8 +357,8 @@ class MultimodalTrainer(CheckpointMixin):
         rollout = self._run.begin(inputs)
         self.environments, prompts = rollout.source.environments, rollout.prompts
         if self.args.self_check and self.model.training and prompts:
-            parts = self._run, self.sampler, self._transformers_sampler, self._load_processor
-            check_prompts(self._run, rollout, functools.partial(check_settings, *parts))
+            arguments = self._run, self.sampler, self._transformers_sampler, self._load_processor
+            check_prompts(self._run, rollout, functools.partial(check_settings, *arguments))
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
@@ -378,8 +378,8 @@ class MultimodalTrainer(CheckpointMixin):
             sample = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
             ids, logps = sample(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
-            parts = self.sampler, rollout, (ids, logps), branches, self.tool_loop
-            ids, logps, tool_mask = continue_after_tools(run, *parts)
+            arguments = self.sampler, rollout, (ids, logps), branches, self.tool_loop
+            ids, logps, tool_mask = continue_after_tools(run, *arguments)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.source.completions = without_tools(rollout, ids, self.processing_class)
@@ -396,7 +396,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._run.tool_loop(self.sampler, **{**limits, **options})
 
     def _score_rollout(self, rollout: Rollout) -> None:
-        """Scores the completions by the policy that sampled them, and by its reference, as the update needs it."""
+        """Sets log-probabilities under the sampling policy and the reference, if they are needed before the update."""
         raise NotImplementedError
 
     def _estimate(self, rollout: Rollout) -> None:
@@ -410,13 +410,13 @@ class MultimodalTrainer(CheckpointMixin):
         self._rollout_log.add(rollout, rewards, estimates)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards after scaling and clipping, `(N,)`, from those of all ranks' completions, `(N,)`."""
+        """Returns the rewards of all ranks' completions, `(N,)`, after scaling and clipping, with the same shape."""
         raise NotImplementedError
 
     def _compare(
         self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
     ) -> Estimates:
-        """Returns the advantages and the signal of all ranks' completions from their rewards and their shaped ones."""
+        """Returns all ranks' advantages, and the groups with signal, from the rewards before and after shaping."""
         raise NotImplementedError
 
     def _reward(self, rollout: Rollout) -> None:
@@ -431,17 +431,17 @@ class MultimodalTrainer(CheckpointMixin):
         self.sampler.invalidate_weights()
 
     def _rollout_state(self) -> dict[str, Any]:
-        """Returns the state from which this process continues inside a generation batch as if it hadn't stopped."""
+        """Returns the state from which this process resumes within a generation batch, as if it hadn't stopped."""
         return {
             **super()._rollout_state(),
-            "batches": self._batches(),
+            "batches": self._batch_settings(),
             "step": self._step,
             "buffered_inputs": self._buffered_inputs if self._step % self._steps_per_rollout else None,
             "in_flight": self.in_flight and self.in_flight.state_dict(),
             "groups": self._groups and self._groups.state_dict(),
         }
 
-    def _batches(self) -> dict[str, Any]:
+    def _batch_settings(self) -> dict[str, Any]:
         """Returns the settings that the size and the contents of a generation batch depend on."""
         names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
         sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
@@ -450,7 +450,7 @@ class MultimodalTrainer(CheckpointMixin):
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         """Restores the state that all ranks share, and this rank's completions if batches have the same settings."""
         super()._load_rollout_state(state)
-        if state["batches"] == self._batches():
+        if state["batches"] == self._batch_settings():
             self._step = state["step"]
             if state["buffered_inputs"] is not None:
                 self._buffered_inputs = [part.to(self.accelerator.device) for part in state["buffered_inputs"]]
@@ -463,14 +463,14 @@ class MultimodalTrainer(CheckpointMixin):
                 self.in_flight.load_state_dict(state["in_flight"])
         else:
             logger.warning(
-                f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
-                "completions."
+                f"Batches have changed from {state['batches']} to {self._batch_settings()}, so the run continues with "
+                "new completions."
             )
 
     # Update
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Returns a micro-batch, of a new rollout when the last one is used up; in evaluation a whole rollout."""
+        """Returns the next micro-batch, from a new rollout if the last is used up; in evaluation, a whole rollout."""
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
         steps = self.args.steps_per_generation
@@ -489,11 +489,11 @@ class MultimodalTrainer(CheckpointMixin):
 
     @property
     def _uses_every_score(self) -> bool:
-        """`True` if completions without an advantage count in the loss, or in the choice of its tokens."""
+        """`True` if completions with advantages of 0 affect the loss, too, or the choice of tokens for it."""
         return True
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """Scores the micro-batches of a new rollout that are trained on only after the policy's next update."""
+        """Scores the micro-batches of a new rollout that will be off-policy when they are trained on."""
         for part in micro_batches[self._n_on_policy :]:
             if part.old_per_token_logps is None:
                 part.old_per_token_logps = self._run.score(self.model, part).logps
@@ -514,20 +514,20 @@ class MultimodalTrainer(CheckpointMixin):
         self._micro_batch, self._scores = inputs, None
         try:
             loss = self._compute_loss(model, TRLInputs(inputs))
-            parts = None if self._scores is None else self._scores.deferred
+            deferred = None if self._scores is None else self._scores.deferred
         finally:
             self._micro_batch = self._scores = None
-        if parts is None:
+        if deferred is None:
             return loss
-        # `training_step` divides the loss of the last part alone by this number
+        # `training_step` divides only the loss of the last part by this number
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
-        return self._backward_by_parts(model, loss, parts, divisor)
+        return self._backward_by_parts(model, loss, deferred, divisor)
 
     def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
         """
         Computes the loss of a micro-batch from its scores, and records the metrics of the trainer's algorithm.
 
-        A subclass may replace this method in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
+        A subclass may override it as in TRL, since `_get_per_token_logps_and_entropies` scores with media here.
         """
         rollout = inputs.rollout
         loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
@@ -539,7 +539,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores, with gradients; they are its old scores, too, if no update came between."""
+        """Computes a micro-batch's scores with gradients; on-policy, they are its old log-probabilities, too."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
@@ -552,8 +552,10 @@ class MultimodalTrainer(CheckpointMixin):
         return self._scores
 
     def _corrects(self, rollout: Rollout) -> bool:
-        takes = self.rollout_func is None or not self.sampler.samples_policy
-        return takes and rollout.sampling_per_token_logps is not None and self.args.vllm_importance_sampling_correction
+        """Returns whether importance ratios correct the loss for the difference between sampler and policy."""
+        uses_logps = self.rollout_func is None or not self.sampler.samples_policy
+        has_logps = rollout.sampling_per_token_logps is not None
+        return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
 
     def _log_engine(self, parts: Sequence[Rollout]) -> None:
         self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.now)

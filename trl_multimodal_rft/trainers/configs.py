@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 
-if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports its own alone
+if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports only its own
     from .distillation_config import MultimodalDistillationConfig
     from .dpo_config import MultimodalDPOConfig
     from .grpo_config import MultimodalGRPOConfig
@@ -23,12 +23,12 @@ TrainerConfig: TypeAlias = "SamplingConfig | ReadingConfig"
 
 
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Returns an option that commands take as JSON and the config has parsed; an empty `dict` if it isn't set."""
+    """Returns the value of an option that commands read from JSON, or an empty `dict` if the option isn't set."""
     return option if isinstance(option, dict) else {}
 
 
 def stops_of(args: SamplingConfig) -> tuple[list[int], list[str]]:
-    """Returns the tokens and texts in `generation_kwargs` that end a completion, besides the model's end of text."""
+    """Returns the ids of stop tokens and the stop strings in `generation_kwargs`, without the model's end of text."""
     options = map(mapping(args.generation_kwargs).get, ("stop_token_ids", "eos_token_id", "stop_strings", "stop"))
-    tokens, ends, texts, stops = (np.atleast_1d([] if option is None else option).tolist() for option in options)
-    return tokens + ends, texts + stops
+    ids, eos_ids, strings, stops = (np.atleast_1d([] if option is None else option).tolist() for option in options)
+    return ids + eos_ids, strings + stops

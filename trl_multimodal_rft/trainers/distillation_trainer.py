@@ -97,8 +97,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the teacher has another vocabulary or processor than the student, if the student is its own
-            teacher and reads the same prompts as that, or if a model changes its logits by more than a scale and a
-            soft cap.
+            teacher and both read the same prompts, or if a model changes its logits by more than a scale and a soft
+            cap.
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
@@ -138,7 +138,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
         super().__init__(**arguments, reward_funcs=None, ref_model=None if teacher is None else teacher.eval())
         student = self._unwrapped(self.model)
-        self.teacher_model = self.ref_model  # it waits in the host's memory during sampling, too
+        self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
         student_rule = rule_of(student, "student")
@@ -161,7 +161,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     # Rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Returns a rollout of rows with what the teacher needs to score it, by the stages below in their order."""
+        """Returns a rollout of rows with the teacher's prompts or scores, by the stages below in their order."""
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
@@ -181,7 +181,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         return rollout
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
-        """Raises a `ValueError` if the student is its own teacher and sees the same."""
+        """Raises a `ValueError` if the student is its own teacher and both read the same prompts."""
         teaches_itself = self.teacher_model is None and self.teacher_server is None
         sees_more = self.args.teacher_view or self.args.student_view
         if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):

@@ -35,9 +35,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     [Direct Preference Optimization](https://huggingface.co/papers/2305.18290).
 
     [`~trl.DPOTrainer`] with audio, video and images: losses, metrics and options are TRL's. A prompt and its media are
-    encoded once, and forwarded once for both completions. Completions may hold media, too, which the model reads: the
-    loss is that of their tokens of text alone, without those that stand for a medium or that the chat template writes
-    around it.
+    encoded once, and forwarded once for both completions. Completions may hold media, too. The model reads these, but
+    the loss takes text tokens alone, not placeholders and the tokens that the chat template writes around them.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -123,7 +122,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
 
         Args:
             model ([`~torch.nn.Module`]):
-                The reference, or, with PEFT, the policy, with its adapter off meanwhile.
+                The reference; with PEFT, the policy, whose adapter is disabled meanwhile.
             inputs (`dict`):
                 Micro-batch of the collator.
 
@@ -150,7 +149,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     # Update
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Scores of the learned tokens of all completions, 0 on others; TRL's loss sums them without a mask."""
+        """Returns scores of all completions, 0 on tokens that aren't learned, as TRL's loss sums without a mask."""
         learned = inputs["learned"].bool()
         return (
             super()

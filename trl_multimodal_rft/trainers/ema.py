@@ -34,7 +34,7 @@ class MovingAverage(TrainerCallback):
 
     @classmethod
     def of(cls, model: nn.Module, decay: float, option: str) -> "MovingAverage":
-        """Returns the average of a model's trained weights, for the argument that `option` names."""
+        """Returns the average of a model's trained weights. Raises `ValueError`, naming `option`, under ZeRO-3."""
         if is_deepspeed_zero3_enabled():
             raise ValueError(f"`{option}` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
         return cls({name: p for name, p in model.named_parameters() if p.requires_grad}, decay, option)
@@ -110,6 +110,7 @@ class MovingAverage(TrainerCallback):
             save_file({name: value.contiguous().cpu() for name, value in whole.items()}, file)
 
     def load(self, checkpoint: Path, accelerator: Accelerator) -> None:
+        """Reads the average from a checkpoint. Raises `ValueError` if the checkpoint has none."""
         shards = writes_shards(accelerator)
         path = checkpoint / (_NAME if shards else f"{_NAME}.safetensors")
         if not path.exists():

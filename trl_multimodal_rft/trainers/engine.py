@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Samplers with the arguments of a trainer, checks of their samples, and turns after tool calls."""
+"""Samplers that a trainer's config describes, checks of their samples, and turns after tool calls."""
 
 import os
 from collections import Counter
@@ -43,7 +43,7 @@ from .setup import media_limits, sampling_changes
 
 logger = get_logger(__name__)
 
-# Arguments of the engine that are options of the config, the first with the prefix `vllm_`, the second without
+# Arguments of the engine that the config has as options: these with the prefix `vllm_`, those below without it
 _ENGINE_OPTIONS = ("mode", "structured_outputs_regex", "server_base_url", "server_host", "server_port", "group_port")
 _ENGINE_OPTIONS += ("server_timeout", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length")
 _ENGINE_OPTIONS += ("enable_sleep_mode", "model_impl")
@@ -52,7 +52,7 @@ _SAMPLING_OPTIONS += ("max_staleness", "trust_remote_code")
 
 
 def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
-    """Returns the engine's biases of logits, by id: a sampled placeholder would stand for media that don't exist."""
+    """Returns the engine's logit biases by token id, against placeholders, which would stand for missing media."""
     biases = mapping(args.generation_kwargs).get("logit_bias", {})
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in biases.items()}
 
@@ -64,15 +64,15 @@ def make_engine(
     media_limits: dict[str, int],
     host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
-    """Makes the vLLM engine with TRL's arguments and the most media of a prompt; arguments of the user win."""
+    """Makes the vLLM engine with TRL's arguments and the `media_limits` of a prompt, unless the user sets others."""
     args, accelerator = run.args, run.accelerator
     model: Any = run.model
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
     stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
-        stops.pop("ignore_eos", None)  # a grammar ends with the end of text of the model's folder
-    # Else vLLM detokenizes each log-probability, which takes time, and fails for ids beyond the vocabulary
+        stops.pop("ignore_eos", None)  # completions of a grammar end with the model folder's own end of text
+    # vLLM would detokenize the token of each log-probability, which is slow, and fails for ids beyond the vocabulary
     generation_kwargs = {
         "detokenize": "stop" in options,
         **options,
@@ -207,9 +207,9 @@ def check_sampler(
     flight: InFlight | None,
 ) -> None:
     """
-    Compares a sampler other than the policy itself with the policy, if a check is due. `corrects` says whether the
-    sampler's log-probabilities weigh completions, `logit_bias` is what it adds to logits, and `flight` holds the
-    requests that were sent ahead of need.
+    Compares the log-probabilities of an engine with the policy's, if a check is due. Raises `RuntimeError` if
+    completions continue after an end of text, or lack log-probabilities although the trainer `corrects` for the
+    engine. `logit_bias` are the engine's biases, and `flight` holds its requests for later batches.
     """
     if sampler.samples_policy or not run.is_training:
         return
@@ -231,7 +231,7 @@ def check_sampler(
         if flight is not None and is_old and flight.probes:  # the rollout is older than the policy
             probe = probe_engine(run, flight, len(rollout))
             run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
-        if not is_old or has_tools:  # turns after results are never old
+        if not is_old or has_tools:  # the newest weights sample turns after results
             run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
 
 
@@ -318,11 +318,11 @@ def vllm_sampler(
     host_memory: Callable[[], HostMemory | None],
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
-    """Returns the vLLM sampler, which keeps memory for the most media of a prompt, media of tools included."""
+    """Returns the vLLM sampler, which reserves memory for the most media of a prompt, media of tools included."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
     limits = {}
     if not run.toolbox and n_tool_media is not None:  # else the number of media isn't known
-        limits = {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
+        limits = {modality: n + n_tool_media for modality, n in media_limits(run.args, *datasets).items()}
     engine = make_engine(run, bias, revision, limits, host_memory)
 
     def explain() -> AbstractContextManager[None]:
@@ -332,6 +332,7 @@ def vllm_sampler(
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:
+    """Returns the store of the engine's requests for later batches, or `None` without `max_staleness`."""
     if args.max_staleness == 0:
         return None
     return InFlight(
@@ -346,7 +347,7 @@ def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -
 
 @contextmanager
 def naming_checkpoint(output_dir: str, step: int) -> Iterator[None]:
-    """Adds a note on how to resume to errors within the context."""
+    """Adds a note to errors within the context, which tells how to resume."""
     try:
         yield
     except Exception as error:

@@ -36,13 +36,13 @@ def skip_broken_update(
     accelerator: Accelerator,
     step: int,
     n_skipped: int,
-    most: int,
+    limit: int,
 ) -> tuple[bool, int]:
     """
     Skips an update whose gradient isn't finite.
 
     Returns whether the update is skipped, and the number of skipped updates in a row, which was `n_skipped` before.
-    Raises `FloatingPointError` if that number exceeds `most`, or if DeepSpeed has made the update already.
+    Raises `FloatingPointError` if that number exceeds `limit`, or if DeepSpeed has made the update already.
     """
     # All processes decide alike, as they hold the same gradient. DeepSpeed may have no norm, or -1.
     if norm is None or (math.isfinite(norm) and norm >= 0):
@@ -59,7 +59,7 @@ def skip_broken_update(
         wrapped: Any = optimizer
         wrapped.optimizer.overflow = False  # so that the schedule advances, as without DeepSpeed
     n_skipped += 1
-    if n_skipped > most:
+    if n_skipped > limit:
         raise FloatingPointError(
             f"The gradient of {n_skipped} updates in a row isn't finite. Look for what changed before step "
             f"{step - n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."

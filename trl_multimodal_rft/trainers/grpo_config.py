@@ -19,7 +19,7 @@ from .multimodal_config import MultimodalArguments, check_range, check_sampling
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
 
-# Losses by their names in papers that this config spells by other options
+# Losses of papers, by name, that this config expresses by other options
 _OTHER_OPTIONS = {
     "gspo": "set `importance_sampling_level='sequence'` and `loss_type='grpo'`",
     "ppo": "set `loss_type='grpo'`, whose ratios are clipped as PPO's, and `num_iterations` above 1",
@@ -193,8 +193,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if group < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}.")
-        # TRL requires two completions per prompt of every estimator. Its other checks pass for one if they pass for as
-        # many as a process samples, and in evaluation for one.
+        # TRL requires two completions per prompt, whatever the estimator. Its other checks get a group of all
+        # completions of a process instead: if they accept it, they would accept one completion per prompt, too.
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         self.num_generations = self.generation_batch_size or self.per_device_train_batch_size * steps
         self.num_generations_eval = self.num_generations_eval or 1
@@ -262,7 +262,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as "
                 "'reinforce_baseline'."
             )
-        # Without a critic or steps, only the penalty differs between the tokens of a completion
+        # Without a critic or steps, only the KL penalty differs between the tokens of a completion
         tokens_differ = self.estimator.needs == "critic" or self.estimator.reads is not None
         if sequence_level and token_level and (tokens_differ or self.kl_in_reward):
             condition = "" if tokens_differ else " with the KL divergence in the reward"
@@ -340,7 +340,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def kl_control(self) -> KLTarget | None:
-        """The divergence that an adaptive controller holds, if any, and how fast the controller adapts."""
+        """The target of an adaptive KL controller, and the horizon over which it adapts; `None` without one."""
         return None if self.kl_target is None else read_settings(KLTarget, "kl_target", self.kl_target)
 
     @property
@@ -354,7 +354,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def entropy_settings(self) -> EntropySource:
-        """The entropies that choose tokens, and where tokens compete."""
+        """The source of the entropies that select tokens, and the scope within which tokens compete."""
         return read_settings(EntropySource, "entropy_source", self.entropy_source)
 
     @property

@@ -105,8 +105,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the processing class pads audio on the wrong side, if a model has no name by which something
-            else is to be loaded, or if groups of the prompts can't be exchanged.
+        `ValueError`: If the processing class pads audio on the wrong side, if a processor, a reference or vLLM's model
+            must be loaded by the name of a model that has none, or if groups of the prompts can't be exchanged.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -179,7 +179,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
-        """Scores parts of a rollout under the policy that sampled, and keeps entropies if they choose tokens."""
+        """Scores parts of a rollout under the sampling policy, and keeps entropies if these select tokens."""
         args, needs_dependency = self.args, self._measures_dependency
         trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
             map(self._corrects, parts)
@@ -297,8 +297,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
         if self._filters_by_rollout:
-            window = self._token_filter.window or 1  # tokens of different sequences don't compete
-            # Where micro-batches compete, entropies of the update's forward come too late
+            window = self._token_filter.window or 1  # `None` if tokens compete within their sequence
+            # If tokens of several micro-batches compete, entropies from the update's forward come too late
             first = 0 if window > 1 else self._n_on_policy
             self._score_with_entropies([part for part in micro_batches[first:] if part.tokens.entropies is None])
             for start in range(0, len(micro_batches), window):
@@ -370,14 +370,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
-        compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
-        views = args.loss_view is not None and args.loss_view_settings.has_term
-        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or views
-        return terms or compete or not args.loss.needs_advantage
+        tokens_compete = args.top_entropy_quantile < 1 and args.entropy_settings.scope != "sequence"
+        has_view_term = args.loss_view is not None and args.loss_view_settings.has_term
+        has_terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or has_view_term
+        return has_terms or tokens_compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
-        if self.model.training:  # a generation batch, whose tokens these are, may hold several optimizer steps
+        if self.model.training:  # these are tokens of a generation batch, which may hold several optimizer steps
             tokens = tokens * self._accumulation() / self.args.steps_per_generation
         return Normalizer(self._accumulation(), self.max_completion_length, tokens)
 
@@ -392,7 +392,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return self.entropy_coef if is_low else 0.0
 
     def _adapt_entropy(self, tensors: LossInputs) -> None:
-        """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints hold."""
+        """Adapts the coefficient of the entropy bonus as TRL does, in TRL's attributes, which checkpoints store."""
         args, is_last = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
             self._entropy_window.add(*entropy_sums(tensors))
@@ -426,15 +426,15 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._metrics["train"]["kl_coef"].append(self.kl_coef)
 
     def _counts_for_kl(self) -> bool:
-        """Returns whether this micro-batch updates the KL controller, which happens in the first epoch only."""
+        """Returns whether this micro-batch updates the KL controller: only in the first iteration over a rollout."""
         return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints
 
-    def _batches(self) -> dict[str, Any]:
+    def _batch_settings(self) -> dict[str, Any]:
         args, view = self.args, self.args.loss_view_settings
         return {
-            **super()._batches(),
+            **super()._batch_settings(),
             "advantage_estimator": args.to_dict()["advantage_estimator"],
             "entropies": args.entropy_settings.policy if args.top_entropy_quantile < 1 else None,
             **({} if view.view is None else {"view": [view.view.spelling, view.temperature is not None]}),

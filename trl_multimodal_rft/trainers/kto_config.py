@@ -10,7 +10,7 @@ from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
-# Options of TRL that this trainer can't follow: the values that ask for nothing, and the reason
+# Options of TRL without use in this trainer: their neutral values, and the reason
 _NOT_HERE = {
     **NOT_WHEN_READING,
     "precompute_ref_batch_size": ((None,), "the reference scores the micro-batches of the training"),

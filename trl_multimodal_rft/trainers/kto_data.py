@@ -24,11 +24,11 @@ from .sft_data import lacking
 
 logger = get_logger(__name__)
 
-# Log-probabilities of the reference, and the row of the completion in the KL estimate, that the second depends on
+# Columns of the reference's log-probabilities, and of the row whose completion `ref_KL_logps` scores
 REFERENCE = ("ref_logps", "ref_KL_logps")
 KL_ROW = "KL_row"
 COLUMNS = ("prompt", "completion", "label", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE, KL_ROW)
-_UNPAIRED_AT_ONCE = 1000  # rows whose chosen completions come before the rejected ones, as in TRL
+_UNPAIRED_AT_ONCE = 1000  # pairs per block, whose chosen completions precede its rejected ones, as in TRL
 
 
 def label_of(cell: Cell, row: int) -> bool:
@@ -38,7 +38,7 @@ def label_of(cell: Cell, row: int) -> bool:
 
 @dataclass(eq=False)
 class LabelledCompletion(PreferencePair):
-    """A prompt with its own completion (`chosen`) and that of another row (`rejected`), for the KL estimate."""
+    """A prompt with its own completion (`chosen`) and another row's completion (`rejected`), for the KL estimate."""
 
     def example(self) -> tuple[list[int], list[int], None]:
         """Returns ids of the prompt and of its completion."""
@@ -48,15 +48,16 @@ class LabelledCompletion(PreferencePair):
 @dataclass
 class LabelledCollator(PreferenceCollator):
     """
-    Encodes a prompt once, with its media, for its own completion and for that of the row before it in the micro-batch,
-    the pairs of TRL's estimate of the KL divergence. A larger batch of an evaluation has the pairs of micro-batches.
+    Collator that encodes a prompt once, with its media, for its own completion and for the completion of the row
+    before it in the micro-batch, as in TRL's estimate of the KL divergence. A larger batch of an evaluation is split
+    into micro-batches for that.
     """
 
     calculate_kl: bool = True
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
-        A micro-batch.
+        Encodes the rows of a micro-batch.
 
         Args:
             rows (`Sequence`):
@@ -64,14 +65,14 @@ class LabelledCollator(PreferenceCollator):
 
         Returns:
             `dict`: `sequences` ([`LabelledCompletion`]), length `B`; `prompts`, `completion_ids` and
-            `completion_mask`, `(2 * B, C)`, and `lengths`, of all rows' own completions, then of those of the KL
-            estimate (`(B, C)` if the loss has none); `label`, `(B,)`; `KL_row`, `(B,)`, the row of the latter
-            completion; `attention_mask`, `(1, tokens)`, which counts the tokens of rows with their own completions;
+            `completion_mask`, `(2 * B, C)`, and `lengths`, of all rows' own completions, then of the completions in
+            the KL estimate (`(B, C)` if the loss has none); `label`, `(B,)`; `KL_row`, `(B,)`, the rows of the latter
+            completions; `attention_mask`, `(1, tokens)`, which counts the tokens of rows with their own completions;
             the reference's log-probabilities, `(B,)`, if rows have them; `plain` and `encode_view`, see
             [`~trainers.preference_data.PreferenceCollator`].
         """
         whole, stored = self._encoded(rows), self._stored(rows)
-        others = zip(whole, self._of_estimate(len(whole)), strict=True)
+        others = zip(whole, self._estimate_indices(len(whole)), strict=True)
         pairs = [replace(pair, rejected=self._cut(pair, whole[i].rejected)) for pair, i in others]
         completions = [pair.chosen for pair in pairs]
         completions += [pair.rejected for pair in pairs] if self.calculate_kl else []
@@ -90,9 +91,9 @@ class LabelledCollator(PreferenceCollator):
         }
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """Labels, and the reference's log-probabilities, if rows have them for the completions of this micro-batch."""
+        """Returns labels, and rows' log-probabilities of the reference. Raises if these are of another micro-batch."""
         labels = [label_of(row.get("label"), row.row_index) for row in rows]
-        others = torch.tensor([rows[i].row_index for i in self._of_estimate(len(rows))])
+        others = torch.tensor([rows[i].row_index for i in self._estimate_indices(len(rows))])
         columns = {"label": torch.tensor(labels), KL_ROW: others}
         for name in REFERENCE[: 2 if self.calculate_kl else 1]:
             values = [finite_number(row.get(name), name, row.row_index) for row in rows]
@@ -108,16 +109,16 @@ class LabelledCollator(PreferenceCollator):
                     )
         return columns
 
-    def _of_estimate(self, n: int) -> list[int]:
-        """Returns the index of the completion in the KL estimate for each row of a batch."""
+    def _estimate_indices(self, n: int) -> list[int]:
+        """Returns, for each of `n` rows of a batch, the index of the row whose completion is in its KL estimate."""
         size = self.args.per_device_train_batch_size
         starts = [i - i % size for i in range(n)]
         return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(starts)]
 
     def encode(self, row: Row) -> LabelledCompletion:
         """
-        A row whose completion ends at `max_length`, the prompt included; `rejected` is the whole completion, for the
-        KL estimate of another row.
+        Encodes a row with its completion cut to `max_length` as `chosen`, and whole as `rejected`, for the KL estimate
+        of another row. Raises `OverlongRow` if the prompt leaves no room.
         """
         prompt, tokens = self._encoder_of(row).encode_completion(row)
         check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
@@ -126,7 +127,7 @@ class LabelledCollator(PreferenceCollator):
 
     def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
-            return dataset  # a transform gives others
+            return dataset  # a transform returns other columns
         columns, _ = self._columns_of(dataset, name)
         if {"chosen", "rejected"} <= columns and "completion" not in columns:
             dataset = unpaired(dataset, columns)

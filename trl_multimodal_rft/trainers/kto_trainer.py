@@ -32,8 +32,8 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
     [KTO](https://huggingface.co/papers/2402.01306).
 
     [`~trl.KTOTrainer`] with audio, video and images in prompts: losses, metrics and options are TRL's. A prompt and
-    its media are encoded once, and forwarded once for its completion and for the other completion of the KL estimate,
-    that of the row before it in the micro-batch.
+    its media are encoded once, and forwarded once for its own completion and for the completion in its KL estimate,
+    which belongs to the row before it in the micro-batch.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -110,12 +110,12 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self._reference = REFERENCE if calculate_kl else REFERENCE[:1]
         self.precompute_ref_logps = True  # TRL's loss reads the reference's log-probabilities from its inputs
         if args.precompute_ref_log_probs:
-            # The KL estimate depends on the micro-batch, which is to be that of the training
+            # The KL estimate depends on the micro-batch, so the reference scores those of the training
             self._precompute_reference(args.per_device_train_batch_size)
         self._complete_parts()
 
     def _check_labels(self, dataset: Rows, args: MultimodalKTOConfig) -> None:
-        """Raises at a label that is empty or no truth value, and warns of unequal numbers of them."""
+        """Raises `ValueError` for a label that is no truth value, and warns of unequal numbers of both labels."""
         if isinstance(dataset, Dataset) and lists_columns(dataset):
             labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
             warn_of_balance(labels, args.desirable_weight, args.undesirable_weight)
@@ -126,13 +126,13 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
         Args:
             model ([`~torch.nn.Module`]):
-                The reference, or the policy with PEFT, whose adapter is off meanwhile.
+                The reference; with PEFT, the policy, whose adapter is disabled meanwhile.
             inputs (`dict`):
                 Micro-batch of the collator.
 
         Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, and of those of the KL estimate, `(B,)`
-            (`None` if the loss has none).
+            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, and of the completions in the KL
+            estimate, `(B,)` (`None` if the loss has none).
         """
         n, logps = len(inputs["sequences"]), []
 

@@ -7,7 +7,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -50,10 +50,6 @@ from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..views.options import LossView
 from .configs import SamplingConfig, TrainerConfig, mapping
-
-
-if TYPE_CHECKING:
-    pass
 from .setup import (
     LACKS,
     check_engine_format,
@@ -76,7 +72,7 @@ def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> Abstract
 
 @contextmanager
 def loading_in_trl(by_name: bool):
-    """Makes TRL load whole weights in the context. With `by_name`, hides its warning about a loaded instance."""
+    """Raises if TRL loads incomplete weights. With `by_name`, hides its warning about a model that is an instance."""
 
     def keep(record: logging.LogRecord):
         return not (by_name and "but your model is already instantiated" in record.getMessage())
@@ -117,8 +113,8 @@ def load_parts(
     max_completion_length: int | None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> Loaded:
-    """Loads a model and its processor if given by name, and raises `ValueError` if they can't be trained."""
-    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
+    """Loads a model from its name, and its processor if it is `None`. Raises `ValueError` if they can't be trained."""
+    if hasattr(model, "model_for"):  # an actor of `lightrft`; the trainer takes its model
         model = model.model_for(args)
     by_name = isinstance(model, str)
     if by_name:
@@ -185,14 +181,14 @@ def load_for_sampling(
     return loaded
 
 
-# Options that are off in TRL's constructor, since trainers listen to signals, and compile layers, themselves
+# Options that are off in TRL's constructor, as the trainers here handle signals and compile layers themselves
 IN_CONSTRUCTOR: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile_backend": "no"}
 
 
 @contextmanager
 def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
-    """Sets options within the context that TRL's constructor has no argument for."""
-    # The trainer starts engines itself. A passed reference needs no second one from TRL, nor its callback
+    """Replaces options and config entries that TRL's constructor reads, within the context."""
+    # The trainer starts the engine itself. If it has a reference, TRL must not load another one and add its callback
     options = {**IN_CONSTRUCTOR, "use_vllm": False}
     if loaded.ref_model is not None:
         options |= {"beta": 0.0, "sync_ref_model": False}
@@ -284,7 +280,7 @@ def compile_models(accelerator: Accelerator, args: TrainerConfig, *models: nn.Mo
 def prepare_reference(
     ref_model: PreTrainedModel, args: SamplingConfig, accelerator: Accelerator
 ) -> nn.Module | FSDPModule:
-    """Prepares a reference that was passed as TRL prepares one that it loads."""
+    """Prepares a reference for the accelerator, in the same way as TRL prepares the references that it loads."""
     if args.disable_dropout:
         disable_dropout_in_model(ref_model)
     add_fused_head(ref_model, temperature=args.temperature, outputs=_reference_outputs(args))
@@ -336,7 +332,7 @@ def reward_sources(
     for i, entry in enumerate(reward_funcs):
         if isinstance(entry, str) and is_adapter(entry, revision):
             reward_funcs[i], processor = load_trained_reward_model(entry, trust_remote_code=trusts, **init_kwargs)
-            processors[i : i + 1] = [entry or processor for entry in processors[i : i + 1]]
+            processors[i : i + 1] = [processing_class or processor for processing_class in processors[i : i + 1]]
         elif isinstance(entry, str):  # TRL loads the model
             register_reward_model(entry, revision, trusts)
     return RewardSources(reward_funcs, processors, [isinstance(entry, str) for entry in reward_funcs], of_environments)
@@ -350,7 +346,7 @@ def with_media_reader(
     args: Any,
     template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
-    """Returns a reward model with a processor as one that gets media, besides TRL's text; others as they are."""
+    """Returns a [`RewardModel`], which reads media, for a model with a processor; other functions unchanged."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
     if is_peft_model(reward_func):  # TRL doesn't move it to the accelerator's device
@@ -383,6 +379,7 @@ def load_policy(
     quantization_config: BitsAndBytesConfig | None = None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
+    """Loads the policy by its name. Raises `ValueError` for two quantization configs."""
     init_kwargs = mapping(args.model_init_kwargs)
     if quantization_config is not None and "quantization_config" in init_kwargs:
         raise ValueError(
@@ -401,7 +398,7 @@ def load_by_name(
     quantization_config: BitsAndBytesConfig | None = None,
     load: Callable[..., PreTrainedModel] = load_model,
 ) -> PreTrainedModel:
-    """Loads a model as TRL does, without a `device_map` if each of several processes places its own."""
+    """Loads a model as TRL does, without a `device_map` in runs of several processes, which place it themselves."""
     options = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
@@ -412,7 +409,8 @@ def load_by_name(
 
 def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_config=None) -> PreTrainedModel | None:
     """
-    Loads the reference of a policy that is only a part of the release of its name; TRL would load the whole release.
+    Loads the reference if the policy is a part of the model of its name, such as the thinker of Qwen2.5-Omni, since
+    TRL would load the whole model.
 
     Returns the reference, or `None` if TRL can load it, or if the policy without its adapter is the reference.
     """

@@ -23,7 +23,8 @@ from .run import Run
 
 def dependency_head(model: PreTrainedModel) -> HeadRule:
     """
-    Returns the rule of a model's LM head, by which distributions are compared. Raises `ValueError` if it is unknown.
+    Returns the scale and soft cap of a model's LM head, from which divergences are computed. Raises `ValueError` if
+    the model does anything else there.
     """
     rule = head_rule(model)
     if rule is None:
@@ -36,6 +37,7 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
+    """Sets the prompts of a rollout under the view in the loss, and the mask of completions that the view changes."""
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
@@ -56,8 +58,8 @@ def measure_dependency(
     """
     Returns the scores of a rollout under the policy that sampled it, and sets the dependency of its tokens on media.
 
-    With the `rule` of a head, the dependency is the divergence of its distributions under the view; without one, it is
-    the entropy of the reference under the view minus the entropy of the policy.
+    With the `rule` of the LM head, the dependency is the divergence between the policy's distributions with the media
+    and under the view; with `None`, it is the entropy of the reference under the view minus the policy's entropy.
     """
     args, viewed = run.args, require(rollout.view.replaces)[:, None]
     if rule is None:
@@ -77,7 +79,7 @@ def measure_dependency(
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
-    """Weighs advantages and tokens by their dependency on media, by 1 where the view replaces no medium."""
+    """Weighs advantages and tokens by their dependency on media; weights are 1 if the view replaces no medium."""
     view, dependency, mask = run.args.loss_view_settings, require(rollout.view.dependency), rollout.loss_mask
     replaces, advantages = require(rollout.view.replaces), require(rollout.advantages)
     if view.advantage_min is not None:
@@ -101,7 +103,7 @@ def with_view_term(
 ) -> LossOutput:
     """Returns the loss of a micro-batch plus the terms of the view, averaged like the policy loss."""
     mask, loss_type, settings = inputs.loss_mask, args.loss, args.loss_view_settings
-    view = scores if scores.view is None else scores.view  # without a view, its coefficients are 0
+    view = scores if scores.view is None else scores.view  # without a view, the coefficients of its terms are 0
     losses, kl = view_term(
         scores.logps,
         view.logps,

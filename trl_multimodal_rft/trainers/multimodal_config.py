@@ -131,7 +131,7 @@ class MediaArguments(CheckedKeywords, _Config):
     use_audio_in_video: bool = False
 
     def __post_init__(self):
-        # TRL's defaults have deprecated names, of which transformers would warn; older versions have only these
+        # TRL sets defaults under deprecated names, about which transformers would warn; older versions have no others
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}", False) is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
@@ -291,11 +291,11 @@ class SamplingArguments(MediaArguments):
         generation_kwargs: dict | None = None
         min_p: float | None = None
 
-    needs_rewards = True  # whether something must reward completions
-    reads_steps = False  # whether advantages depend on where along a completion rewards are, not on their sum alone
+    needs_rewards = True  # whether completions must be rewarded
+    reads_steps = False  # whether advantages depend on the positions of rewards in a completion, not only on their sum
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # columns of rows that only a teacher reads
-    keeps_decoded = False  # whether decoded media are needed by more than the sampler
+    keeps_decoded = False  # whether more than the sampler needs decoded media
     max_staleness = 0  # generation batches that are sampled ahead
 
     def __post_init__(self):
@@ -452,12 +452,12 @@ class MultimodalArguments(SamplingArguments):
 
     @property
     def rollout_view_settings(self) -> RolloutView:
-        """The view of a share of each group with its settings."""
+        """The view from which a share of each group is sampled, with its settings."""
         return view_option(RolloutView, "rollout_view", self.rollout_view)
 
     @property
     def contrast_view_settings(self) -> ContrastView:
-        """The view of further completions with its settings."""
+        """The view from which further completions are sampled for contrast, with its settings."""
         return view_option(ContrastView, "contrast_view", self.contrast_view)
 
     @property

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from .ema import MovingAverage
 
 
-# Memory of tensors by its address in torch, so that views count once
+# Storages by their addresses in torch, so that tensors that share a storage count once
 Storages = dict[int, torch.UntypedStorage]
 
 
 class HostMemory:
     """
-    Host memory for the contents of storages whose device memory is freed meanwhile. It is allocated once, in slabs of
+    Host memory for the contents of storages while their device memory is freed. It is allocated once, in slabs of
     `slab` bytes.
 
     A storage is emptied and allocated again, as FSDP does with gathered weights. So all references to it stay valid:
@@ -37,23 +37,23 @@ class HostMemory:
     @torch.no_grad()
     def holding(self, storages: Storages) -> Iterator[None]:
         """
-        Frees the device memory of storages within the context. Storages elsewhere stay as they are, and so do storages
-        that can't be allocated again, such as mapped files.
+        Frees the device memory of storages within the context, except of storages on other devices, and of storages
+        that can't be resized, such as mapped files.
         """
-        held = [
+        on_device = [
             storage for storage in storages.values() if storage.device.type == self.device.type and storage.resizable()
         ]
-        sizes, start = [storage.nbytes() for storage in held], self._used
+        sizes, start = [storage.nbytes() for storage in on_device], self._used
         try:
-            copies = [pair for storage in held for pair in self._host_copies(storage)]
+            copies = [pair for storage in on_device for pair in self._host_copies(storage)]
             _copy([(host, part) for part, host in copies])
             try:
-                for storage in held:
+                for storage in on_device:
                     storage.resize_(0)
                 clear_device_cache()  # engines allocate outside torch's cache
                 yield
             finally:
-                for storage, size in zip(held, sizes, strict=True):
+                for storage, size in zip(on_device, sizes, strict=True):
                     storage.resize_(size)
                 _copy(copies)
         finally:
@@ -116,12 +116,12 @@ def idle_storages(
     average: MovingAverage | None = None,
     critic: nn.Module | None = None,
 ) -> Storages:
-    """Returns the storages that only scores and updates read: states, a reference, an average, and a critic."""
+    """Returns storages that sampling doesn't read: of gradients, optimizer, reference, weight average and critic."""
     critic_weights = [] if critic is None else [*weights(critic)]
     ids = set(map(id, critic_weights))
     # The critic may be a part of the model
-    kept = storages(weight for weight in weights(model) if id(weight) not in ids)
+    policy_storages = storages(weight for weight in weights(model) if id(weight) not in ids)
     reference_weights = [] if reference is None else [*weights(reference)]
     averaged = [] if average is None else average.state_dict().values()
     idle = storages([*update_states(model, optimizer), *reference_weights, *averaged, *critic_weights])
-    return {key: storage for key, storage in idle.items() if key not in kept}
+    return {key: storage for key, storage in idle.items() if key not in policy_storages}

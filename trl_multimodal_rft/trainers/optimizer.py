@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Learning rates of parts of a model, and one optimizer for a policy and its critic, each with its own schedule."""
+"""Learning rates of a model's parts, and one optimizer for a policy and its critic, with separate schedules."""
 
 import json
 import math
@@ -34,7 +34,7 @@ _PARTS = "trained_parts.json"
 
 
 def freeze_and_check(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
-    """Freezes parts of a model, and checks `learning_rates`, which exclude an optimizer of the user."""
+    """Freezes parts of a model. Raises `ValueError` for `learning_rates` of untrained parts, or with `optimizer`."""
     check_trainable(model)
     check_checkpointing(unwrapped(None, model), args)
     freeze(model, args.freeze)
@@ -62,8 +62,8 @@ def split_by_rate(
     keys: Mapping[int, str] | None = None,
 ) -> None:
     """
-    Splits the parameter groups of a new optimizer by `learning_rates`, and by further `keys` with `rates`. Keys are by
-    the ids of parameters.
+    Splits the parameter groups of a new optimizer by `learning_rates`, and by further `rates`, for which `keys` maps
+    ids of parameters to the keys in `rates`.
 
     Weights with and without decay stay in different groups. The schedule multiplies the rate of each group.
     """
@@ -86,7 +86,7 @@ def split_by_rate(
 
 
 def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: TrainerConfig) -> None:
-    """Raises `ValueError` if a DeepSpeed config has an optimizer or a schedule, of one rate, with rates of parts."""
+    """Raises `ValueError` if `learning_rates` meet an optimizer or schedule of the DeepSpeed config, with one rate."""
     is_dummy = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
     if args.learning_rates and any(is_dummy):
         raise ValueError(
@@ -125,10 +125,10 @@ def split_groups(
     model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: "MultimodalPPOConfig", regroup: bool
 ) -> tuple[bool, ...]:
     """
-    Marks each parameter group by its `part`, `"policy"` or `"critic"`.
+    Marks each parameter group by its `part`, `"policy"` or `"critic"`, and returns whether it is the critic's.
 
-    With `regroup`, the critic's weights get separate groups with their learning rate first. Returns for each group
-    whether it is the critic's.
+    With `regroup`, first moves the critic's weights to separate groups with the critic's learning rate. Raises
+    `ValueError` if a group has weights of both, or DeepSpeed makes the optimizer.
     """
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
@@ -152,11 +152,11 @@ def split_groups(
 
 def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], trains: Callable[[str], bool]) -> None:
     """
-    Keeps an optimizer from changing parts that an update doesn't train, by hooks, as engines call its step anywhere,
-    some with one group at a time.
+    Adds hooks that keep an optimizer from changing parts that an update doesn't train. They also run where engines
+    call the optimizer's step, some of them with one group at a time.
 
-    A part that isn't in `trained()` keeps its weights and states. A part for which `trains(part)` is false is frozen
-    only for now, and has states, which checkpoints need.
+    A part that isn't in `trained()` keeps its weights and states. A part for which `trains(part)` is false keeps its
+    weights in this update, but gets states, which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -151,10 +151,10 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
 
     @property
     def value_loss(self) -> ValueLoss:
-        """The weight of the value loss, and the range within which values move."""
+        """The weight of the value loss, and the clip range of values."""
         return read_settings(ValueLoss, "vf_coef", self.vf_coef)
 
     @property
     def ptx(self) -> SupervisedLoss:
-        """The weight of the supervised loss, and its rows."""
+        """The weight of the supervised loss, and its number of rows per micro-batch."""
         return read_settings(SupervisedLoss, "ptx_coef", self.ptx_coef)

@@ -64,10 +64,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347).
 
     [`MultimodalGRPOTrainer`] with a critic: advantages come from [GAE](https://huggingface.co/papers/1506.02438)
-    instead of comparing the completions of a prompt, of which one is enough. The critic forwards each prompt and its
-    media once for all its completions, as the policy does. It is a submodule of the policy, so that one engine and one
-    optimizer (with their own learning rates and schedules) train both in one backward; it is saved with the policy,
-    in the folder `critic`, and the policy alone is a plain Hugging Face model.
+    instead of a comparison of a prompt's completions, so one completion per prompt is enough. The critic forwards each
+    prompt and its media once for all its completions, as the policy does. It is a submodule of the policy, so that one
+    engine and one optimizer (with separate learning rates and schedules) train both in one backward; it is saved with
+    the policy, in the folder `critic`, and the policy alone is a plain Hugging Face model.
 
     Example:
 
@@ -197,7 +197,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)
-            # Engines gather the critic with the policy, and continuous batching casts it, so it isn't idle
+            # Sharding engines gather the critic with the policy, and continuous batching casts it: then it isn't idle
             casts = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
             self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts else None
             add_critic(self.model, self.critic)  # after TRL's constructor, which would put an adapter into it, too
@@ -263,8 +263,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self.args.estimator.settings
         )
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
-        parts = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
-        values, returns, advantages, mask = (gather_rows(self.accelerator, part) for part in parts)
+        tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
+        values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in tensors)
         self._run.metrics.add(critic_metrics(values, returns, advantages, mask))
         return whiten(advantages, mask)
 
@@ -330,7 +330,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     @property
     def _uses_every_score(self) -> bool:
-        return True  # the critic and metrics of ratios need it
+        return True  # the value loss and metrics of ratios need all scores
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Returns scores of policy and critic, and of supervised completions, from one forward of the engine."""
@@ -367,8 +367,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return super()._fingerprints()
         return {**super()._fingerprints(), "ptx_dataset": fingerprint(self._ptx_dataset, self.args.rules.media_dir)}
 
-    def _batches(self) -> dict[str, Any]:
-        return {**super()._batches(), "bootstrap_truncated": self.args.bootstrap_truncated}
+    def _batch_settings(self) -> dict[str, Any]:
+        return {**super()._batch_settings(), "bootstrap_truncated": self.args.bootstrap_truncated}
 
     # Optimizer
 
@@ -400,8 +400,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _if_trained(self, part: str, loss: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
-        Returns the loss of a part if this update trains it, and else 0, with gradients of 0 for its scores, as engines
-        wait for the gradients of all weights.
+        Returns the loss of a part if this update trains it, or else 0 with gradients of 0 for its scores, since
+        engines wait for the gradients of all weights.
         """
         return loss if self._trains(part) else (0 * scores.nan_to_num()).sum()
 
@@ -450,7 +450,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
 
 class _SyncPolicy(SyncRefModelCallback):
-    """TRL's callback that moves the reference, without the critic, which the reference doesn't have."""
+    """TRL's callback that moves the reference towards the policy, without the policy's critic."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         super().on_step_end(args, state, control, model=policy_alone(extract_model_from_parallel(model)), **kwargs)

@@ -40,7 +40,7 @@ COMPARISON = ("margin", "tie", "chosen_ids", "rejected_ids")
 class PreferenceCollator(SupervisedCollator):
     """Collator that encodes prompts once, with their media, and pads the completions of a micro-batch."""
 
-    chat_template = None  # the template of the model
+    chat_template = None  # stands for the model's own template
     view: View | None = None  # after this view of the media, chosen completions are rejected
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
@@ -67,14 +67,14 @@ class PreferenceCollator(SupervisedCollator):
                 self._add_view(pair, stored, messages, i)
         viewed = [i for i, pair in enumerate(pairs) if pair.view is not None]
         both = [(pair, name, pair) for name in COMPLETIONS for pair in pairs]
-        rows = [*both, *((pairs[i], "chosen", cast(EncodedPrompt, pairs[i].view)) for i in viewed)]
-        ids, mask = padded([torch.tensor(getattr(pair, name), dtype=torch.long) for pair, name, _ in rows])
+        completions = [*both, *((pairs[i], "chosen", cast(EncodedPrompt, pairs[i].view)) for i in viewed)]
+        ids, mask = padded([torch.tensor(getattr(pair, name), dtype=torch.long) for pair, name, _ in completions])
         return {
             "sequences": pairs,
-            "prompts": [with_answer(self.model, prompt, pair.answers.get(name)) for pair, name, prompt in rows],
+            "prompts": [with_answer(self.model, prompt, pair.answers.get(name)) for pair, name, prompt in completions],
             "completion_ids": ids,
             "completion_mask": mask,
-            "learned": padded([pair.learned(name).long() for pair, name, _ in rows])[0],
+            "learned": padded([pair.learned(name).long() for pair, name, _ in completions])[0],
             "lengths": mask.sum(1).tolist(),
             "viewed": viewed,
             "attention_mask": mask.new_ones(1, 2 * sum(map(len, pairs)) + int(mask[: len(both)].sum())),
@@ -99,13 +99,13 @@ class PreferenceCollator(SupervisedCollator):
         return pair
 
     def encode(self, row: Row) -> PreferencePair:
-        """Encodes a row as a pair whose completions end at `max_length`, the prompt included."""
+        """Encodes a row as a pair cut to `max_length`. Raises `OverlongRow` if a part that isn't cut is too long."""
         pair = self._encoded_pair(row)
         self._check_room(pair, row)
         answers = {name: self._cut_answer(pair, answer, name) for name, answer in pair.answers.items()}
         chosen, rejected = (self._cut(pair, ids) for ids in (pair.chosen, pair.rejected))
         pair = replace(pair, chosen=chosen, rejected=rejected, answers=answers)
-        if self.view is not None and not self.view.type.needs_other:  # which needs a micro-batch
+        if self.view is not None and not self.view.type.needs_other:  # else the view needs a micro-batch
             self._add_view(pair, [row], [None], 0)
         return pair
 
@@ -144,13 +144,13 @@ class PreferenceCollator(SupervisedCollator):
         if self.view is None and isinstance(dataset, Dataset):
             rows = undecoded(dataset.select_columns([*COMPLETIONS]))
             pairs = (rows.__getitems__([i])[0] for i in range(len(rows)))
-            # Answers that are placeholders are equal, too
+            # Texts of placeholders are equal although their media may differ
             if all(pair["chosen"] == pair["rejected"] and not has_media(pair["chosen"]) for pair in pairs):
                 raise ValueError(f"The {name} dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
         return dataset
 
     def _add_view(self, pair: PreferencePair, rows: Sequence[Row], messages: Sequence[str | list | None], i: int):
-        """Adds its prompt's view to the pair of row `i` if it replaces a medium; `messages` are the rows' prompts."""
+        """Adds the prompt under the view to the pair of row `i`, if the view applies to its media."""
         assert self.view is not None
         if any(map(self.view.applies_to, pair.modalities)):
             # Random numbers depend on the row, not on rank or epoch, so that the reference may score before the run
@@ -187,7 +187,7 @@ class ComparisonCollator(PreferenceCollator):
 def completions_to_score(
     policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig
 ) -> tuple[Completions, bool]:
-    """Returns the completions of a micro-batch, and whether to pack them, which has to save enough tokens."""
+    """Returns the completions of a micro-batch, and whether to pack them, if that saves enough tokens."""
     prompts = inputs["prompts"]
     packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
     return (prompts, inputs["completion_ids"], inputs["completion_mask"]), packed

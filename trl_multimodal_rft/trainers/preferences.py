@@ -36,12 +36,12 @@ class PreferenceTrainer(CompletionTrainer):
     compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]
     _reference: tuple[str, ...]  # columns of the reference's log-probabilities
     _keeps_outputs = True
-    _measured_step = -1
+    _measured_step = -1  # latest step at which the contribution of media was measured
 
     def _construct(
         self, construct: Callable[..., None], arguments: dict[str, Any], loaded: Loaded, stand_in: dict[str, list]
     ) -> None:
-        """Runs TRL's constructor on a stand-in for the rows, which it would tokenize."""
+        """Runs TRL's constructor on stand-in rows, since it would tokenize the datasets."""
         args, datasets = arguments["args"], {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         self._starts_as_reference = arguments["ref_model"] is None
         if self._starts_as_reference:
@@ -55,11 +55,11 @@ class PreferenceTrainer(CompletionTrainer):
         ):
             arguments |= {"model": loaded.model, "processing_class": loaded.processing_class}
             if datasets["train_dataset"] is not None:  # else TRL raises
-                arguments["train_dataset"] = _without_rows(
+                arguments["train_dataset"] = _stand_in_rows(
                     datasets["train_dataset"], loaded.processing_class, stand_in
                 )
             if datasets["eval_dataset"] is not None:
-                arguments["eval_dataset"] = _without_rows(None, loaded.processing_class, stand_in)
+                arguments["eval_dataset"] = _stand_in_rows(None, loaded.processing_class, stand_in)
             construct(**arguments)
         self.train_dataset, self.eval_dataset = datasets.values()
         self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
@@ -68,8 +68,8 @@ class PreferenceTrainer(CompletionTrainer):
 
     def _precompute_reference(self, batch_size: int) -> None:
         """
-        Adds columns with the reference's log-probabilities to the datasets, the training one in batches of a size, and
-        drops the reference.
+        Adds columns with the reference's log-probabilities to the datasets, for the training dataset in batches of
+        `batch_size`, and drops the reference.
         """
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
@@ -97,17 +97,17 @@ class PreferenceTrainer(CompletionTrainer):
             for batch in self.get_eval_dataloader(dataset):
                 columns = self._reference_of(self._prepare_inputs(batch))
                 batches.append({name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns})
-        scored = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
+        indices = [i for i in range(len(dataset)) if i not in self._stream.left_out(dataset)]
         for name in batches[0]:
-            known = torch.cat([columns[name] for columns in batches])
-            if len(known) != len(scored):
+            column = torch.cat([columns[name] for columns in batches])
+            if len(column) != len(indices):
                 raise ValueError(
-                    f"The reference scored {len(known)} of {len(scored)} rows; with `precompute_ref_log_probs=True`, "
-                    "don't set `dataloader_drop_last`."
+                    f"The reference scored {len(column)} of {len(indices)} rows; with "
+                    "`precompute_ref_log_probs=True`, don't set `dataloader_drop_last`."
                 )
-            missing = torch.nan if known.is_floating_point() else -1
-            values = torch.full((len(dataset),), missing, dtype=known.dtype)
-            values[scored] = known
+            missing = torch.nan if column.is_floating_point() else -1
+            values = torch.full((len(dataset),), missing, dtype=column.dtype)
+            values[indices] = column
             dataset = dataset.add_column(name, values.tolist())
         if not lists_columns(dataset) and self._reference[0] not in dataset[0]:
             raise ValueError(
@@ -117,7 +117,7 @@ class PreferenceTrainer(CompletionTrainer):
         return dataset
 
     def _with_logps_of_reference(self, inputs: Batch) -> Batch:
-        """Returns a micro-batch with the reference's log-probabilities, of its rows or computed now."""
+        """Returns a micro-batch with the reference's log-probabilities, from columns of its rows or computed now."""
         if all(name in inputs for name in self._reference):
             return inputs
         is_reference = is_peft_model(self.model) or (self._starts_as_reference and self.state.global_step == 0)
@@ -131,7 +131,7 @@ class PreferenceTrainer(CompletionTrainer):
     # Update
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Scores of all completions of a micro-batch, in the order of `completion_ids`."""
+        """Returns scores of all completions of a micro-batch, in the order of `completion_ids`."""
         completions, packed = completions_to_score(self._policy, inputs, self.args)
         return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
 
@@ -149,8 +149,8 @@ class PreferenceTrainer(CompletionTrainer):
 
     def _measure_contribution(self, model: nn.Module, inputs: Batch) -> None:
         """
-        Logs how far media move the log-probabilities of some completions: with the first micro-batch of an update
-        where that is due, and with the first one of an evaluation that has media.
+        Logs how far media move the log-probabilities of some completions, for the first micro-batch of an update in
+        which this is due, and for the first micro-batch with media of an evaluation.
         """
         step, every, training = self.state.global_step, self.args.media_contribution_steps, self.model.training
         metrics, n = self._metrics["train" if training else "eval"], len(inputs["sequences"])
@@ -164,8 +164,8 @@ class PreferenceTrainer(CompletionTrainer):
             metrics[name].append(value)
 
 
-def _without_rows(dataset: Rows, processing_class: Processor, stand_in: dict[str, list]) -> Dataset | IterableDataset:
-    """Returns rows for TRL's constructor, which tokenizes them, or, with media, leaves them as they are."""
+def _stand_in_rows(dataset: Rows, processing_class: Processor, stand_in: dict[str, list]) -> Dataset | IterableDataset:
+    """Returns rows for TRL's constructor, which tokenizes them unless they have a column of media."""
     media = {"image": [None] * len(stand_in["prompt"])} if isinstance(processing_class, ProcessorMixin) else {}
     rows = Dataset.from_dict(stand_in | media)
     return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Base of trainers that read completions: the way of rows to micro-batches, and to scores."""
+"""Base of the trainers on datasets with completions: encoding of rows, micro-batches and their scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -48,14 +48,14 @@ NumItems = torch.Tensor | int | None
 
 class CompletionTrainer(CheckpointMixin):
     """
-    Base of the trainers that read completions. A subclass sets TRL's `data_collator` to a
+    Base of the trainers on datasets with completions. A subclass sets TRL's `data_collator` to a
     [`~trainers.sft_data.SupervisedCollator`].
     """
 
     data_collator: Any
     # Loss and scores of a micro-batch, from the model, its rows, and the number of learned tokens in the update
     _loss: Callable[[nn.Module, Batch, NumItems], tuple[torch.Tensor, Scores]]
-    _unseen: set[str]  # datasets whose columns are checked with their first batch
+    _unread_datasets: set[str]  # arguments of datasets whose columns are checked with the first batch
     _warned_of_positions = False
     _needs_plain_rows = False  # whether TRL's own forward gets the rows
     _keeps_outputs = False  # whether `compute_metrics` gets the scores
@@ -75,10 +75,11 @@ class CompletionTrainer(CheckpointMixin):
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
-        Freezes parts of the model, and sets up the stream of rows, with these `columns`, and the scores of
-        completions, packed if `packs` and if the model and its reference allow it, with these `outputs` of TRL's fused
-        head, which reward models don't have. `check` compares the first rows with the processor that `load_processor`
-        loads.
+        Freezes parts of the model, and sets up the stream of rows and the forward that scores completions.
+
+        Rows keep their `columns`. With `packs`, they are packed if the model and its reference allow it. `outputs` are
+        those of TRL's fused head, which reward models don't have. `check` compares the first rows with the outputs of
+        the processor from `load_processor`.
         """
         self._load_processor = load_processor
         freeze_and_check(self.model, self.args, self.optimizer)
@@ -92,7 +93,7 @@ class CompletionTrainer(CheckpointMixin):
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        self._unread_datasets = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         models = [self._unwrapped(module) for module in (self.model, self.ref_model) if module is not None]
         obstacle = next(filter(None, map(sharing_obstacle, models)), None)
         if obstacle and packs:
@@ -147,7 +148,7 @@ class CompletionTrainer(CheckpointMixin):
         return (loss, self._outputs(model, inputs, scores)) if return_outputs else loss
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
-        """Returns the predictions that `compute_metrics` gets, where outputs are kept."""
+        """Returns the predictions for `compute_metrics`, in trainers that keep outputs."""
         return SequenceClassifierOutput(logits=scores.values)
 
     def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
@@ -156,21 +157,21 @@ class CompletionTrainer(CheckpointMixin):
         return super().compute_loss(lambda **kwargs: next(calls), rows)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns a micro-batch for TRL's own forward, which keeps all outputs, in subclasses that allow it."""
+        """Returns a micro-batch for TRL's own forward, which keeps logits. Raises `ValueError` unless overridden."""
         raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         """Returns a micro-batch, and notes its columns and media for the model card."""
         batch, name, model = self.data_collator(rows), f"{split}_dataset", self.data_collator.model
         stored, sequences = [encoded.stored for encoded in rows], batch["sequences"]
-        if name in self._unseen:
-            self._unseen.remove(name)
+        if name in self._unread_datasets:
+            self._unread_datasets.remove(name)
             first = {name: [dict(row) for row in stored]}
             warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
         if not self._warned_of_positions:
             self._warned_of_positions = warn_of_positions(sequences, [encoded.row_index for encoded in rows], model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-        kinds = (encoded.modalities for encoded in batch.get("prompts", sequences))  # those of answers included
+        kinds = (encoded.modalities for encoded in batch.get("prompts", sequences))  # media in completions included
         self.card_notes.add(set().union(*stored), filter(None, prompts), kinds)
         if split == "train":
             self._show(stored[0], sequences[0])

@@ -56,7 +56,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             Dataset with `prompt`, `chosen` and `rejected`, as text or messages, and with the media columns that
             [`MultimodalGRPOTrainer`] takes. Media are in blocks of the messages, or in these columns, for the prompt
             and for placeholders of `prompt`, `chosen` and `rejected`, in this order. Optional columns are `margin`,
-            the number by which `chosen` is better at least, and `tie`, whether neither is better. Without `prompt`,
+            the least difference between both scores, and `tie`, `True` if neither is better. Without `prompt`,
             the prompt is the common start of both completions.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
@@ -173,7 +173,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         rows = {name: inputs[name] for name in ("attention_mask", "margin")}
         loss = self._loss_of_trl(rows, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)
-        # Loss of ties, whose completions differ by less than the margin, up to a constant: equation 10 of
+        # With TRL's term, the negative log-likelihood of a tie within the margin, up to a constant: equation 10 of
         # https://huggingface.co/papers/2409.17431
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
         self._leave_out_ties((chosen - rejected).detach(), tie)

@@ -102,7 +102,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     def _score_rollout(self, rollout: Rollout) -> None:
         exchanges = self._groups is not None and self.model.training
-        if self.beta != 0 or exchanges:  # for the KL penalty in the reward, and for groups in later updates
+        if self.beta != 0 or exchanges:  # for the KL penalty in the reward, or for groups that are replayed later
             rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps

@@ -35,7 +35,7 @@ class RolloutLog:
     tables: Mapping[str, Any]  # TRL's columns of completions
     extra: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
     pending: dict[str, list[float]]  # values that they passed to `log_metric`, by name
-    shown_by: CallbackHandler | None  # callbacks of the main process, which may have a console
+    main_handler: CallbackHandler | None  # callbacks of the main process, among them perhaps a console
 
     def __post_init__(self):
         args, self.media, self.hint = self.run.args, None, None
@@ -57,7 +57,7 @@ class RolloutLog:
             yield callback
 
     def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
-        """Logs rewards, `(N,)` of all ranks, prompts, completions and advantages; of those per token, the mean."""
+        """Logs prompts, completions, rewards (`(N,)`, of all ranks), and advantages (their mean if per token)."""
         run, per_func, names = self.run, require(rollout.rewards.per_func), self.run.rewards.names
         advantages = estimates.advantages
         run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
@@ -66,7 +66,7 @@ class RolloutLog:
         for i, name in enumerate(names):
             self.tables["rewards"][name].extend(per_func[:, i].tolist())
         self.tables["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
-        self._add_by_rewards(len(rollout))
+        self._add_reward_logs(len(rollout))
         self.add_completions(rollout)
 
     def add_completions(self, rollout: Rollout) -> None:
@@ -77,8 +77,8 @@ class RolloutLog:
             completions = rollout.source.completions if self.run.toolbox.tools else None
             self.media.add(rollout.source.messages, self.run.group_size, completions)
         console = None
-        if self.shown_by is not None and self.run.is_training:
-            console = console_of(self.shown_by.callbacks)
+        if self.main_handler is not None and self.run.is_training:
+            console = console_of(self.main_handler.callbacks)
         if console is not None and console.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
@@ -93,29 +93,29 @@ class RolloutLog:
             )
 
     def measure_groups(
-        self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, live: torch.Tensor
+        self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, has_signal: torch.Tensor
     ) -> None:
         """
-        Records which groups have rewards that differ, which have a mean reward outside the `dynamic_sampling_range`,
-        and the pass rates of rows, as far as the config asks for it.
+        Records groups with a mean reward outside of `dynamic_sampling_range`, groups without signal, for a hint, and
+        pass rates of rows, for difficulty sampling, if the config asks for it.
 
-        Shapes: `rewards`, `group_ids` and `live` (whether the group has signal) `(N,)`, of all ranks.
+        Shapes: `rewards`, `group_ids` and `has_signal` (of the completion's group) `(N,)`, of all ranks.
         """
         run, per_func, sampler = self.run, require(rollout.rewards.per_func), self.run.stream.sampler
-        name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
-        if wanted is not None:
-            bounded = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
-            outside = out_of_range(bounded, group_ids, wanted)
+        name, bounds = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
+        if bounds is not None:
+            column = rewards if name is None else per_func[:, reward_index(name, run.rewards.names)]
+            outside = out_of_range(column, group_ids, bounds)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
-            self.hint.measure(rewards, live, run.step)
+            self.hint.measure(rewards, has_signal, run.step)
         if sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             sampler.measure(run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.rewards.names)])
             known_frac, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
-    def _add_by_rewards(self, n: int) -> None:
+    def _add_reward_logs(self, n: int) -> None:
         """Logs values that reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
         for column in sorted(set(gather_object(list(self.extra)))):
             self.tables["extra"][column].extend(gather_object(self.extra.get(column, [None] * n)))

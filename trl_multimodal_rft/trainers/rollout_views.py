@@ -23,9 +23,9 @@ from .run import Run
 class Views(NamedTuple):
     """Prompts of a rollout under views, by the batch indices of their completions."""
 
-    share: dict[int, EncodedPrompt]  # of completions that are sampled from a view
-    contrast: dict[int, EncodedPrompt]  # of extra completions, which are the contrast
-    strength: float | None  # of the view of `share`, `None` without one
+    share: dict[int, EncodedPrompt]  # from which a share of each group is sampled
+    contrast: dict[int, EncodedPrompt]  # from which extra completions, the contrast, are sampled
+    strength: float | None  # strength of the view of `share`, `None` without a view
 
     def prompts(self, rollout: Rollout) -> list[EncodedPrompt]:
         """Returns the prompts to sample from: one for each completion, and one for each of the contrast."""
@@ -49,7 +49,7 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
 def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
     """
     Samples the completions of a rollout. In training, some of them may be sampled from a view, and extra ones from
-    another view as their contrast; [`take_views`] adds both facts to the rollout.
+    another view as their contrast; [`take_views`] marks the former and adds the latter to the rollout.
     """
     views = under_views(run, rollout, run.step)
     # One call, as all ranks must call the sampler equally often
@@ -80,7 +80,7 @@ def take_views(
 def _last_prompts_under(
     run: Run, rollout: Rollout, view: View, fraction: float, step: int
 ) -> dict[int, EncodedPrompt]:
-    """Returns prompts of the last completions of each group under a view, if it replaces media, by batch index."""
+    """Returns, by batch index, prompts under a view for each group's last completions, if it replaces their media."""
     first = run.accelerator.process_index * len(rollout)
     indices = last_of_groups(fraction, len(rollout), first, run.group_size)
     prompts = view_prompts(rollout.select(indices), view.seeded(run.args.seed, step), run.prompts)
@@ -128,5 +128,5 @@ def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int
 
 
 def _in_same_groups(mask: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Returns the mask `(N,)` of completions whose group has a marked one."""
+    """Returns the mask `(N,)` of all completions in groups with a completion in `mask`."""
     return mask.view(-1, group_size).any(1).repeat_interleave(group_size)

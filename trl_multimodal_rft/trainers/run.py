@@ -58,13 +58,13 @@ class RewardFunctions:
     functions: list[Any] = field(default_factory=list)
     processors: list[Any] = field(default_factory=list)  # of reward models, `None` for other functions
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    logs: dict[str, Callable[..., None] | None] = field(default_factory=dict)  # arguments by which functions log
-    loop: AbstractEventLoop | None = None  # of asynchronous functions
+    logs: dict[str, Callable[..., None] | None] = field(default_factory=dict)  # TRL's `log_extra` and `log_metric`
+    loop: AbstractEventLoop | None = None  # for asynchronous functions
     were_called: bool = False
 
 
-def held(holder: str, name: str) -> Any:
-    """Returns an attribute that an object of the run holds, such as `model` of `_live`."""
+def attribute_of(holder: str, name: str) -> Any:
+    """Returns a property that reads and sets an attribute of another object, such as `model` of `_live`."""
     return property(attrgetter(f"{holder}.{name}"), lambda owner, value: setattr(getattr(owner, holder), name, value))
 
 
@@ -72,7 +72,7 @@ def held(holder: str, name: str) -> Any:
 class MetricLog:
     """Metrics since the last log, of training and of evaluation."""
 
-    by_mode: Mapping[str, dict[str, list[float]]]  # TRL's
+    by_mode: Mapping[str, dict[str, list[float]]]  # TRL's `_metrics`
     live: Live
 
     @property
@@ -87,12 +87,12 @@ class MetricLog:
 
 @dataclass
 class CompletionSettings:
-    """Settings of completions that the trainer's arguments leave open."""
+    """Settings of completions that the trainer derives from its config, model and arguments."""
 
     ends: Sequence[int]  # tokens that end a completion
-    end_texts: Sequence[str]  # texts that end one
+    end_texts: Sequence[str]  # texts that end a completion
     group_sizes: tuple[int, int]  # completions per prompt, in training and in evaluation
-    encodes_text: bool  # otherwise `rollout_func` tokenizes prompts of text
+    encodes_text: bool  # `False` if `rollout_func` tokenizes prompts without media
 
     def has_ended(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
         """Returns whether a completion ends with a token or a text that ends completions."""
@@ -102,11 +102,11 @@ class CompletionSettings:
 
 @dataclass
 class Notices:
-    """Facts that a run checks or logs once, or when they change."""
+    """Record of checks and messages that a run doesn't repeat."""
 
-    unseen: set[str]  # datasets whose rows are checked with their first batch
-    positions: bool = False  # whether positions beyond the model's were warned of
-    mode_after_tools: str | None = None  # how generation continues after tools, as logged last
+    unread_datasets: set[str]  # arguments of datasets whose rows are checked with the first batch
+    positions: bool = False  # whether a warning of positions beyond the model's was logged
+    mode_after_tools: str | None = None  # message about generation after tools that was logged last
 
 
 @dataclass
@@ -160,8 +160,8 @@ class Run:
         for row in rows:
             check_has_prompt(row)
         name = "train_dataset" if self.is_training else "eval_dataset"
-        if name in self.notices.unseen:
-            self.notices.unseen.remove(name)
+        if name in self.notices.unread_datasets:
+            self.notices.unread_datasets.remove(name)
             modalities = input_modalities(self.prompts.model)
             warn_of_unread(self.args, {name: [dict(row) for row in rows]}, modalities, extent="first")
 
@@ -194,8 +194,8 @@ class Run:
         """Returns scores of a rollout, or of a part of it, without gradients."""
         args = self.args
         size = args.per_device_train_batch_size if self.is_training else args.per_device_eval_batch_size
-        trained: Any = self.model
-        with disable_gradient_checkpointing(trained, args.gradient_checkpointing_kwargs):
+        policy: Any = self.model
+        with disable_gradient_checkpointing(policy, args.gradient_checkpointing_kwargs):
             return score_in_batches(self.policy, model, rollout, size)
 
     def score_reference(self, rollout: Rollout) -> Scores:
@@ -206,7 +206,7 @@ class Run:
             return self.score(self.model, rollout)
 
     def reward(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> list[list[float | None]]:
-        """Returns the rewards of this rank's completions by each function, or with `only_first` by the first one."""
+        """Returns the rewards of this rank's completions by each function, or by the first one with `only_first`."""
         flight, rewards = rollout.source.flight, self.rewards
         early = None if flight is None or only_first else flight.early_rewards
         is_first, rewards.were_called = not rewards.were_called, True
@@ -258,26 +258,26 @@ class Run:
                 raise RuntimeError(f"All environments of a batch failed, so none is trained on; {reason}") from error
             logger.warning(f"{reason}; its completion isn't trained on.", main_process_only=False)
         if n_failed:
-            kept = torch.tensor([[error is None] for error in rollout.source.failures]).to(rollout.completion_mask)
-            rollout.completion_mask = rollout.completion_mask * kept
+            is_valid = torch.tensor([[error is None] for error in rollout.source.failures]).to(rollout.completion_mask)
+            rollout.completion_mask = rollout.completion_mask * is_valid
             for name in ("old_per_token_logps", "ref_per_token_logps"):
                 if (logps := getattr(rollout, name)) is not None:
-                    setattr(rollout, name, logps * kept)  # as those of masked tokens are
+                    setattr(rollout, name, logps * is_valid)  # masked tokens have log-probabilities of 0
             rollout.num_items_in_batch = self.accelerator.reduce(rollout.loss_mask.sum())
 
     def micro_batches(self, rollout: Rollout, shuffles: bool) -> list[Rollout]:
-        """Returns the micro-batches of a rollout, shuffled or with whole groups and about equal lengths."""
+        """Returns the micro-batches of a rollout, either shuffled, or with whole groups and balanced lengths."""
         if shuffles:
             rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL does
         else:
-            # With separate forwards, sharded ranks need the same modalities, which a move of groups could change
+            # With separate forwards (`isolate`), sharded ranks need micro-batches of the same modalities
             may_move = self.policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
             rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
             self.metrics.add(metrics)
-        parts = rollout.micro_batches(self.args.steps_per_generation)
-        self.metrics.add(rank_metrics(parts, self.accelerator))
-        self.metrics.add(packing_metrics(self.policy, self.prompts.model, parts))
-        return parts
+        micro_batches = rollout.micro_batches(self.args.steps_per_generation)
+        self.metrics.add(rank_metrics(micro_batches, self.accelerator))
+        self.metrics.add(packing_metrics(self.policy, self.prompts.model, micro_batches))
+        return micro_batches
 
     @property
     def accelerator(self) -> Accelerator:
@@ -312,7 +312,7 @@ class Run:
         return self.completions.group_sizes[not self.is_training]
 
     def tool_loop(self, sampler: Sampler, **options: Any) -> ToolLoop:
-        """Returns the loop that calls the tools of completions, with `options` as further fields."""
+        """Returns a loop that calls tools and continues completions; `options` replace or add its fields."""
         args = self.args
         fields: dict[str, Any] = {
             "encoder": self.prompts,

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks and loading of a trainer's parts before TRL's constructor."""
+"""Checks of a trainer's config, launch, datasets and model, and warnings about them."""
 
 import os
 import reprlib
@@ -63,6 +63,7 @@ _NOT_RECOMMENDATIONS |= {"decoder_start_token_id", "return_dict_in_generate", "t
 def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
+    """Returns a trainer's config, by default one that is named after the model. Raises `TypeError` for other types."""
     ignore_deprecated_names()
     check_instances(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
@@ -83,6 +84,7 @@ def resolve_config(
     return args
 
 
+# Start of errors that go on with the thing that needs the name
 LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
 
 
@@ -142,8 +144,8 @@ def warn_of_unread(
     supervised: bool = False,
 ) -> None:
     """
-    Warns of media in datasets that nothing reads, or raises an error, see [`check_columns`]. `datasets` are by the
-    trainer's arguments, `takes` are the model's modalities, and with `extent="first"` only first rows are given.
+    Warns of media that no prompt contains, or raises an error, see [`check_columns`]. `datasets` have the names of the
+    trainer's arguments as keys, `takes` are the model's modalities, and `extent="first"` stands for the first rows.
     """
     for argument, value in datasets.items():
         reads = ("completion", "messages", "chosen", "rejected") if supervised else args.teacher_columns
@@ -177,13 +179,13 @@ def modalities(model: Any, args) -> Collection[str]:
 
 
 def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
-    """Returns whether some rows are checked only once training reads them: of a stream, or of unknown columns."""
+    """Returns whether rows can't be checked before training reads them, as they are streamed or transformed."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(part, IterableDataset) or not lists_columns(part) for part in datasets if part is not None)
 
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
-    """Returns the largest number of media per prompt by modality, for the memory of an engine; empty if unknown."""
+    """Returns the largest number of media per prompt by modality, for which an engine needs memory, if it is known."""
     parts = [part for entry in datasets for part in (entry.values() if isinstance(entry, dict) else [entry])]
     results = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
     counts = [entry for entry in results if entry is not None]
@@ -194,10 +196,10 @@ def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
 
 def check_launch(args: TrainerConfig, model: Any) -> None:
     """
-    Raises an error for launches that Accelerate or `Trainer` would silently misinterpret: several processes, each of
-    which would train alone, one process where several were meant, several GPUs in one process, and tensor, context or
-    sequence parallelism, whose ranks share rows. Also raises one for DeepSpeed configs that step with gradients that
-    aren't finite.
+    Raises an error if Accelerate or `Trainer` would silently misinterpret the launch: if several processes would train
+    separately, if one process runs in place of several, if a process has several GPUs, or if ranks share rows (tensor,
+    context or sequence parallelism). Also raises one if the DeepSpeed config allows updates with gradients that aren't
+    finite.
     """
     check_one_run(
         args.world_size,
@@ -270,13 +272,13 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
 
 
 def warn_of_truncation(args: SamplingConfig) -> None:
-    """Warns that the correction for vLLM is biased if options exclude tokens from sampling (huggingface/trl#6789)."""
-    cut = [f"`{name}={value}`" for name, value in truncation(args).items()]
-    if cut and args.use_vllm and args.vllm_importance_sampling_correction:
+    """Warns if options that exclude tokens from sampling bias the correction for vLLM (huggingface/trl#6789)."""
+    options = [f"`{name}={value}`" for name, value in truncation(args).items()]
+    if options and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
-            f"With {' and '.join(cut)}, vLLM says how likely a token is among those that are left, and the trainer "
-            "among all, so the importance ratios that correct for vLLM are too small, and the self-check can't "
-            "compare both. Leave these options alone, or set `vllm_importance_sampling_correction=False`."
+            f"With {' and '.join(options)}, vLLM says how likely a token is among those that are left, and the "
+            "trainer among all, so the importance ratios that correct for vLLM are too small, and the self-check "
+            "can't compare both. Leave these options alone, or set `vllm_importance_sampling_correction=False`."
         )
 
 
@@ -295,7 +297,7 @@ def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
 
 
 def check_takes_tools(processing_class) -> None:
-    """Raises `ValueError` for a chat template that tools can't be trained with."""
+    """Sets TRL's schema of tool calls. Raises `ValueError` if the chat template has no tools or an unknown schema."""
     name = type(processing_class).__name__
     tokenizer = tokenizer_of(processing_class)
     if not supports_tool_calling(processing_class):

@@ -64,8 +64,7 @@ class SupervisedCollator:
 
         Returns:
             `dict`: `sequences` ([`~encoding.supervised.SupervisedSequence`]); `labels`, `(B, P)`, -100 on tokens that
-            aren't learned; and `plain(load, i)`, which returns what the processor that `load()` returns makes of row
-            `i`.
+            aren't learned; and `plain(load, i)`, which returns the outputs for row `i` of the processor from `load()`.
         """
         sequences, stored = self._encoded(rows), self._stored(rows)
         labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
@@ -95,7 +94,10 @@ class SupervisedCollator:
         return plain_outputs(encoder.conversation(row, answer), processor, self.args.audio_overlong, kwargs)
 
     def encode(self, row: Row) -> SupervisedSequence:
-        """Returns a row as a sequence of at most `max_length` tokens."""
+        """
+        Returns a row as a sequence of at most `max_length` tokens. Raises `MediaError` if that would cut media, and
+        `OverlongRow` if no learned token is left.
+        """
         args = self.args
         if row.get("input_ids"):
             sequence = self.encoder.encode_tokens(row, args.completion_only_loss)
@@ -132,13 +134,13 @@ class SupervisedCollator:
         tools, variables = row.get("tools"), row.get("chat_template_kwargs") or {}
         tools = json.loads(tools) if isinstance(tools, str) else tools
         variables = {name: value for name, value in variables.items() if value is not None}
-        if refused := sorted(_ARGUMENTS & variables.keys()):
+        if reserved := sorted(_ARGUMENTS & variables.keys()):
             raise ValueError(
-                f"row {row.row_index}, column 'chat_template_kwargs': {refused} are no variables of a row; set "
+                f"row {row.row_index}, column 'chat_template_kwargs': {reserved} are no variables of a row; set "
                 "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
             )
         # Processors would take other names as arguments of their own, such as `images`
-        known = {name: value for name, value in variables.items() if name in self._template_names}
+        variables = {name: value for name, value in variables.items() if name in self._template_names}
         mode = self.args.special_tokens_in_text or "warn"
 
         def checked(value: Any, column: str) -> Any:
@@ -146,7 +148,7 @@ class SupervisedCollator:
                 value, self.processing_class, mode, f"row {row.row_index}, column '{column}'"
             )
 
-        return {"tools": checked(tools, "tools") or None, **checked(known, "chat_template_kwargs")}
+        return {"tools": checked(tools, "tools") or None, **checked(variables, "chat_template_kwargs")}
 
     @cached_property
     def _template_names(self) -> set[str]:
@@ -217,13 +219,13 @@ class SupervisedCollator:
 
 
 def lacking(name: str, columns: set[str], needed: str, layout: str | None) -> ValueError:
-    """Returns the error of a dataset that lacks the needed columns; the `layout` is that of another tool, if any."""
+    """Returns the error for a dataset without the needed columns; `layout` is its layout if another tool made it."""
     remedy = "" if layout is None else f"; {prepared(layout)}"
     return ValueError(f"The {name} dataset has the columns {sorted(columns)}; it needs {needed}{remedy}.")
 
 
 def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
-    """Returns the tokenized rows with a label that `max_length` keeps."""
+    """Returns a tokenized dataset without the rows that lose all labels to `max_length`. Raises if that is unclear."""
     if "completion_mask" in columns and "labels" not in columns and args.completion_only_loss is None:
         raise ValueError(
             f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
@@ -233,9 +235,9 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
     has_columns = isinstance(dataset, Dataset) and lists_columns(dataset)
     if not has_columns or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
         return dataset
-    kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
+    window = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     completion_only = args.completion_only_loss
-    remaining = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, completion_only)[kept]))
+    remaining = dataset.filter(lambda row: any(label != -100 for label in row_labels(row, completion_only)[window]))
     if n_dropped := len(dataset) - len(remaining):
         logger.warning(f"{n_dropped} rows of the {name} dataset are dropped: `max_length` leaves nothing to learn.")
     return remaining

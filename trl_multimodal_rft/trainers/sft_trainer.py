@@ -132,7 +132,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         ):
             arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
             arguments["eval_dataset"] = eval_dataset
-            # The constructor reads the first row, of which Arrow's format decodes no media
+            # The constructor reads the first row, whose media stay undecoded in Arrow's format
             in_arrow = isinstance(train_dataset, Dataset)
             arguments["train_dataset"] = train_dataset.with_format("arrow") if in_arrow else undecoded(train_dataset)
             super().__init__(**arguments)

@@ -19,14 +19,14 @@ from ..reporting.events import EventPart
 
 logger = get_logger(__name__)
 
-# Signals that end a run, as far as the system has them: Slurm sends SIGUSR1, a terminal that closes SIGHUP
+# Signals that end a run, if the system has them; Slurm sends SIGUSR1, and a terminal sends SIGHUP when it is closed
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 
 _MESSAGE = (
     b"\nThis run saves a checkpoint after its current step, and ends; `resume_from_checkpoint=True` resumes it.\n"
 )
 
-# Programs, or modules of Python, that start processes and wait for them
+# Programs and Python modules that start processes and wait for them
 _LAUNCHERS = {
     "trl-multimodal-rft",
     "accelerate",
@@ -40,7 +40,7 @@ _LAUNCHERS = {
 class EndOnSignal(TrainerCallback):
     """
     Callback that ends a run with a checkpoint on SIGTERM, SIGUSR1, SIGHUP or SIGINT, after the optimizer step in which
-    any of its processes got the signal: only then are weights, optimizer and rollouts of the same moment. A second
+    any of its processes got the signal, since weights, optimizer and rollouts match only between steps. A second
     SIGINT ends the run at once; other signals don't, since launchers repeat signals to their processes.
     """
 
@@ -64,7 +64,7 @@ class EndOnSignal(TrainerCallback):
         handlers = {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
         terminals = [output for output in (1, 2) if os.isatty(output)]
 
-        def ask(number: int, frame: FrameType | None):
+        def handle(number: int, frame: FrameType | None):
             self._has_signal = True
             if number == signal.SIGINT:
                 signal.signal(number, handlers[number])
@@ -74,7 +74,7 @@ class EndOnSignal(TrainerCallback):
             os.write(2, _MESSAGE)  # the signal may have interrupted a `print`
 
         for signum in handlers:
-            signal.signal(signum, ask)
+            signal.signal(signum, handle)
         try:
             yield
         finally:

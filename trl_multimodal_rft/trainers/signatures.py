@@ -23,5 +23,5 @@ Optimizers = tuple[Optimizer | None, LambdaLR | None]
 
 
 def arguments_of(scope: dict[str, Any], *left_out: str) -> dict[str, Any]:
-    """Returns the arguments of a constructor but for those `left_out`, from its `locals()` at the start."""
+    """Returns a constructor's arguments, except the names in `left_out`, from the `locals()` in `scope`."""
     return {name: value for name, value in scope.items() if name not in ("self", "__class__", *left_out)}

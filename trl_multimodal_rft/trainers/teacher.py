@@ -70,14 +70,14 @@ def check_teacher(
     student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: "MultimodalDistillationConfig"
 ) -> None:
     """Raises `ValueError` for a teacher whose tokens, or whose features of media, differ from the student's."""
-    obstacle = _other_config(student, teacher, isinstance(processor, ProcessorMixin))
+    obstacle = _config_difference(student, teacher, isinstance(processor, ProcessorMixin))
     name = get_config_model_id(teacher.config)
     if obstacle is None and name:
         try:
             other = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
         except (OSError, ValueError):
             other = None  # the teacher was saved without a processor, or this process can't read it
-        obstacle = None if other is None else _other_processor(processor, other)
+        obstacle = None if other is None else _processor_difference(processor, other)
     if obstacle is not None:
         raise ValueError(
             f"The teacher {type(teacher).__name__} can't score completions of the student {type(student).__name__}, "
@@ -85,8 +85,8 @@ def check_teacher(
         )
 
 
-def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
-    """Returns how the tokens or modalities of two models differ by their configs, or `None`."""
+def _config_difference(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
+    """Returns the difference in tokens or modalities between two models by their configs, or `None`."""
     sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         return f"it has vocab_size {sizes[1]}, the student {sizes[0]}"
@@ -104,8 +104,8 @@ def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media:
     return None
 
 
-def _other_processor(student: Processor, teacher: Processor) -> str | None:
-    """Returns how the tokens or the features of two processors differ, or `None`."""
+def _processor_difference(student: Processor, teacher: Processor) -> str | None:
+    """Returns the difference in tokens or features between two processors, or `None`."""
     tokenizers = [tokenizer_of(side) for side in (student, teacher)]
     vocabularies = [side.get_vocab() for side in tokenizers]
     for token, index in vocabularies[0].items():
@@ -136,8 +136,9 @@ def rule_of(model: PreTrainedModel, role: str) -> HeadRule:
 def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
     Returns the prompts of completions as the teacher reads them: with the row's columns for the teacher in place of
-    the student's, and under the `teacher_view`. Completions that share a prompt share the teacher's prompt, too; where
-    both prompts are equal, the teacher's is the rollout's object.
+    the student's, and under the `teacher_view`. Completions that share a prompt share the teacher's prompt, too; if
+    teacher and student read the same prompt, it is the rollout's object. Raises `ValueError` for columns of the
+    teacher with tools.
     """
     separate = [reads_apart(row.stored) for row in rows]
     if any(separate):
@@ -148,10 +149,10 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
                 f"{column!r} can't be used with `tools`; remove one of them."
             )
         conversations, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
-        students = rollout.source.messages
+        student_messages = rollout.source.messages
         messages = [
             conversation if is_separate else student
-            for student, conversation, is_separate in zip(students, conversations, separate, strict=True)
+            for student, conversation, is_separate in zip(student_messages, conversations, separate, strict=True)
         ]
         for prompt, row, conversation, is_separate in zip(rollout.prompts, rows, messages, separate, strict=True):
             if not is_separate or row.teachers is not None:
@@ -181,7 +182,8 @@ def server_teacher(
     if server.vocab_size != size:
         obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {size}"
     else:
-        obstacle = _other_processor(processor, load_processor(server.name, server.revision, args.trust_remote_code))
+        teacher_processor = load_processor(server.name, server.revision, args.trust_remote_code)
+        obstacle = _processor_difference(processor, teacher_processor)
     if obstacle is not None:
         raise ValueError(f"The teacher {server.name!r} can't score completions of the student: {obstacle}.")
     return server
@@ -239,7 +241,7 @@ class Teacher:
             yield student
 
     def target(self, rollout: Rollout) -> Target:
-        """Returns the teacher's distributions for the tokens of a micro-batch, which a server has computed before."""
+        """Returns the teacher's distributions for a micro-batch, from a server's earlier answer or from a forward."""
         args, mask, policy = self.run.args, rollout.loss_mask, self.run.policy
         if rollout.teacher.ids is not None:
             distributions = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
@@ -261,7 +263,7 @@ class Teacher:
 def top_k_of(
     states: torch.Tensor, head: Head, mask: torch.Tensor, k: int, temperature: float
 ) -> dict[str, torch.Tensor]:
-    """Returns the `k` most likely tokens where the mask `(B, C)` is 1, and their log-probabilities, `(B, C, k)`."""
+    """Returns `ids` and `logps`, `(B, C, k)`, of the `k` most likely tokens where the mask `(B, C)` is 1, else 0."""
     indices = mask.flatten().nonzero()[:, 0]
     top_k = top_k_tokens(states.flatten(0, 1).index_select(0, indices), head, k, temperature)
     placed = (

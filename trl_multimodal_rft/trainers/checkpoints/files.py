@@ -30,11 +30,11 @@ from ...models.wrapped import is_unsharded
 from ...rollout.groups import SAVED_CLASSES
 
 
-# Folder of checkpoints that aren't whole yet or are about to be deleted, and in it, of one that is being replaced
+# Folder of checkpoints that are being written or deleted, and in it, the folder of one that is being replaced
 PARTIAL = "_partial_checkpoint"
 _REPLACED = "replaced"
 
-# Words of the `RuntimeError` that `torch.save` raises where it can't write
+# Words of the `RuntimeError` that `torch.save` raises if it can't write
 _WRITE_ERRORS = ("inline_container", "Parent directory")
 
 
@@ -42,23 +42,25 @@ _WRITE_ERRORS = ("inline_container", "Parent directory")
 
 
 def step_of(checkpoint: Path) -> int:
+    """Returns the step in the name of a checkpoint's folder, or 0 for other folders."""
     step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(step) if step.isdecimal() else 0
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
+    """Returns the checkpoints in a folder, sorted by step."""
     paths = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
     return sorted(paths, key=step_of)
 
 
-def surplus_checkpoints(newest: Path, limit: int | None, kept: Collection[Path]) -> list[Path]:
-    """Returns the checkpoints beyond a limit, first those of later steps than the newest, then the oldest."""
+def surplus_checkpoints(newest: Path, limit: int | None, needed: Collection[Path]) -> list[Path]:
+    """Returns the checkpoints to delete beyond a limit, first any of later steps than the newest, then the oldest."""
     if limit is None or limit <= 0:
         return []
-    # Steps tell the order, as a copy changes times of folders. Checkpoints after the newest are of an earlier run
+    # Sorted by step, as copies change times of folders. Checkpoints of later steps were saved by an earlier run
     paths = sorted(checkpoints(newest.parent), key=lambda path: step_of(path) <= step_of(newest))
-    surplus = max(0, len(paths) - max(limit, len(kept)))
-    return [checkpoint for checkpoint in paths if checkpoint not in kept][:surplus]
+    surplus = max(0, len(paths) - max(limit, len(needed)))
+    return [checkpoint for checkpoint in paths if checkpoint not in needed][:surplus]
 
 
 def replace_folder(written: Path, target: Path) -> None:
@@ -76,7 +78,7 @@ def replace_folder(written: Path, target: Path) -> None:
 
 @contextmanager
 def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None]:
-    """Names the checkpoint in write errors within the context, and removes `partial` to free the disk."""
+    """Adds the checkpoint and a remedy to write errors within the context, and removes `partial` to free the disk."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -137,25 +139,26 @@ def load_rollout_state(
 
 
 def whole_state_dict(
-    accelerator: Accelerator, module: nn.Module, kept: bool, select: Callable[[str], bool] = bool
+    accelerator: Accelerator, module: nn.Module, keeps: bool, select: Callable[[str], bool] = bool
 ) -> dict[str, torch.Tensor] | None:
     """
-    Gathers sharded weights of a module on the CPU, one by one: those with names that `select` accepts, by default all.
-    All processes have to call this.
+    Gathers the sharded weights of a module on the CPU, one at a time, if `select` accepts their names. All processes
+    have to call this.
 
-    Returns the state dict, empty unless `kept`; `None` if weights aren't sharded, so that the module's own is whole.
+    Returns the state dict if this process `keeps` it, or else an empty one; `None` if weights aren't sharded, as the
+    module's `state_dict` is then whole.
     """
     if is_unsharded(accelerator):
         return None
     gather = DistributedBackend(accelerator).gather_params
-    copies: dict[int, torch.Tensor] = {}  # copies tied weights once
+    copies: dict[int, torch.Tensor] = {}  # by id, so that tied weights are copied once
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not select(name):
             continue
         with gather([value]):
             weight = value.full_tensor() if isinstance(value, DTensor) else value
-            if kept:
+            if keeps:
                 if id(value) not in copies:
                     copies[id(value)] = weight.detach().to("cpu", copy=True)
                 state[name] = copies[id(value)]
@@ -163,7 +166,7 @@ def whole_state_dict(
 
 
 def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path, writes: bool) -> None:
-    """Saves a model with whole weights for `from_pretrained`. All processes have to call this."""
+    """Saves a model with whole weights for `from_pretrained`, if this process `writes`. All processes must call it."""
     model = accelerator.unwrap_model(model)
     state = whole_state_dict(accelerator, model, writes)
     if writes:
@@ -178,7 +181,7 @@ def save_without_weights(
     writes: bool,
 ) -> None:
     """
-    Saves config and processor of a model with weights that are saved elsewhere. Adapters, which are small, are saved
+    Saves config and processor of a model whose weights are saved elsewhere. Adapters, which are small, are saved
     whole. All processes have to call this.
     """
     policy = policy_alone(accelerator.unwrap_model(model))
@@ -197,13 +200,16 @@ def save_without_weights(
 
 @whole_weights()
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:
-    """Loads the weights in a folder into a model, which may be sharded. All processes have to call this."""
+    """
+    Loads the weights in a folder into a model, which may be sharded. Raises `FileNotFoundError` if the folder has no
+    model. All processes have to call this.
+    """
     if not Path(folder, CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}, so it isn't a saved model, or no longer a whole one.")
     model = accelerator.unwrap_model(model)
     model_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if accelerator.distributed_type == DistributedType.FSDP:
-        # On other processes, transformers may skip the weights
+        # transformers may load weights on the main process only, so the others get them by broadcast
         first = accelerator.is_main_process
         state = model_class.from_pretrained(folder, dtype=model.dtype).state_dict() if first else {}
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -211,7 +217,7 @@ def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         return
     saved_model = model_class.from_pretrained(folder, dtype=model.dtype)
-    if is_deepspeed_zero3_enabled():  # it has sharded the loaded model, too
+    if is_deepspeed_zero3_enabled():  # ZeRO-3 has sharded the loaded model, too
         SyncRefModelCallback.sync_target_model(saved_model, model, 1.0)
     else:
         model.load_state_dict(saved_model.state_dict())

@@ -32,7 +32,7 @@ def write_manifest(
 ) -> None:
     """
     Writes the sizes and checksums (CRC-32) of all files of a checkpoint, and the `algorithm` of the run. If `measured`
-    doesn't hold sizes and checksums, this function reads the files.
+    is `None`, the files are read to get sizes and checksums.
     """
     entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
     content = {"algorithm": algorithm, "model_only": model_only, "datasets": fingerprints or {}, "files": entries}
@@ -46,6 +46,7 @@ def measure_together(folder: Path, process_index: int, num_processes: int) -> di
 
 
 def verify_checkpoint(checkpoint: str | Path) -> list[str]:
+    """Returns the faults of a checkpoint: files that are missing, changed or unreadable; none if it is whole."""
     folder = Path(checkpoint)
     try:
         if not folder.is_dir():
@@ -147,7 +148,7 @@ def _measure(file: Path) -> tuple[int, int]:
 
 
 def _change(file: Path, expected: tuple[int, int]) -> str | None:
-    """Returns the difference of a file from its entry, or `None`; a file of another size isn't read."""
+    """Returns the difference between a file and its entry in the manifest, or `None`; reads files of equal size."""
     try:
         size = file.stat().st_size
         if size != expected[0]:
@@ -158,7 +159,7 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
 
 
 def _damage(file: Path) -> str | None:
-    """Returns the damage of a file that no manifest lists, as far as its format shows it, or `None`."""
+    """Returns the damage of a file that no manifest lists, if its format shows any, or `None`."""
     if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
         return None
     try:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checkpoints, written whole or not at all, verified before a run resumes from them, and published."""
+"""Base of all trainers: checkpoints that are whole or absent, resuming, skipped updates, and publishing."""
 
 import json
 import shutil
@@ -96,7 +96,7 @@ class CheckpointMixin(Trainer):
     _train_loader: Callable[[], DataLoader]
     _eval_loader: Callable[..., DataLoader]
     card_notes: CardNotes
-    _name: Any  # these three are TRL's
+    _name: Any  # TRL's, as are `_paper` and `_tag_names`
     _paper: Any
     _tag_names: list[str]
     max_completion_length: Any
@@ -138,6 +138,7 @@ class CheckpointMixin(Trainer):
         return unwrapped(self.accelerator, model)
 
     def _save_without_repository(self) -> None:
+        """Saves the model and its card before the first push, for which a repository may be missing."""
         if self.hub_model_id is None:
             self.save_model(_internal_call=True)
             self.create_model_card()
@@ -209,7 +210,7 @@ class CheckpointMixin(Trainer):
         """Tells the sampling engine, if there is one, that the weights may differ from those of the last step."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
-        """Returns the checkpoint to resume from, the same on all processes."""
+        """Returns the checkpoint to resume from, the same on all processes. Raises `ValueError` if none is whole."""
         folders = [str(resume_from)]
         if resume_from is True:
             folders = [str(path) for path in reversed(checkpoints(self.args.output_dir))]
@@ -292,7 +293,7 @@ class CheckpointMixin(Trainer):
         return True
 
     def _load_parts(self, folder: Path) -> None:
-        """Loads the files of [`_save_parts`] if weights aren't sharded; else the engine restores them."""
+        """Loads the files that [`_save_parts`] saved, if weights aren't sharded; else the engine restores them."""
 
     def _load_state(self, folder: Path) -> None:
         if self._reference_moves:
@@ -321,7 +322,7 @@ class CheckpointMixin(Trainer):
     # State of the rollouts
 
     def _rollout_state(self) -> dict[str, Any]:
-        """Returns the state from which this process continues as if it hadn't stopped."""
+        """Returns the state from which this process resumes as if it hadn't stopped."""
         return {
             "metrics": dict(self._metrics["train"]),
             **self.checks.state_dict(),
@@ -408,8 +409,8 @@ class CheckpointMixin(Trainer):
             self._write_checkpoint(temporary_folder / name, target)
             if args.should_save:
                 replace_folder(temporary_folder / name, target)
-                kept = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
-                for checkpoint in surplus_checkpoints(target, args.save_total_limit, kept):
+                needed = {target, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
+                for checkpoint in surplus_checkpoints(target, args.save_total_limit, needed):
                     if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
                         checkpoint.rename(temporary_folder / checkpoint.name)
                 shutil.rmtree(temporary_folder, ignore_errors=True)  # the next save removes leftovers
@@ -445,7 +446,7 @@ class CheckpointMixin(Trainer):
             write_manifest(folder, args.save_only_model, self._fingerprints(), measurements, self._tag_names[1])
 
     def _save_state(self, folder: Path) -> None:
-        """Saves state to resume from beyond optimizer, schedule and random states. All processes have to call this."""
+        """Saves the state of a run that transformers doesn't save. All processes have to call this."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self._reference_moves:
             save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
@@ -515,29 +516,29 @@ class CheckpointMixin(Trainer):
     def _backward_by_parts(
         self, model: nn.Module, loss: torch.Tensor, parts: DeferredParts, divisor: int
     ) -> torch.Tensor:
-        """Runs the backward passes of a micro-batch's parts but the last, and returns the loss for that one."""
+        """Runs the backward passes of all parts of a micro-batch but the last, and returns the last part's loss."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["token_budget/parts"].append(float(len(parts.parts)))
         metrics["token_budget/extra_time"].append(parts.seconds)
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """Skips an update whose gradient isn't finite."""
+        """Returns the gradient's norm. Skips the update if the gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
-        facts = self.state.global_step, self._n_skipped, self._max_skipped
-        skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *facts)
+        counts = self.state.global_step, self._n_skipped, self._max_skipped
+        skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *counts)
         self._metrics["train"]["skipped_updates"].append(float(skipped))
         return norm
 
     def _check_policy(self) -> None:
-        """Raises if weights to sample from aren't finite, once per update. All processes have to call this."""
+        """Raises if weights to sample from aren't finite, checked once per update. All processes have to call this."""
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
 
 
 class _RestoreState(TrainerCallback):
-    """Callback that restores the state that transformers doesn't, after optimizer and schedule."""
+    """Callback that restores state that transformers doesn't restore, after the optimizer and the schedule."""
 
     def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
         self.checkpoint, self.load = checkpoint, load
