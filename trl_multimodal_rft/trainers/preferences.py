@@ -124,7 +124,7 @@ class PreferenceTrainer(CompletionTrainer):
         if self.args.precompute_ref_log_probs and self.ref_model is None and not is_reference:
             raise ValueError(
                 "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate` "
-                "after an update, or that was another model; pass it as `eval_dataset` to the trainer."
+                "after an update, or whose reference was another model; pass it as `eval_dataset` to the trainer."
             )
         return inputs | self._reference_of(inputs)
 
