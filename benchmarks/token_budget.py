@@ -68,10 +68,10 @@ class Watched(MultimodalGRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)
-        self._live = Watch()
+        self._memory = Watch()
         self._held, self._tokens, self._start = 0, 0, time.process_time()
         if self.watch == "memory":
-            self._watching.enter_context(self._live)
+            self._watching.enter_context(self._memory)
         self._watched = inputs
         return inputs
 
@@ -79,7 +79,7 @@ class Watched(MultimodalGRPOTrainer):
         backward = self.accelerator.backward
 
         def watched(*inputs, **options):
-            self._held = max(self._held, self._live.now)
+            self._held = max(self._held, self._memory.now)
             return backward(*inputs, **options)
 
         def count(decoder, args, kwargs):
@@ -101,7 +101,7 @@ class Watched(MultimodalGRPOTrainer):
                 batch=self._watched,
                 tokens=self._tokens,
                 held=self._held,
-                peak=self._live.peak,
+                peak=self._memory.peak,
                 seconds=seconds,
             )
         )

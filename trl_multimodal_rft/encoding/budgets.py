@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.video_processing_utils import BaseVideoProcessor
 
 
-# The least number of tokens of an image that Gemma 4's processor takes
+# Fewest tokens per image that Gemma 4's processor accepts
 _FEWEST_SOFT_TOKENS = 70
 
 
@@ -92,7 +92,7 @@ def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> l
 def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
     """
     Returns arguments that keep an image processor within `most` pixels if it enlarges images to its own canvas: its
-    number of tiles, its longest edge or its number of tokens. Other processors need only smaller images.
+    number of tiles, its longest edge or its number of tokens. For others, smaller images suffice.
     """
     if processor is None or most == math.inf:
         return {}

@@ -35,7 +35,7 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
 
 
 def adopt_template(processor: Processor) -> None:
-    """Gives a processor without a chat template its tokenizer's, as only the tokenizer's config may hold one."""
+    """Gives a processor without a chat template its tokenizer's, as sometimes only its tokenizer has one."""
     if isinstance(processor, ProcessorMixin) and getattr(processor, "chat_template", None) is None:
         processor.chat_template = getattr(tokenizer_of(processor), "chat_template", None)
 

@@ -86,7 +86,7 @@ def decode(
             Arguments as `generate` prepares them. The only criteria in use are end-of-sequence tokens and the length,
             see [`decodes`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
-            Left-padded prompts, shape `(B, P)`, and the logits behind them, shape `(B, V)`.
+            Left-padded prompts, shape `(B, P)`, and the logits after them, shape `(B, V)`.
         layout ([`~forward.decoding.Decoding`], *optional*):
             Prompts that completions share in the cache.
         keeps (`bool`, *optional*):
@@ -94,7 +94,7 @@ def decode(
         in_step (`bool`, *optional*):
             Whether ranks need each other's forwards, so that all ranks go on until the last one has ended.
         runs ([`~engines.graphs.TokenStep`], *optional*):
-            Runner of decoding steps, used if the layout has a `room`, in which shapes don't change.
+            Runner of decoding steps, used if the layout's `room` keeps shapes static.
         casts_once (`bool`, *optional*):
             Whether autocast casts weights once, see [`~engines.graphs.weights_cast_once`].
 
@@ -123,7 +123,7 @@ def decode(
     runs = TokenStep() if runs is None or layout is None or not layout.room else runs
 
     def forward() -> torch.Tensor:
-        """Returns the logits behind the input tokens of `step`, whose inputs and positions change in place."""
+        """Returns the logits after the input tokens of `step`, whose inputs and positions change in place."""
         step["position_ids"].add_(1)
         if layout is not None:
             layout.advance()
@@ -187,7 +187,7 @@ def decode(
 
 
 def _last_positions(step: dict[str, torch.Tensor | None], cache: Cache) -> torch.Tensor:
-    """Returns the positions of the last tokens; without position ids, the last index in the cache, with padding."""
+    """Returns the positions of the last tokens; without position ids, the last cache index, counting padding."""
     positions, ids = step["position_ids"], cast(torch.Tensor, step["input_ids"])
     return ids.new_full(ids.shape, cache.get_seq_length() - 1) if positions is None else positions.clone()
 
@@ -206,7 +206,7 @@ def _first_false(values: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _select_rows(cache: Cache, layout: Decoding | None, index: torch.Tensor) -> None:
-    """Keeps the completions at an index in the cache and in its mask."""
+    """Keeps only the rows `index` of the cache and of its mask."""
     cache.reorder_cache(cast(torch.LongTensor, index))
     if layout is not None and layout.mask is not None:
         layout.mask = layout.mask[index]

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class EarlyRewards(NamedTuple):
-    """Rewards of completions in flight, by functions that only wait, and the entries that these functions logged."""
+    """Rewards of completions in flight, by functions that await servers, and the entries that they logged."""
 
     values: dict[str, list[float | None]]
     logged: list[tuple[str, str, Any]]  # logging argument, such as `log_metric`, name and value
@@ -36,8 +36,8 @@ class EarlyRewards(NamedTuple):
 
 class EarlyCalls:
     """
-    Serializer of calls: threads call a function one after another, as one call may open all the connections that the
-    function may have. After an error, every further call raises that error.
+    Serializer of calls: threads call a function one after another, as one call may use all the
+    function's connections. After an error, every further call raises that error.
     """
 
     def __init__(self):
@@ -76,7 +76,7 @@ class PendingBatch:
     batch: Any  # the object that the loader yields later, so that rows are read once
     numbers: list[int]  # row indices of its completions
     answers: dict[Key, Future[Answer]]
-    rewards: dict[Key, Future[EarlyRewards]]  # rewards by functions that only wait, if there are any
+    rewards: dict[Key, Future[EarlyRewards]]  # rewards by functions that await servers, if there are any
     views: Any  # views from which some completions are sampled
     probes: list[tuple[Any, EngineRequest]]  # prompts and requests for checks of the engine
 
@@ -95,7 +95,7 @@ class InFlight:
         max_staleness (`int`):
             Number of batches that may be requested beyond the batch that is to be trained on.
         patience (`float`):
-            Seconds of all waits between the attempts of a request.
+            Longest total wait between a request's attempts, in seconds.
         changes_weights (`bool`):
             Whether a request continues with new weights as soon as its server has them.
         settings (`dict`, *optional*):
@@ -146,7 +146,7 @@ class InFlight:
                 f"{len(outdated)} answers of the checkpoint are of other settings, and are asked for again."
             )
         self._checkpoint_answers = {key: answer for key, answer in checkpoint_answers.items() if key not in outdated}
-        # Servers share no cached prefix between batches that are due at different versions
+        # Servers share no cached prefix between batches requested at different versions
         salt = str(max(0, batch_index - self.max_staleness))
         answers = {
             key: started(self._answer, key, request, salt, turn)
@@ -240,7 +240,7 @@ def request_keys(
 ) -> list[Key]:
     """
     Returns the keys of requests, one per run of consecutive completions of the same prompt. `row_indices` are those of
-    the completions' rows, and `indices` count the completions of all ranks.
+    the completions' rows, and `indices` are global indices of completions.
     """
     keys = []
     for _, run in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):

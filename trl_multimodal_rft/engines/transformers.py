@@ -52,8 +52,8 @@ class Branches:
     [`generate_completions`] stores the cache, and takes it out for the next turn.
     """
 
-    # For each prompt to complete next, the index of the completion that it continues, and the tool results behind that
-    # (`None` if the context was rewritten); `None` in the first turn
+    # Per prompt of the next turn: the index of the completion that it continues, and the tool results after it, or
+    # `None` for a rewritten context. No list in the first turn
     continuations: list[tuple[int, EncodedPrompt | None]] | None = None
     obstacle: str | None = None  # reason why the latest prompts were prefilled instead
 
@@ -68,7 +68,7 @@ class Branches:
         completion_ids: torch.Tensor,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Stores a cache of prompts, with the mask `(B, P)`, and of their completions `(B, N)`."""
+        """Stores a cache of prompts, masked `(B, P)`, and of their completions `(B, N)`."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         indices = range(len(prompts)) if self.continuations is None else [index for index, _ in self.continuations]
         rows = {
@@ -150,12 +150,12 @@ def generate_completions(
     Unique prompts are prefilled once, through the model's own forward, and [`~engines.decoding.decode`] continues.
     Common prefixes of prompts ([`~forward.trees.Node`]) are prefilled once, too, by one more forward, unless ranks
     need each other's forwards (`in_step`). If the family or options don't allow this loop, `generate` gets repeated
-    prompts. `dummies` are prefilled, for the collectives in their encoders, but not completed. `branches` may hold a
+    prompts. `dummies` are only prefilled, so that ranks run encoders equally often. `branches` may hold a
     cache to continue from, and get the new one. `stop_strings` need the `tokenizer`. `runs` runs decoding steps, and
     may capture them. With `casts_once`, autocast casts each weight once for all tokens.
 
-    Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
-    rows of dummies at the end.
+    Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`. If
+    `generate` gets repeated prompts, rows of dummies are at the end.
     """
     config, room = generation_config, 0
     is_static = config.cache_implementation == "static" and (config.disable_compile or device.type == "cpu")
@@ -265,7 +265,7 @@ def _prefill(
     pad_token_id: int,
     past: tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None = None,
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-    """Prefills prompts, behind a `past` cache if any. Returns the cache, its mask `(B, N)`, and the last logits."""
+    """Prefills prompts, after a `past` cache if any. Returns the cache, its mask `(B, N)`, and the last logits."""
     rows = prompts if past is None else past[2]
     with frozen_features(unwrapped_model, rows):
         batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
@@ -289,7 +289,8 @@ def shares_prompts(model: PreTrainedModel) -> bool:
     """Returns whether a cache can hold a prompt's keys and values once for all its completions."""
     layers = {type(layer) for layer in DynamicCache(config=windows_as_forwarded(model)).layers}
     supported = {DynamicLayer, DynamicSlidingWindowLayer}
-    has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)  # not a window
+    # Chunks of attention aren't windows
+    has_chunks = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)
     return set() < layers - _WITHOUT_KEYS <= supported and not has_chunks and takes_layouts(model)
 
 
@@ -339,8 +340,8 @@ def sample_completions(
     fallbacks, isolate = fallbacks or policy.fallbacks, policy.fallbacks.isolate
     shared_prefill = fallbacks.shared_prefill
     if getattr(policy.unwrapped(model), "_hf_peft_config_loaded", False):
-        isolate, shared_prefill = "prompt", False  # Granite Speech uses the adapter where `generate` gets sounds
-    with torch.no_grad():  # so that no rank waits for gradients
+        isolate, shared_prefill = "prompt", False  # Granite Speech's `generate` enables the adapter for sounds
+    with torch.no_grad():  # no gradients, for which ranks would need more dummies
         dummies = policy.processes.dummies(model, prompts)
         parts = split_samples(prompts, isolate)
         ready: AbstractContextManager[nn.Module] = nullcontext(model)

@@ -45,7 +45,7 @@ class ServerTeacher:
         self.vocab_size = renderer.model_config.get_vocab_size()
 
     def read(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
-        """Returns prompts with decoded media as requests to the server; processes each distinct prompt once."""
+        """Returns requests to the server for prompts with decoded media; processes each distinct prompt once."""
         requests: dict[int, EngineRequest] = {}
         for i, prompt in enumerate(prompts):
             if id(prompt) not in requests:

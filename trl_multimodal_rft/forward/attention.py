@@ -183,13 +183,13 @@ def _prefix_attention(
         branches = [_varlen_attention(base, query, row_states, shared_states, layout, window, with_prompts, options)]
         if with_prompts:
             return branches[0][None], None
-    if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
+    if base != "eager":  # flash kernels take no custom mask; flex attention is causal only with one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     if not takes_varlen:
         key, value = _concatenate(shared_states, row_states)
     # Query heads that share a key become one longer sequence: sdpa's masked kernels want as many heads of keys as of
-    # queries, so that keys would be repeated
+    # queries, so keys would otherwise be repeated
     folds = base != "eager" and options.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 

@@ -59,8 +59,8 @@ class CompactLogCallback(TrainerCallback):
     The callback replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and
     `log_history` keep all metrics.
 
-    Trainers of this package have this callback, and remove transformers' callbacks that print logs when they train
-    with it.
+    Trainers of this package have this callback, and, training with it, remove transformers' callbacks that
+    print logs.
 
     Example:
     ```python
@@ -267,7 +267,7 @@ def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """Returns a line per part of a model, given as numbers of all and of trained parameters, and a line of totals."""
+    """Returns a line per part of a model, from its counts of all and trained parameters, and a line of totals."""
     total, trained = (sum(item) for item in zip(*parts.values(), strict=True))
     lines = []
     for part, (size, n_trained) in parts.items():
@@ -382,7 +382,7 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     for name in logs:
         if re.fullmatch(r"(pass|majority)@\d+", name) and name != "pass@1":
             shown[name] = _number(logs[name])
-    if "mean_token_accuracy" in logs and margin is None:  # the token accuracy of preferred answers isn't trained
+    if "mean_token_accuracy" in logs and margin is None:  # preference losses don't aim at token accuracy
         shown["token accuracy"] = _number(logs["mean_token_accuracy"])
     if "completions/mean_length" in logs:
         clipped = logs.get("completions/clipped_ratio")

@@ -134,7 +134,10 @@ def _on_labelled_rows(
         row_labels = columns[label_column]
         for row, label in enumerate(row_labels):
             if label not in labels:
-                raise ValueError(f"row {row} has the label {label!r}, which isn't in the recipe: {sorted(labels)}.")
+                raise RowError(
+                    row,
+                    f"column '{label_column}': the recipe has no {label!r}, only {sorted(labels)}; add or correct it.",
+                )
         rows = [row for row, label in enumerate(row_labels) if label in weights]
         arguments = {
             key: [value[row] for row in rows] if isinstance(value, list) else value for key, value in columns.items()
@@ -165,7 +168,7 @@ def _on_labelled_rows(
 
 @contextmanager
 def _naming_rows(name: str, rows: list[int]):
-    """Names rows of the batch in errors of a function that was called with some of its rows alone."""
+    """Names rows of the batch in errors of a function that was called with only some rows."""
     try:
         yield
     except RowError as error:

@@ -51,16 +51,16 @@ Written = TypeVar("Written", torch.Tensor, int)
 def require(value: Written | None) -> Written:
     """Returns a value that an earlier stage wrote into a rollout. Raises `ValueError` if it is `None`."""
     if value is None:
-        raise ValueError("A stage of the step was left out, of which a later one needs a result.")
+        raise ValueError("A stage that a later one needs was left out of the step.")
     return value
 
 
 @dataclass(eq=False)
 class Flight(_Part):
-    """Weights and early rewards of completions that were sampled asynchronously."""
+    """Weight versions and early rewards of completions that were sampled asynchronously."""
 
     versions: torch.Tensor  # (N, 2), versions of the weights by which servers sampled the first and the last token
-    early_rewards: EarlyRewards | None = None  # rewards by functions that only wait
+    early_rewards: EarlyRewards | None = None  # rewards by functions that await servers
 
 
 class Turn(NamedTuple):
@@ -92,7 +92,7 @@ class Source(_Part):
     ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages
     turns: list[list[Turn]] = field(default_factory=list)  # of each completion, where tools are called
-    # Messages of the contexts that replaced each completion's prompt, where tools are called
+    # Messages of each context that replaced a completion's prompt, where tools are called
     contexts: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
     flight: Flight | None = None
@@ -120,7 +120,7 @@ class Rewards(_Part):
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), from the contrast, added to the sum of rewards
     has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
-    # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
+    # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond
     out_of_range: torch.Tensor | None = None
     scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies
 
@@ -331,7 +331,7 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
 
 
 def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
-    """Concatenates parts, the first of `n` completions."""
+    """Concatenates parts; the first has `n` completions."""
     changed: dict[str, Any] = {}
     for name in (spec.name for spec in fields(parts[0])):
         values = [getattr(part, name) for part in parts]

@@ -99,14 +99,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             Environments, as for [`~trl.GRPOTrainer`]. They are reset with their row, media and all, and may show media
             as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference of the KL divergence. Needed if the policy's name loads another model, or the policy has no name.
+            Reference of the KL divergence. Needed if the policy has no name, or one that loads another model.
         sampler ([`~engines.samplers.Sampler`], *optional*):
             Sampler of completions, in place of transformers and vLLM.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the processing class pads audio on the wrong side, if a processor, a reference or vLLM's model
-            must be loaded by the name of a model that has none, or if groups of the prompts can't be exchanged.
+            must be loaded by the name of a model that has none, if dynamic sampling or replay can't exchange groups.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -144,7 +144,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._kl_controller = FixedKLController(args.beta)
         else:
             self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
-        # Sums of an optimizer step, to which the coefficients of KL divergence and entropy adapt at its end
+        # Sums over an optimizer step, at whose end the coefficients of KL divergence and entropy adapt to them
         self._kl_window = Window()
         self._entropy_window = Window()
         gather = functools.partial(gather_rows, self.accelerator)
@@ -179,7 +179,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
-        """Scores parts of a rollout under the sampling policy, and keeps entropies if these select tokens."""
+        """Scores parts of a rollout under the sampling policy, and keeps entropies that select tokens."""
         args, needs_dependency = self.args, self._measures_dependency
         trl_scores_too = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
             map(self._corrects, parts)

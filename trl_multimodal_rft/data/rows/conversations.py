@@ -31,7 +31,7 @@ def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], i
     name = next(iter(entries)) if source == file and len(entries) == 1 else source.name
     entry = entries.get(name, {})
     columns: dict[str, str] = entry.get("columns") or {}
-    if "file_name" in entry:  # LLaMA-Factory maps its names to the columns, not columns to names
+    if "file_name" in entry:  # LLaMA-Factory's keys are its own names, ms-swift's the file's columns
         defaults = {"prompt": "instruction", "query": "input", "response": "output"}
         columns = {name_in_file: defaults.get(column, column) for column, name_in_file in columns.items()}
     elif "dataset_path" not in entry:

@@ -12,14 +12,14 @@ from .columns import MEDIA_COLUMNS, OPTIONS
 from .nested import Rows, feature_leaves
 
 
-# Keys in prompts that hold no media: those of texts, messages and text blocks, and options for the media of columns
+# Keys in prompts that hold no media: those of texts, messages and text blocks, and options of placeholder blocks
 _WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.values())
 
 
 def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """
-    Returns the largest number of media of each modality that a row of a dataset has in its columns, `None` if only
-    reading the rows would tell.
+    Returns an upper bound on the media of each modality that a row of a dataset has in its columns, `None` if only
+    reading the rows would tell. Rows that `select` leaves out count, too.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None

@@ -45,7 +45,7 @@ class ExperienceConfig:
             Allowed sources and sizes of media.
 
     Raises:
-        `ValueError`: If an argument has an invalid value, or if the estimator needs several completions of a prompt.
+        `ValueError`: If an argument has an invalid value, or if the estimator compares completions but there is one.
     """
 
     advantage_estimator: str = "group_norm"

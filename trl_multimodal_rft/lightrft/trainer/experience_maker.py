@@ -95,8 +95,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     Raises:
         `TypeError`: If `strategy` is no [`ExperienceConfig`].
-        `ValueError`: If there is no source of reward, if critic or reference don't match, or if tokenizer or processor
-            can't pad.
+        `ValueError`: If there is no source of reward, if critic or reference is unsuitable, or if tokenizer or
+            processor can't pad.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             special_tokens_in_text="allow",
             keep_decoded=True,
         )
-        prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without a number)
+        prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without `row_index`)
         encoded = self._encode(prompts, encoder)
         # Reward functions get prompts of the same form in all micro-batches
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
@@ -355,7 +355,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
         """
-        Scores and rewards samples. Models stay in their training or evaluation mode.
+        Scores and rewards samples. Models are back in their training or evaluation mode afterwards.
 
         Args:
             samples ([`Samples`]):
@@ -433,7 +433,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self, critic: nn.Module, samples: Samples, rollout: Rollout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Returns values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` values of the states
+        Returns values of the states before the actions, `(B, A)`, and, with `bootstrap_truncated`, values of states
         after truncated completions, `(B,)`, 0 after other completions.
         """
         mask, truncated = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
