@@ -141,6 +141,8 @@ def test_lines_of_metrics():
     logs = {"reward": 0.314, "reward_std": 0.4, "rewards/accuracy_reward/mean": 0.12, "loss": 0.1}
     logs |= {"completions/mean_length": 3.04, "completions/clipped_ratio": 0.8}
     assert metric_values(logs) == {"reward": "0.31 ± 0.40", "accuracy": "0.12", "length": "3.0, 80 % clipped"}
+    agent = {"tools/call_frequency": 0.75, "tools/failure_frequency": 0.08, "tools/ended_by_length": 0.5}
+    assert metric_values(agent) == {"calls": "0.75, 8 % failed", "ended by length": "0.50"}
     others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001, "rewards/format_reward/mean": 1.0}
     assert metric_values(others) == {"reward": "1.00 ± -", "brief": "1e-03"}
     pairs = {"loss": 0.7, "rewards/accuracies": 0.75, "rewards/margins": 0.3, "mean_token_accuracy": 0.0}

@@ -4,6 +4,7 @@
 from functools import partial
 from itertools import count
 
+import PIL.Image
 import pytest
 import torch
 from helpers.synthetic import own_logps
@@ -104,6 +105,42 @@ def test_media_of_an_environment_that_cannot_be_read_are_its_failure():
     script = {2: [call("work", how="well")], 5: [call("work", how="badly")]}
     result = play(partial(Blurred, count()), ROWS, script, GRPO, unanswered={2: 0})
     assert logged(result, "tools/environment_failures") == [2]
+
+
+class Gallery:
+    """Shows a picture."""
+
+    def __init__(self, show):
+        self.show = show
+
+    def reset(self, **row):
+        return self.show
+
+    def get_reward(self, completion) -> float:
+        return float(len(str(completion)))
+
+
+PICTURE = PIL.Image.new("RGB", (28, 28), "red")
+
+
+@pytest.mark.parametrize("shown", [PICTURE, {"type": "image", "image": PICTURE}], ids=["picture", "block"])
+def test_media_of_reset_outside_of_a_list_are_an_error(shown):
+    with pytest.raises(RuntimeError, match=r"`Gallery.reset` returned a medium .*; return a list of content blocks"):
+        play(partial(Gallery, shown), ROWS, {})
+
+
+def test_a_text_becomes_the_message_of_the_user_before_an_environment():
+    rows = [{**row, "prompt": "Work."} for row in ROWS]
+    factory = partial(Gallery, [{"type": "image", "image": PICTURE}])
+    results = [play(factory, prompts, {}) for prompts in (ROWS, rows)]
+    inputs = [result.trainer.inputs for result in results]
+    assert inputs[0].rollout.source.messages == inputs[1].rollout.source.messages
+    assert all(results[0].update[name].equal(results[1].update[name]) for name in results[0].update)
+    evaluated = [
+        evaluate(**talking("qwen3_vl"), dataset=prompts, reward_funcs=None, environment_factory=factory).rows
+        for prompts in (ROWS, rows)
+    ]
+    assert evaluated[0] == evaluated[1]
 
 
 def test_a_run_ends_when_every_environment_fails(monkeypatch):

@@ -56,6 +56,7 @@ from trl_multimodal_rft.evaluation import (
     pass_at_k,
     wilson_interval,
 )
+from trl_multimodal_rft.evaluation.evaluator import named_rewards
 from trl_multimodal_rft.lightrft import ActorAL
 from trl_multimodal_rft.rewards import RemoteReward, accuracy_reward, format_reward
 
@@ -131,6 +132,7 @@ def test_intervals():
         (lambda: EvaluationConfig(num_samples=4), "greedy decoding gives the same completion"),
         (lambda: EvaluationConfig(pass_at=[2]), "`pass_at` has 2"),
         (lambda: EvaluationConfig(num_samples=2, temperature=1.0, majority_at=[3]), "`majority_at` has 3"),
+        (lambda: named_rewards(EvaluationConfig()), "`reward_funcs` is an `EvaluationConfig`; pass it as `args`"),
         (lambda: EvaluationConfig(temperature=-1.0), "`temperature` is -1.0"),
         (lambda: EvaluationConfig(max_tool_media=-1), "`max_tool_media` must be at least 0"),
         (lambda: EvaluationConfig(batch_size=0), "`batch_size` must be at least 1, got 0"),

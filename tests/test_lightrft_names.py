@@ -21,13 +21,14 @@ pytestmark = pytest.mark.gate
 def test_strategy_has_the_options_of_a_command_line():
     values = {"save_path": "out", "num_episodes": 2, "n_samples_per_prompt": 4, "micro_train_batch_size": 8}
     values |= {"max_epochs": 2, "actor_learning_rate": 1e-6, "critic_learning_rate": 9e-6, "l2": 0.1, "max_norm": 0.5}
-    values |= {"eps_clip": 0.1, "value_clip": 0.3, "init_kl_coef": 0.02, "kl_target": 0.1, "ptx_coef": 0.0, "seed": 3}
+    values |= {"eps_clip": 0.1, "init_kl_coef": 0.02, "kl_target": 0.1, "ptx_coef": 0.0, "seed": 3}
     values |= {"bf16": False, "gradient_checkpointing": False, "logging_steps": 5}
     assert values.keys() == OPTIONS.keys()
-    others = {"advantage_estimator": "gae", "gamma": 1, "lambd": 0.9, "zero_stage": 2, "remote_rm_url": None}
+    others = {"advantage_estimator": "gae", "gamma": 1, "lambd": 0.9, "value_clip": 0.3}
+    others |= {"zero_stage": 2, "remote_rm_url": None}
     strategy = get_strategy(Namespace(**values, **others))
     assert {name: getattr(strategy, ours) for name, ours in OPTIONS.items()} == values
-    assert strategy.estimator.settings == {"gamma": 1.0, "lam": 0.9}
+    assert strategy.estimator.settings == {"gamma": 1.0, "lam": 0.9} and strategy.value_loss.cliprange == 0.3
     cases = {"use_kl_loss": True, "use_kl_estimator_k3": True, "init_kl_coef": 0.1, "advantage_estimator": "rloo"}
     cases |= {"n_samples_per_prompt": 4, "save_path": "out", "bf16": False}
     strategy = get_strategy(Namespace(**cases))

@@ -170,7 +170,8 @@ def resume_hint(
     """Returns the command that resumes a run, with more steps for a finished run."""
     config = [] if script_args.user_options is None else ["--config", str(Path(str(folder), NAME))]
     command = f"{script_args.command} {shlex.join(config)}".strip()
-    if not Path(str(folder)).is_dir() or get_last_checkpoint(folder) is None:
-        return f"there is no checkpoint in {folder} (`--save_steps`); start again with: {command}"
+    checkpoint = get_last_checkpoint(folder) if Path(str(folder)).is_dir() else None
+    if checkpoint is None or int(checkpoint.rpartition("-")[2]) > state.global_step:  # else of an earlier run
+        return f"No checkpoint of this run is in {folder} (set `--save_steps` for one); start again with: {command}"
     steps = f" --max_steps {2 * state.max_steps}" if state.global_step == state.max_steps else ""
     return f"{prefix}{command} --resume_from_checkpoint True{steps}"

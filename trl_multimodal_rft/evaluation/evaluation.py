@@ -216,7 +216,7 @@ class Evaluation:
     def _collect(self, rows: Sequence[Row], ablated: bool) -> Rollout:
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
-            if self.policy.tool_loop is not None and isinstance(prompt, str):
+            if self.policy.tool_loop is not None and isinstance(prompt, str) and not self.toolbox:
                 raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
         encoded = [
             EncodedRow(row.row_index, restored, row, prompt)

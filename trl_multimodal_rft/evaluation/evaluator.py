@@ -251,6 +251,8 @@ def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] 
     if not reward_funcs:
         raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")
     for reward_func in reward_funcs:
+        if isinstance(reward_func, EvaluationConfig):
+            raise ValueError("`reward_funcs` is an `EvaluationConfig`; pass it as `args`.")
         if isinstance(reward_func, (str, nn.Module)):
             raise ValueError(
                 "A reward model can't be called like a function; pass `RewardModel(model, processor)` or functions as "

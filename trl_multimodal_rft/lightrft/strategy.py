@@ -35,9 +35,9 @@ def get_strategy(args: Namespace) -> MultimodalPPOConfig:
 
     Args:
         args (`argparse.Namespace`):
-            Options by LightRFT's names, see `OPTIONS`; `advantage_estimator` with `gamma` and `lambd`,
-            `use_kl_loss` for a KL divergence in the loss, and `use_kl_estimator_k3`. Other options, and options that
-            are `None`, are ignored.
+            Options by LightRFT's names, see `OPTIONS`; `value_clip`; `advantage_estimator` with `gamma` and
+            `lambd`, `use_kl_loss` for a KL divergence in the loss, and `use_kl_estimator_k3`. Other options, and
+            options that are `None`, are ignored.
 
     Returns:
         [`MultimodalPPOConfig`]: The config, to pass as `strategy` to the PPO trainers.

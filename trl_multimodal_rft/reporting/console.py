@@ -388,6 +388,11 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
         clipped = logs.get("completions/clipped_ratio")
         share = "" if clipped is None else f", {100 * clipped:.0f} % clipped"
         shown["length"] = f"{logs['completions/mean_length']:.1f}{share}"
+    if "tools/call_frequency" in logs:
+        failed = logs.get("tools/failure_frequency") or 0
+        shown["calls"] = _number(logs["tools/call_frequency"]) + (f", {100 * failed:.0f} % failed" if failed else "")
+        if logs.get("tools/ended_by_length"):
+            shown["ended by length"] = _number(logs["tools/ended_by_length"])
     if logs.get("explained_variance") is not None:  # `None` where all returns are equal
         shown["explained variance"] = _number(logs["explained_variance"])
     return shown

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import get_training_chat_template
 
-from ..data.reading.refs import shortened
+from ..data.reading.refs import MediaError, shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
-from ..data.rows.columns import blocks_to_refs
+from ..data.rows.columns import blocks_to_refs, find_media
 from ..encoding.conversations import keeps_earlier_turns
 from ..rewards.checks import Argument, distinct_names
 
@@ -66,6 +66,12 @@ class Environments:
                 f"`tools` is {shortened(tools)}; pass a list of functions, such as `tools=[search]`. Names such as "
                 "'zoom' are for the command line; in Python, pass `environment_factory=Zoom`."
             )
+        for tool in tools:
+            if isinstance(tool, type):
+                raise TypeError(
+                    f"`tools` has the class {tool.__name__}; a class of environments is `environment_factory`, and a "
+                    "tool is a function."
+                )
         self.standalone, self.factory = list(tools), factory
         self.media_rules = media_rules
         self.several = isinstance(factory, dict)
@@ -118,7 +124,8 @@ class Environments:
 
         Args:
             prompts (`Sequence`):
-                Prompts as messages; `None` where an environment makes the prompt.
+                Prompts as messages, or as a text, which becomes the user's message; `None` where an environment makes
+                the prompt.
             rows (`Sequence[dict]`):
                 Rows as the dataset has them, which `reset` gets.
             row_indices (`Sequence[int]`):
@@ -141,6 +148,7 @@ class Environments:
                     f"A row has `environment={name!r}`, which `environment_factory` doesn't have; it has "
                     f"{list(self.factories)}."
                 )
+        prompts = [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts]
         n_used: Counter[Any] = Counter()
         environments, messages = [], []
         failures: list[Exception | None] = [None] * len(rows)
@@ -168,11 +176,22 @@ class Environments:
                 if isinstance(content, list):
                     content = blocks_to_refs(content, label, row_index, self.media_rules)
                 elif not isinstance(content, str | None):
+                    check_without_media(content, f"`{label}`")
                     content = str(content)
                 observation = content and check(content, f"row {row_index}, `{label}`")
             environments.append(environment)
             messages.append(_with_observation(_NO_PROMPT if prompt is None else prompt, observation))
         return environments, messages, failures
+
+
+def check_without_media(result: Any, origin: str) -> None:
+    """Raises a [`MediaError`] if the result of a tool or of `reset` holds a medium outside of content blocks."""
+    path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
+    if path is not None:
+        raise MediaError(
+            f"{origin} returned a medium ({path}) that the model would not get; return a list of content "
+            "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
+        )
 
 
 def _make(factory: Callable[[], Any]) -> Any:

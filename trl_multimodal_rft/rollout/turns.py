@@ -21,7 +21,7 @@ from trl.chat_template_utils import parse_response
 
 from ..data.reading.refs import MediaError, iter_refs, shortened
 from ..data.reading.rules import MediaRules
-from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
+from ..data.rows.columns import FROM_TOOL, blocks_to_refs
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import Contexts, check_joins, encode_prefix, encode_turn, normalize_tool_calls
 from ..encoding.messages import opened_thoughts
@@ -30,7 +30,7 @@ from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.contexts import with_media
-from .environments import EnvironmentFailure, as_error
+from .environments import EnvironmentFailure, as_error, check_without_media
 from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Turn
 
@@ -463,10 +463,5 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
     if isinstance(result, list) and all(isinstance(block, dict) and "type" in block for block in result):
         # The paths of a tool aren't relative to the folder of rows' media
         return blocks_to_refs(result, f"{FROM_TOOL}'{name}'", row, replace(rules, media_dir=None))
-    path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
-    if path is not None:
-        raise MediaError(
-            f"the tool {name!r} returned a medium ({path}) that the model would not get; return a list of content "
-            "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
-        )
+    check_without_media(result, f"the tool {name!r}")
     return str(result)
