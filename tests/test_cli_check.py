@@ -261,6 +261,21 @@ def test_tables_of_spreadsheets(table, reward, message, tmp_path, said):
     assert message in " ".join(shown.split())
 
 
+@pytest.mark.parametrize(
+    ("table", "columns"),
+    [
+        ("prompt,chosen,rejected|A,yes,no|B,yes,|C,,no", ["chosen", "rejected"]),
+        ("prompt,completion,label|A,yes,true|B,,false", ["completion"]),
+    ],
+)
+def test_answers_of_pairs_and_labels(table, columns, tmp_path, said):
+    (tmp_path / "rows.csv").write_text(table.replace("|", "\n"))
+    report = said("qwen2_audio", tmp_path / "rows.csv", status=1)
+    for row, column in enumerate(reversed(columns), start=1):
+        assert f"in `{column}`\n\n" in report and f"Rows: {row}\n" in report
+    assert "All" not in report
+
+
 def test_files_silence_and_repeated_rows(tmp_path, said):
     sounds = {"loud": audio(0.3)["audio"], "same": audio(0.3)["audio"], "mute": np.full(4800, 9e-4)}
     for name, samples in sounds.items():

@@ -27,7 +27,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.counts import empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
-from ..data.rows.pairs import COMPLETIONS, put_answer_media
+from ..data.rows.pairs import COMPLETIONS, put_answer_media, read_answer
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.media import decode_media
@@ -111,7 +111,13 @@ class RowChecker(torch.utils.data.Dataset):
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
         ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
-        row = put_answer_media(row, ignored, rules=rules) if all(row.get(name) for name in COMPLETIONS) else row
+        answers = COMPLETIONS if all(name in row for name in COMPLETIONS) else ()
+        if answers and all(row[name] for name in answers):
+            row = put_answer_media(row, ignored, rules=rules)
+        elif isinstance(row.get("label"), bool) and "completion" in row:  # of KTO
+            answers = ("completion",)
+        for name in answers:
+            read_answer(row[name], name, row.row_index, rules)
         (prompt,) = self.encoder.messages([row])
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
@@ -339,7 +345,7 @@ def run(args: argparse.Namespace) -> None:
         report.is_refused = True
     report.empty = empty_cells(rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ()))
     if "prompt" in (rows.column_names or ()):
-        columns = ("prompt", *COMPLETIONS, *MEDIA_COLUMNS)
+        columns = ("prompt", *COMPLETIONS, "completion", "label", *MEDIA_COLUMNS)
         rows = rows.select_columns([name for name in rows.column_names if name in columns])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
     for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
