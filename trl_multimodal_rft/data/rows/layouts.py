@@ -117,9 +117,10 @@ def load_conversations(
             return with_answers(chat, row, index)
         has_answer = chat[-1]["role"] == "assistant"
         if task in ("sft", "kto") and not has_answer:
+            other = "dpo" if row.get("chosen") and row.get("rejected") else "rl"
             raise ValueError(
-                f"row {index}, column '{column}': the last message is the {chat[-1]['role']}'s, but supervised rows "
-                "end with the assistant's; remove the row, or convert with `task='rl'`."
+                f"row {index}, column '{column}': the last message is the {chat[-1]['role']}'s, but rows of "
+                f"`task='{task}'` end with the assistant's; remove the row, or convert with '{other}' as the task."
             )
         if task == "sft":
             return {"messages": chat}
