@@ -184,7 +184,7 @@ class Environments:
         return environments, messages, failures
 
 
-def check_without_media(result: Any, origin: str) -> None:
+def check_without_media(result: object, origin: str) -> None:
     """Raises a [`MediaError`] if the result of a tool or of `reset` holds a medium outside of content blocks."""
     path = next((path for path, _, medium in find_media(result, "result") if not isinstance(medium, str)), None)
     if path is not None:
@@ -302,7 +302,9 @@ def _storing_error(failures: list[Exception | None] | None, index: int) -> Itera
         failures[index] = error if isinstance(error, Exception) else as_error(error)
 
 
-def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+def _with_observation(
+    prompt: list[dict[str, Any]], observation: str | list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
     """Returns the prompt with an environment's first observation at the end of its last message."""
     if observation is None:
         return prompt
