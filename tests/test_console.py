@@ -18,13 +18,14 @@ from helpers.files import sound_file
 from helpers.trainer_utils import AS_SHIPPED, audio_rows, load, make_trainer, saved
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import evaluate
-from trl_multimodal_rft.cli.arguments import parse
+from trl_multimodal_rft.cli.arguments import RunArguments, parse
 from trl_multimodal_rft.cli.commands import dpo, grpo, ppo, reward, rloo, sft
 from trl_multimodal_rft.cli.run_file import write_run_file
+from trl_multimodal_rft.cli.training import resume_hint
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 from trl_multimodal_rft.models.parts import count_parts
@@ -248,6 +249,20 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
     assert lines[-1].startswith("  publish:  hf upload USER/out out . --exclude")
     options = yaml.safe_load(open("out/run.yaml"))
     assert "resume" not in options and (options["max_steps"], options["reward_funcs"]) == (3, ["accuracy_reward"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "resumes"), [([], False), ([7], False), ([2], True), ([1, 3], True), ([1, 7], False)]
+)
+def test_only_checkpoints_of_the_run_are_offered(steps, resumes, tmp_path):
+    """The last checkpoint is beyond the run's last step, 3, if an earlier run wrote it."""
+    for step in steps:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    arguments = RunArguments()
+    arguments.command = "trl-multimodal-rft grpo"
+    hint = resume_hint(arguments, str(tmp_path), TrainerState(global_step=3, max_steps=9))
+    assert hint.endswith("--resume_from_checkpoint True") == resumes
+    assert hint.startswith("Resume with: " if resumes else f"No checkpoint of this run is in {tmp_path} ")
 
 
 def test_resumed_run_keeps_its_steps_if_its_file_has_them(tmp_path):

@@ -27,7 +27,7 @@ from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.counts import empty_cells
 from ..data.rows.features import undecoded
 from ..data.rows.load import load_rows
-from ..data.rows.pairs import COMPLETIONS, put_answer_media, read_answer
+from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
 from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.media import decode_media
@@ -111,13 +111,10 @@ class RowChecker(torch.utils.data.Dataset):
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
         ignored, rules = self.encoder.ignored_media_columns, self.encoder.media_rules
-        answers = COMPLETIONS if all(name in row for name in COMPLETIONS) else ()
-        if answers and all(row[name] for name in answers):
+        if all(name in row for name in COMPLETIONS):
             row = put_answer_media(row, ignored, rules=rules)
         elif isinstance(row.get("label"), bool) and "completion" in row:  # of KTO
-            answers = ("completion",)
-        for name in answers:
-            read_answer(row[name], name, row.row_index, rules)
+            check_text_only(read_answer(row["completion"], "completion", row.row_index, rules))
         (prompt,) = self.encoder.messages([row])
         media_columns = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in media_columns):
